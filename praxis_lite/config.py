@@ -1,0 +1,228 @@
+"""Configs: trees of hyperparameters that are edited first and instantiated later.
+
+`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that nested
+hyperparameters can be edited at once; a misspelt field names its nearest neighbour; and `instantiate` leaves the configs
+nested in a `Configurable` unbuilt, because they are templates that the object builds itself, once it knows what to fill in.
+
+    class FeedForward(Layer):
+      hidden_dims: int = REQUIRED
+      norm_tpl: Config = template(RMSNorm)
+
+    ff = Config(FeedForward, hidden_dims=64)
+    ff.norm_tpl.epsilon = 1e-5
+    layer = ff.instantiate()
+
+Editing by path, text dumps, JSON and diffs of configs are in `config_text.py` and `overrides.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, Self, TypeVar, dataclass_transform
+
+import fiddle as fdl
+from fiddle import history
+
+from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
+
+T = TypeVar('T')
+
+
+class _Required:
+  """The value of a field that must be set. Any use of it as a value raises `ConfigError`."""
+
+  def __repr__(self) -> str:
+    return 'REQUIRED'
+
+  def __copy__(self) -> _Required:
+    return self
+
+  def __deepcopy__(self, memo: object) -> _Required:
+    return self
+
+  def __reduce__(self) -> str:
+    return 'REQUIRED'
+
+  def _complain(self, *args: object) -> NoReturn:
+    raise ConfigError('a required field is used before it is set')
+
+  __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __call__ = _complain
+  __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _complain
+  __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = _complain
+  __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = _complain
+
+
+REQUIRED: Any = _Required()
+
+
+class Config(fdl.Config[T], Generic[T]):
+  """The arguments of a future call of a class or function, editable as attributes.
+
+  Raises `UnknownFieldError` when a field that the target does not have is set or read.
+  """
+
+  def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: Any, **kwargs: Any):
+    with history.suspend_tracking():
+      known = _field_names(fn_or_cls)
+      for name in kwargs:
+        if known is not None and name not in known:
+          raise UnknownFieldError(_unknown_field(fn_or_cls, name, known))
+      super().__init__(fn_or_cls, *args, **kwargs)
+      for name, factory in _default_factories(fn_or_cls):
+        if name not in self.__arguments__:
+          setattr(self, name, factory())
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    with history.suspend_tracking():
+      try:
+        super().__setattr__(name, value)
+      except (AttributeError, TypeError):
+        raise self._unknown(name) from None
+
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return super().__getattr__(name)
+    except AttributeError:
+      if name.startswith('__'):
+        raise
+      raise self._unknown(name) from None
+
+  def _unknown(self, name: str) -> UnknownFieldError:
+    target = fdl.get_callable(self)
+    return UnknownFieldError(_unknown_field(target, name, _field_names(target) or ()))
+
+  def set(self, **fields: Any) -> Self:
+    """Sets fields in place and returns the config, for chaining."""
+    for name, value in fields.items():
+      setattr(self, name, value)
+    return self
+
+  def clone(self, **fields: Any) -> Self:
+    """Returns an independent copy, with `fields` set in it."""
+    with history.suspend_tracking():
+      return copy.deepcopy(self).set(**fields)
+
+  def instantiate(self, **fields: Any) -> T:
+    """Calls the target with the fields of this config, overridden by `fields`. See `instantiate`."""
+    return instantiate(self, **fields)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+class Configurable:
+  """Base of classes whose annotated attributes are hyperparameters.
+
+  Each subclass becomes a keyword-only dataclass. Configs in its fields reach it unbuilt.
+  """
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    super().__init_subclass__(**kwargs)
+    dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+
+
+def template(fn_or_cls: Callable[..., Any], /, **fields: Any) -> Any:
+  """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
+
+  `fn_or_cls` may be a `Config` too: the default is then a clone of it.
+  """
+  if isinstance(fn_or_cls, Config):
+    base = fn_or_cls
+    return dataclasses.field(default_factory=lambda: base.clone(**fields))
+  return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **fields))
+
+
+def instantiate(config: Config[T], **fields: Any) -> T:
+  """Calls a config's target with its fields.
+
+  Configs nested in the fields are passed on unbuilt (as copies) to a `Configurable`, which builds its templates itself; for any
+  other callable, such as an optax transformation, they are built first.
+
+  Args:
+    config: what to build; it is not changed.
+    **fields: override the fields of `config` for this call.
+
+  Raises:
+    ConfigError: a field that is REQUIRED is not set.
+  """
+  target = fdl.get_callable(config)
+  keep_nested = isinstance(target, type) and issubclass(target, Configurable)
+  arguments = dict(config.__arguments__, **fields)
+  missing = sorted(_missing_fields(target, arguments))
+  if missing:
+    raise ConfigError(f'{target.__qualname__}.{missing[0]}: a value is required and none is set')
+  convert = _copy_nested if keep_nested else _build_nested
+  positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
+  return target(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+
+
+def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
+  """Returns the resolved annotation of each field of a config's target; empty if they cannot be resolved."""
+
+  target = (
+    fn_or_cls
+    if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls)
+    else getattr(fn_or_cls, '__init__', fn_or_cls)
+    if isinstance(fn_or_cls, type)
+    else fn_or_cls
+  )
+  try:
+    return typing.get_type_hints(target)
+  except (NameError, TypeError, AttributeError):
+    return {}
+
+
+def _missing_fields(target: Callable[..., Any], arguments: dict[Any, Any]) -> list[str]:
+  missing = [k for k, v in arguments.items() if v is REQUIRED]
+  if isinstance(target, type) and dataclasses.is_dataclass(target):
+    missing += [f.name for f in dataclasses.fields(target) if f.name not in arguments and f.default is REQUIRED]
+  return missing
+
+
+def _copy_nested(value: Any) -> Any:
+  if isinstance(value, Config):
+    return value.clone()
+  if isinstance(value, (list, dict)):
+    return copy.deepcopy(value)
+  return value
+
+
+def _build_nested(value: Any) -> Any:
+  if isinstance(value, Config):
+    return instantiate(value)
+  if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
+    return type(value)(_build_nested(v) for v in value)
+  if isinstance(value, dict):
+    return {k: _build_nested(v) for k, v in value.items()}
+  return value
+
+
+def _default_factories(target: Any) -> list[tuple[str, Callable[[], Any]]]:
+  if not (isinstance(target, type) and dataclasses.is_dataclass(target)):
+    return []
+  return [
+    (f.name, f.default_factory)
+    for f in dataclasses.fields(target)
+    if f.init and f.default_factory is not dataclasses.MISSING
+  ]
+
+
+def _field_names(target: Any) -> list[str] | None:
+  """The names a config of `target` may set, or None where it takes any keyword."""
+
+  if isinstance(target, type) and dataclasses.is_dataclass(target):
+    return [f.name for f in dataclasses.fields(target) if f.init]
+  try:
+    parameters = inspect.signature(target).parameters.values()
+  except (ValueError, TypeError):
+    return None
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    return None
+  return [p.name for p in parameters]
+
+
+def _unknown_field(target: Any, name: str, known: Any) -> str:
+  where = getattr(target, '__qualname__', repr(target))
+  return f"{where} has no field '{name}'.{did_you_mean(name, known)} Its fields: {', '.join(known)}."

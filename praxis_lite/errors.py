@@ -1,0 +1,36 @@
+"""Errors that are the user's to fix: one clear message, no traceback at the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+  """Bad input. The message names where it is, what is wrong, and what would be right."""
+
+
+class ConfigError(UserError):
+  """A config is incomplete or inconsistent."""
+
+
+class UnknownFieldError(ConfigError, AttributeError):
+  """A config has no field of that name."""
+
+
+class ShardingError(UserError):
+  """A split mapping, spec or mesh cannot be what it says."""
+
+
+class DataError(UserError):
+  """Input data is missing, empty or unreadable."""
+
+
+class CheckpointError(UserError):
+  """A checkpoint is missing or belongs to another model."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+  """Returns " Did you mean 'x'?" for the closest of `known`, or the empty string if none is close."""
+  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+  return f" Did you mean '{close[0]}'?" if close else ''

@@ -1,0 +1,242 @@
+"""Weight declarations and initializers.
+
+A `WeightHParams` says everything about a weight that can be known without memory: its shape, dtype, initializer and how it
+is split over the mesh. A tree of them is what `Layer.abstract_init()` returns, and what specs, padding, optimizer masks,
+parameter tables and checkpoints are derived from.
+
+Fans follow the convention of convolutions: the last axis is the output, the one before it the input, and all others the
+receptive field that multiplies both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.errors import ConfigError
+
+# One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, or None / -1.
+SplitDimsMapping = Sequence[Any] | None
+
+
+class WeightHParamsCollection(enum.StrEnum):
+  """Marks on a weight that the learner and the layers act on."""
+
+  NON_TRAINABLE = 'non_trainable'
+  SKIP_REGULARIZATION = 'skip_regularization'
+  KEEP_FLOAT32 = 'keep_float32'
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInit:
+  """How a weight gets its first value: a distribution and a scale.
+
+  `stddev` (or the half-width of the uniform distribution) is `scale` times a factor that depends on the method:
+
+    gaussian, uniform, truncated_gaussian          1
+    *_sqrt_dim                                     1 / sqrt(first dimension)
+    *_fan_in, *_fan_out, *_fan_avg                 1 / sqrt(fan)
+    xavier                                         uniform in +-scale * sqrt(6 / (fan_in + fan_out)); Glorot & Bengio, 2010
+    constant                                       every entry is `scale`
+
+  The truncated Gaussian is cut at two standard deviations and not rescaled.
+  """
+
+  method: str
+  scale: float = 1.0
+
+  def __post_init__(self) -> None:
+    if self.method not in _METHODS:
+      raise ConfigError(f"unknown initializer '{self.method}'; known: {', '.join(_METHODS)}")
+
+  @classmethod
+  def Gaussian(cls, scale: float = 1.0) -> WeightInit:
+    return cls('gaussian', scale)
+
+  @classmethod
+  def Uniform(cls, scale: float = 1.0) -> WeightInit:
+    return cls('uniform', scale)
+
+  @classmethod
+  def Xavier(cls, scale: float = 1.0) -> WeightInit:
+    return cls('xavier', scale)
+
+  @classmethod
+  def TruncatedGaussian(cls, scale: float = 1.0) -> WeightInit:
+    return cls('truncated_gaussian', scale)
+
+  @classmethod
+  def Constant(cls, scale: float = 0.0) -> WeightInit:
+    return cls('constant', scale)
+
+  @classmethod
+  def GaussianSqrtDim(cls, scale: float = 1.0) -> WeightInit:
+    return cls('gaussian_sqrt_dim', scale)
+
+  @classmethod
+  def GaussianFanIn(cls, scale: float = 1.0) -> WeightInit:
+    return cls('gaussian_fan_in', scale)
+
+  @classmethod
+  def GaussianFanOut(cls, scale: float = 1.0) -> WeightInit:
+    return cls('gaussian_fan_out', scale)
+
+  @classmethod
+  def GaussianFanAvg(cls, scale: float = 1.0) -> WeightInit:
+    return cls('gaussian_fan_avg', scale)
+
+  @classmethod
+  def TruncatedGaussianFanIn(cls, scale: float = 1.0) -> WeightInit:
+    return cls('truncated_gaussian_fan_in', scale)
+
+  @classmethod
+  def UniformSqrtDim(cls, scale: float = 1.0) -> WeightInit:
+    return cls('uniform_sqrt_dim', scale)
+
+  @classmethod
+  def UniformFanIn(cls, scale: float = 1.0) -> WeightInit:
+    return cls('uniform_fan_in', scale)
+
+
+_DISTRIBUTIONS = ('gaussian', 'uniform', 'truncated_gaussian')
+_SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
+_METHODS = ('constant', 'xavier', *(d + s for d in _DISTRIBUTIONS for s in _SCALINGS))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightHParams:
+  """The declaration of one weight.
+
+  Attributes:
+    shape: shape of the weight in one layer, without the repeat prefix.
+    init: initializer; None takes the layer's `params_init`.
+    dtype: dtype it is stored in; None takes the layer's `dtype`.
+    tensor_split_dims_mapping: one entry per dimension of `shape`; None replicates the whole weight.
+    repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
+    repeat_prefix_split_dims_mapping: how those are split.
+    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None is the convention above.
+    collections: marks from `WeightHParamsCollection`.
+  """
+
+  shape: tuple[int, ...]
+  init: WeightInit | None = None
+  dtype: DTypeLike | None = None
+  tensor_split_dims_mapping: SplitDimsMapping = None
+  repeat_prefix: tuple[int, ...] = ()
+  repeat_prefix_split_dims_mapping: tuple[Any, ...] = ()
+  fan_in_axes: tuple[int, ...] | None = None
+  fan_out_axes: tuple[int, ...] | None = None
+  collections: frozenset[WeightHParamsCollection] = frozenset()
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, 'shape', tuple(self.shape))
+    object.__setattr__(self, 'collections', frozenset(self.collections))
+
+  @property
+  def full_shape(self) -> tuple[int, ...]:
+    """Shape of the stored array: the repeat prefix, then `shape`."""
+    return (*self.repeat_prefix, *self.shape)
+
+  @property
+  def full_split_dims_mapping(self) -> tuple[Any, ...]:
+    """Mapping of the stored array, of the rank of `full_shape`."""
+    own = self.tensor_split_dims_mapping
+    return (*self.repeat_prefix_split_dims_mapping, *(own if own is not None else (None,) * len(self.shape)))
+
+  @property
+  def trainable(self) -> bool:
+    return WeightHParamsCollection.NON_TRAINABLE not in self.collections
+
+  def repeated(self, times: int, split: Any = None) -> WeightHParams:
+    """Returns the declaration of `times` such weights stacked along a new leading dimension."""
+    return dataclasses.replace(
+      self,
+      repeat_prefix=(times, *self.repeat_prefix),
+      repeat_prefix_split_dims_mapping=(split, *self.repeat_prefix_split_dims_mapping),
+    )
+
+  def as_struct(self) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the stored array."""
+    return jax.ShapeDtypeStruct(self.full_shape, jnp.dtype(self.dtype or jnp.float32))
+
+
+def get_fan_in_fan_out(
+  shape: Sequence[int],
+  fan_in_axes: Sequence[int] | None = None,
+  fan_out_axes: Sequence[int] | None = None,
+) -> tuple[int | None, int | None]:
+  """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
+
+  With axes given, each fan is the product of its axes. Without, axis -2 is the input, axis -1 the output, and the others
+  multiply both; a vector is its own fan in and fan out.
+  """
+  if not shape:
+    return None, None
+  if fan_in_axes is not None and fan_out_axes is not None:
+    return math.prod(shape[a] for a in fan_in_axes), math.prod(shape[a] for a in fan_out_axes)
+  if len(shape) == 1:
+    return shape[0], shape[0]
+  receptive_field = math.prod(shape[:-2])
+  return receptive_field * shape[-2], receptive_field * shape[-1]
+
+
+def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
+  """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other.
+
+  Args:
+    weight: its `init` and `dtype` must be filled in.
+    key: PRNG key of this weight.
+  """
+  if not weight.repeat_prefix:
+    return _init_one(weight, key)
+  keys = jax.random.split(key, math.prod(weight.repeat_prefix))
+  stacked = jax.vmap(lambda k: _init_one(weight, k))(keys)
+  return stacked.reshape(weight.full_shape)
+
+
+def _init_one(weight: WeightHParams, key: jax.Array) -> jax.Array:
+  if weight.init is None:
+    raise ConfigError(
+      'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'
+    )
+  dtype, shape, scale = jnp.dtype(weight.dtype or jnp.float32), weight.shape, weight.init.scale
+  method = weight.init.method
+  if method == 'constant':
+    return jnp.full(shape, scale, dtype)
+  fan_in, fan_out = get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes)
+  draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+  if method == 'xavier':
+    limit = scale * math.sqrt(6.0 / ((fan_in or 1) + (fan_out or 1)))
+    return jax.random.uniform(key, shape, draw_dtype, -limit, limit).astype(dtype)
+  distribution = next(d for d in sorted(_DISTRIBUTIONS, key=len, reverse=True) if method.startswith(d))
+  scale *= _factor(method.removeprefix(distribution), shape, fan_in, fan_out)
+  match distribution:
+    case 'gaussian':
+      value = scale * jax.random.normal(key, shape, draw_dtype)
+    case 'uniform':
+      value = jax.random.uniform(key, shape, draw_dtype, -scale, scale)
+    case _:
+      value = scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)
+  return value.astype(dtype)
+
+
+def _factor(scaling: str, shape: tuple[int, ...], fan_in: int | None, fan_out: int | None) -> float:
+  match scaling:
+    case '':
+      denominator = 1.0
+    case '_sqrt_dim':
+      denominator = shape[0] if shape else 1.0
+    case '_fan_in':
+      denominator = fan_in or 1.0
+    case '_fan_out':
+      denominator = fan_out or 1.0
+    case _:
+      denominator = ((fan_in or 1.0) + (fan_out or 1.0)) / 2
+  return 1.0 / math.sqrt(max(denominator, 1.0))
