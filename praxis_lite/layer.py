@@ -1,0 +1,418 @@
+"""Layer: a tree of hyperparameters that declares variables and computes.
+
+A layer's annotated attributes are its hyperparameters. `setup` declares variables and children; `__call__` computes with
+them. A layer holds no arrays: `abstract_init` returns the declarations of its variables, `init(key)` makes their first
+values, and `apply(variables, ...)` is the pure call. The variable tree has the same paths as the layer tree.
+
+    class Scale(Layer):
+      dims: int = REQUIRED
+
+      def setup(self):
+        self.create_variable('s', WeightHParams((self.dims,), init=WeightInit.Constant(1.0)))
+
+      def __call__(self, x_BD):
+        return x_BD * self.theta.s
+
+    layer = Config(Scale, dims=4).instantiate()
+    variables = layer.init(jax.random.key(0))            # {'s': f32[4]}
+    y_BD, side = layer.apply(variables, jnp.ones((2, 4)))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from praxis_lite import call
+from praxis_lite.call import NestedDict, Path, SideOutputs, Summary
+from praxis_lite.config import Config, Configurable, template
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
+from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
+
+
+LayerT = TypeVar('LayerT', bound='Layer')
+
+
+class SplitMapping(Configurable):
+  """Base of the split mappings of a layer: each field maps one tensor, one entry per dimension."""
+
+
+class WeightSplit(SplitMapping):
+  """`wt`: the layer's main weight."""
+
+  wt: SplitDimsMapping = None
+
+
+class ActivationSplit(SplitMapping):
+  """`out`: the layer's output."""
+
+  out: SplitDimsMapping = None
+
+
+# Hyperparameters that a child takes from its parent where it leaves them None.
+_INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules')
+_ROOT_DEFAULTS = {'dtype': 'float32', 'params_init': WeightInit.Xavier()}
+
+
+class Layer(Configurable):
+  """Base of all layers.
+
+  Attributes:
+    name: the last part of the layer's path; set by the parent.
+    dtype: dtype that weights are stored in; inherited, float32 at the root.
+    fprop_dtype: dtype that the layer computes in; inherited, `dtype` at the root.
+    params_init: initializer of weights that do not set their own; inherited, Xavier at the root.
+    mesh_axis_names: names of the mesh axes that split mappings refer to; inherited. None: names are not checked.
+    logical_axis_rules: pairs (logical name, mesh axes) by which mappings may name logical axes; inherited.
+    weight_split_dims_mapping: how each weight is split over the mesh.
+    activation_split_dims_mapping: how each activation is split.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is split
+      on entry, by rank; None leaves it as it comes.
+  """
+
+  name: str = ''
+  dtype: DTypeLike | None = None
+  fprop_dtype: DTypeLike | None = None
+  params_init: WeightInit | None = None
+  mesh_axis_names: tuple[str, ...] | None = None
+  logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
+  weight_split_dims_mapping: Config = template(WeightSplit)
+  activation_split_dims_mapping: Config = template(ActivationSplit)
+  inputs_split_mapping: dict[str, Any] | None = None
+
+  # ---------------------------------------------------------------- construction
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    super().__init_subclass__(**kwargs)
+    for method in ('__call__', 'extend_step'):
+      if method in cls.__dict__:
+        setattr(cls, method, _in_scope(cls.__dict__[method]))
+
+  def __post_init__(self) -> None:
+    self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
+    self._weights: dict[str, WeightHParams] = {}
+    self._children: dict[str, Layer | list[Layer]] = {}
+    for field, default in _ROOT_DEFAULTS.items():
+      if getattr(self, field) is None:
+        setattr(self, field, default)
+    if self.fprop_dtype is None:
+      self.fprop_dtype = self.dtype
+    self._check_split_mappings()
+    self.setup()
+    self._ready = True
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if '_ready' in self.__dict__:
+      raise AttributeError(
+        f'{self.path_name}.{name}: a layer does not change after setup(); keep state in variables (update_var) or decode_state'
+      )
+    super().__setattr__(name, value)
+
+  def setup(self) -> None:
+    """Declares the layer's variables and children. Override it; do not call it."""
+
+  def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:
+    """Declares a variable of this layer, read in a call as `self.theta.<name>`.
+
+    Raises:
+      ConfigError: the name is taken.
+      ShardingError: the split mapping has the wrong rank, an unknown axis, or an axis twice.
+    """
+    self._claim(name)
+    collections = weight.collections if trainable else weight.collections | {WeightHParamsCollection.NON_TRAINABLE}
+    weight = dataclasses.replace(
+      weight, dtype=weight.dtype or self.dtype, init=weight.init or self.params_init, collections=collections
+    )
+    self._resolve(weight.tensor_split_dims_mapping, rank=len(weight.shape), where=name)
+    self._weights[name] = weight
+
+  def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
+    """Builds a child from a copy of `config`; it is reached as `self.<name>`, and its variables as `<path>.<name>`.
+
+    The child takes this layer's dtype, fprop dtype, initializer, mesh axis names and logical axis rules where it has none.
+    """
+    self._claim(name)
+    child = self._build_child(name, config)
+    self._children[name] = child
+    return child
+
+  def create_children(
+    self, *names: str, template: Config[LayerT] | None = None, templates: Sequence[Config[LayerT]] | None = None
+  ) -> list[LayerT]:
+    """Builds several children: `names` all from one `template`, or a list `self.<name>` from `templates`.
+
+    The children of a list have the paths `<name>_0`, `<name>_1`, ...
+    """
+    if template is not None:
+      return [self.create_child(name, template) for name in names]
+    if templates is None or len(names) != 1:
+      raise ConfigError(f'{self.path_name}: create_children takes names and template=, or one name and templates=')
+    self._claim(names[0])
+    children = [self._build_child(f'{names[0]}_{i}', config) for i, config in enumerate(templates)]
+    self._children[names[0]] = list(children)
+    return children
+
+  def _build_child(self, name: str, config: Config[LayerT]) -> LayerT:
+    inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
+    with _constructing_under(self._path):
+      return config.instantiate(name=name, **inherited)
+
+  def _claim(self, name: str) -> None:
+    if name in self._weights or name in self._children:
+      raise ConfigError(f"{self.path_name}: the name '{name}' is declared twice")
+
+  def _check_split_mappings(self) -> None:
+    for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+      mappings: Config = getattr(self, group)
+      for field in dataclasses.fields(SplitMapping if mappings is None else mappings.__fn_or_cls__):
+        self._resolve(getattr(mappings, field.name), where=f'{group}.{field.name}')
+
+  # ---------------------------------------------------------------- structure
+
+  @property
+  def path(self) -> Path:
+    """Names from the root layer to this one; also the path of its variables."""
+    return self._path
+
+  @property
+  def path_name(self) -> str:
+    """The path as messages spell it."""
+    return call.path_name(self._path) or type(self).__name__
+
+  def children(self) -> Iterator[tuple[str, Layer]]:
+    """Yields (name, child), lists flattened, in the order of creation."""
+    for name, child in self._children.items():
+      if isinstance(child, list):
+        yield from ((c.name, c) for c in child)
+      else:
+        yield name, child
+
+  def descendants(self) -> Iterator[Layer]:
+    """Yields this layer and all layers below it, parents first."""
+    yield self
+    for _, child in self.children():
+      yield from child.descendants()
+
+  def __getattr__(self, name: str) -> Any:
+    children = self.__dict__.get('_children', {})
+    if name in children:
+      return children[name]
+    if name.startswith('_'):
+      raise AttributeError(name)
+    raise AttributeError(
+      f'{self.path_name} ({type(self).__name__}) has no attribute or child {name!r}.{did_you_mean(name, children)}'
+    )
+
+  def __repr__(self) -> str:
+    return f'<{type(self).__name__} {self.path_name}>'
+
+  # ---------------------------------------------------------------- variables
+
+  def abstract_init(self) -> NestedDict:
+    """Returns the declarations of all variables below this layer: the variable tree with `WeightHParams` leaves."""
+    tree: NestedDict = dict(self._weights)
+    for name, child in self.children():
+      below = child.abstract_init()
+      if below:
+        tree[name] = below
+    return tree
+
+  def init(self, key: jax.Array) -> NestedDict:
+    """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
+    return init_tree(self.abstract_init(), key)
+
+  @property
+  def variables(self) -> NestedDict:
+    """In a call: the subtree of the variables that belongs to this layer, as `apply` takes it."""
+    return self._frame().variable(self._path) or {}
+
+  @property
+  def theta(self) -> Theta:
+    """In a call: this layer's own variables as attributes, in `fprop_dtype` unless marked KEEP_FLOAT32."""
+    return Theta(self)
+
+  # ---------------------------------------------------------------- the pure call
+
+  def apply(
+    self,
+    variables: NestedDict,
+    *args: Any,
+    key: jax.Array | None = None,
+    do_eval: bool | None = None,
+    decode_state: NestedDict | None = None,
+    method: str = '__call__',
+    **kwargs: Any,
+  ) -> tuple[Any, SideOutputs]:
+    """Calls a method of this layer as a pure function.
+
+    Args:
+      variables: this layer's variables, of the structure of `abstract_init()`.
+      *args, **kwargs: arguments of the method.
+      key: PRNG key; may be None where nothing is drawn.
+      do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
+      decode_state: caches returned by an earlier call.
+      method: which method to call.
+
+    Returns:
+      The method's result and the call's `SideOutputs`.
+    """
+    outer = call.current_frame()
+    if do_eval is None:
+      do_eval = outer.do_eval if outer else False
+    with call.entered(call.Frame(self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state)) as frame:
+      outputs = getattr(self, method)(*args, **kwargs)
+    return outputs, frame.side_outputs()
+
+  def absorb(self, side: SideOutputs) -> None:
+    """In a call: takes over the side outputs of `self.apply(...)`, which an enclosing layer has run in a transform."""
+    self._frame().absorb(self._path, side)
+
+  @property
+  def do_eval(self) -> bool:
+    """In a call: whether it evaluates rather than trains."""
+    return self._frame().do_eval
+
+  def next_prng_key(self) -> jax.Array:
+    """In a call: a fresh PRNG key, a function of the call's key, this layer's path and how many it drew before."""
+    return self._frame().next_key(self._path)
+
+  def has_prng_key(self) -> bool:
+    """In a call: whether a key was passed to it."""
+    return self._frame().key is not None
+
+  def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
+    """In a call: logs `value` as `<path>/<name>`."""
+    self._frame().summaries[f'{self.path_name}/{name}'] = Summary(jnp.asarray(value), kind)
+
+  def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
+    """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`."""
+    self._frame().aux_losses[f'{self.path_name}/{name}'] = (jnp.asarray(value), jnp.asarray(weight, jnp.float32))
+
+  def update_var(self, name: str, value: jax.Array) -> None:
+    """In a call: sets a non-trainable variable; later reads in the same call see the new value.
+
+    Raises:
+      ConfigError: no such variable, or a trainable one, which only the optimizer may change.
+    """
+    if name not in self._weights:
+      raise ConfigError(f'{self.path_name} has no variable {name!r}.{did_you_mean(name, self._weights)}')
+    if self._weights[name].trainable:
+      raise ConfigError(f'{self.path_name}.{name} is trainable; declare it with trainable=False to update it in a call')
+    self._frame().update((*self._path, name), value.astype(jnp.dtype(self._weights[name].dtype)))
+
+  def get_decode_state(self, name: str) -> Any:
+    """In a call: this layer's cache entry `name`, or None where there is none yet."""
+    return self._frame().cached((*self._path, name))
+
+  def update_decode_state(self, name: str, value: Any) -> None:
+    """In a call: sets this layer's cache entry `name`."""
+    self._frame().cache((*self._path, name), value)
+
+  @property
+  def decode_state(self) -> NestedDict:
+    """In a call: the caches below this layer, as `apply` takes them."""
+    return self._frame().cached(self._path) or {}
+
+  def _frame(self) -> call.Frame:
+    frame = call.frame_holding(self._path)
+    if frame is None:
+      raise ConfigError(f'{self.path_name} is used outside a call; go through apply(variables, ...)')
+    return frame
+
+  # ---------------------------------------------------------------- sharding
+
+  def shard(
+    self, x: jax.Array, mapping: SplitDimsMapping, where: str = 'activation_split_dims_mapping.out'
+  ) -> jax.Array:
+    """Constrains `x` to be split by `mapping`; without a mapping or a mesh, returns it as it is.
+
+    Args:
+      x: any array.
+      mapping: one entry per dimension of `x`.
+      where: the field the mapping comes from, for messages.
+
+    Raises:
+      ShardingError: the mapping does not fit the rank of `x` or the mesh.
+    """
+    spec = self._resolve(mapping, rank=x.ndim, where=where)
+    return x if spec is None else with_sharding_constraint(x, spec)
+
+  def _resolve(self, mapping: SplitDimsMapping, where: str, rank: int | None = None) -> PartitionSpec | None:
+    if mapping is None or self.mesh_axis_names is None:
+      return None
+    return to_partition_spec(mapping, self.mesh_axis_names, rank=rank, path=f'{self.path_name}.{where}')
+
+
+class Theta:
+  """A layer's own variables as attributes, cast to the dtype the layer computes in."""
+
+  def __init__(self, layer: Layer):
+    self._layer = layer
+
+  def __getattr__(self, name: str) -> jax.Array:
+    layer = self._layer
+    weight = layer._weights.get(name)
+    if weight is None:
+      raise AttributeError(f'{layer.path_name} has no variable {name!r}.{did_you_mean(name, layer._weights)}')
+    value = layer._frame().variable((*layer.path, name))
+    if value is None:
+      raise ConfigError(f'{layer.path_name}.{name}: the variables passed to apply() have no such entry')
+    castable = (
+      jnp.issubdtype(value.dtype, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
+    )
+    return value.astype(layer.fprop_dtype) if castable else value
+
+
+def init_tree(weights: NestedDict, key: jax.Array) -> NestedDict:
+  """Returns first values of a tree of declarations, each drawn with `key` folded with its path in the tree."""
+
+  def init_one(path: tuple[jax.tree_util.DictKey, ...], weight: WeightHParams) -> jax.Array:
+    return init_weight(weight, call.fold_in_path(key, tuple(str(entry.key) for entry in path)))
+
+  return jax.tree_util.tree_map_with_path(init_one, weights)
+
+
+_parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
+_active: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_lite_active_layer', default=None)
+
+
+@contextlib.contextmanager
+def _constructing_under(path: Path) -> Iterator[None]:
+  token = _parent_path.set(path)
+  try:
+    yield
+  finally:
+    _parent_path.reset(token)
+
+
+def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Runs a layer's method in a named scope, so that profiles and HLO show paths, with its inputs resharded on entry.
+
+  A method that calls its base class's version is already in its scope and enters once.
+  """
+
+  @functools.wraps(method)
+  def scoped(self: Layer, *args: Any, **kwargs: Any) -> Any:
+    if _active.get() is self:
+      return method(self, *args, **kwargs)
+    if self.inputs_split_mapping is not None and args and self.mesh_axis_names is not None:
+      args = (reshard_input_based_on_rank_fn(self.inputs_split_mapping, self.mesh_axis_names, args[0]), *args[1:])
+    token = _active.set(self)
+    try:
+      with jax.named_scope(self.name or type(self).__name__):
+        return method(self, *args, **kwargs)
+    finally:
+      _active.reset(token)
+
+  return scoped
