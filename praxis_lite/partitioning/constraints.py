@@ -1,0 +1,95 @@
+"""Sharding constraints inside a step, on the ambient mesh if there is one.
+
+The same layer code runs with a mesh and without: without, a constraint returns its argument. The ambient mesh is the one that
+`jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.partitioning.specs import (
+  axes_to_entry,
+  check_axes_once,
+  complete_spec,
+  infer_partition_spec_based_on_rank_fn,
+  spec_axes,
+)
+from praxis_lite.weights import SplitDimsMapping
+
+
+def global_mesh_defined() -> bool:
+  """Whether there is an ambient mesh."""
+  return not jax.sharding.get_abstract_mesh().empty
+
+
+def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
+  """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which brings its own mesh.
+
+  Returns `x` itself where there is nothing to say: no spec, or a spec and no mesh. Dimensions need not divide. Inside
+  `shard_map`, `x` is already one device's part along the mapped (Manual) axes, so these are left out of the constraint.
+  Outside of jit, an array cannot be held in uneven parts; there, an uneven constraint leaves it whole.
+
+  Raises:
+    ShardingError: the spec names an axis that the mesh does not have, or one twice, or has more entries than `x` dimensions.
+  """
+  if spec_or_sharding is None:
+    return x
+  if isinstance(spec_or_sharding, NamedSharding):
+    complete_spec(spec_or_sharding.spec, x.ndim)
+    if not _manual_axes():
+      return _constrain(x, spec_or_sharding)
+    spec_or_sharding = spec_or_sharding.spec
+  spec = complete_spec(spec_or_sharding, x.ndim)
+  check_axes_once(spec)
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return x
+  for axis in (a for entry in spec for a in spec_axes(entry)):
+    if axis not in mesh.axis_names:
+      raise ShardingError(
+        f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'
+      )
+  manual = _manual_axes()
+  if manual:
+    if manual == set(mesh.axis_names):
+      return x
+    spec = PartitionSpec(*(_without(entry, manual) for entry in spec))
+  return _constrain(x, spec)
+
+
+def reshard_input_based_on_rank_fn(
+  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: Any
+) -> Any:
+  """Constrains an array, or each array of a tree, to be split by the mapping for its rank.
+
+  See `infer_partition_spec_based_on_rank_fn` for the mappings and what is raised.
+  """
+
+  def reshard(leaf: Any) -> Any:
+    return with_sharding_constraint(leaf, infer_partition_spec_based_on_rank_fn(mapping_dict, mesh_names, leaf))
+
+  return jax.tree.map(reshard, x)
+
+
+def _constrain(x: jax.Array, sharding: PartitionSpec | NamedSharding) -> jax.Array:
+  def constrain(y: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(y, sharding)
+
+  return constrain(x) if isinstance(x, jax.core.Tracer) else jax.jit(constrain)(x)
+
+
+def _manual_axes() -> set[str]:
+  mesh = jax.sharding.get_abstract_mesh()
+  return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual}
+
+
+def _without(entry: Any, axes: set[str]) -> Any:
+  if entry is PartitionSpec.UNCONSTRAINED:
+    return entry
+  return axes_to_entry([axis for axis in spec_axes(entry) if axis not in axes])

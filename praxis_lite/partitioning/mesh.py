@@ -1,0 +1,99 @@
+"""Making the mesh of an experiment from its ICI and DCN shapes.
+
+`ici_mesh_shape` is the shape of the mesh within one slice, whose devices are joined by fast links; `dcn_mesh_shape` says how
+many slices there are along each axis, joined by the data-centre network. The mesh has the product of the two along each axis,
+and neighbours along an axis are in the same slice for as long as possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from praxis_lite.errors import ShardingError
+
+
+def create_device_mesh(
+  ici_mesh_shape: Sequence[int],
+  dcn_mesh_shape: Sequence[int] | None = None,
+  mesh_axis_names: Sequence[str] = ('replica', 'data', 'mdl'),
+  devices: Sequence[Any] | None = None,
+) -> Mesh:
+  """Returns a mesh with Auto axes.
+
+  Args:
+    ici_mesh_shape: size of each axis within a slice.
+    dcn_mesh_shape: number of slices along each axis; None means one slice.
+    mesh_axis_names: one name per axis.
+    devices: the devices to take, all by default. Where the mesh needs fewer, it takes the first ones; several hosts must use
+      all of theirs.
+
+  Raises:
+    ShardingError: the shapes and names do not go together, or there are too few devices.
+  """
+  names = tuple(mesh_axis_names)
+  ici = _checked_shape('ici_mesh_shape', ici_mesh_shape, names)
+  dcn = _checked_shape('dcn_mesh_shape', dcn_mesh_shape, names) if dcn_mesh_shape is not None else (1,) * len(names)
+  if len(set(names)) != len(names):
+    raise ShardingError(f'mesh_axis_names = {names!r} has a name twice')
+  devices = list(jax.devices() if devices is None else devices)
+  needed = math.prod(ici) * math.prod(dcn)
+  if needed > len(devices):
+    shape = dict(zip(names, (i * d for i, d in zip(ici, dcn))))
+    raise ShardingError(
+      f'the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass --devices={needed} '
+      'to simulate them on the CPU'
+    )
+  devices = devices[:needed]
+  if math.prod(dcn) == 1:
+    array = place_within_slice(ici, devices)
+  elif _slices_match(devices, math.prod(dcn)):
+    array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
+  else:
+    array = place_over_slices(ici, dcn, devices)
+  return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def place_within_slice(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+  """Arranges the devices of one slice: along the torus on a TPU, in the order of `devices` elsewhere."""
+  if getattr(devices[0], 'platform', '') == 'tpu':
+    return mesh_utils.create_device_mesh(tuple(shape), list(devices), allow_split_physical_axes=True)
+  return as_device_array(devices).reshape(tuple(shape))
+
+
+def place_over_slices(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+  """Arranges `devices` as if each run of prod(ici) of them were a slice: along each axis, slices outside, devices inside."""
+  rank = len(ici)
+  blocks = as_device_array(devices).reshape((*dcn, *ici))
+  interleaved = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)])
+  return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
+
+
+def as_device_array(devices: Sequence[Any]) -> np.ndarray:
+  """A one-dimensional object array; NumPy would look into devices that are sequences themselves."""
+  array = np.empty(len(devices), dtype=object)
+  for i, device in enumerate(devices):
+    array[i] = device
+  return array
+
+
+def _slices_match(devices: Sequence[Any], count: int) -> bool:
+  """Whether the hardware really has `count` slices."""
+  return len({getattr(d, 'slice_index', None) for d in devices} - {None}) == count
+
+
+def _checked_shape(field: str, shape: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:
+  if len(shape) != len(names):
+    raise ShardingError(
+      f'{field} = {tuple(shape)!r} has {len(shape)} sizes, and mesh_axis_names = {names!r} has {len(names)} names'
+    )
+  for name, size in zip(names, shape):
+    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+      raise ShardingError(f'{field} = {tuple(shape)!r}: the size of {name!r} must be a positive integer')
+  return tuple(int(size) for size in shape)

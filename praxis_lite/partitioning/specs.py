@@ -1,0 +1,171 @@
+"""Split mappings to PartitionSpecs.
+
+A split mapping has one entry per dimension of a tensor: a mesh axis name, an index into `mesh_axis_names`, a tuple of those,
+or None / -1 for a dimension that is not split. With mesh axes ('replica', 'data', 'mdl'):
+
+    (0, 2)                         PartitionSpec('replica', 'mdl')
+    ('data', -1)                   PartitionSpec('data', None)
+    (('replica', 'data'), 'mdl')   PartitionSpec(('replica', 'data'), 'mdl')
+
+The specs made here are of full rank, one entry per dimension, because padding is computed from them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.weights import SplitDimsMapping
+
+
+def to_partition_spec(
+  split_dims_mapping: SplitDimsMapping,
+  mesh_axis_names: Sequence[str],
+  *,
+  rank: int | None = None,
+  path: str = '',
+) -> PartitionSpec:
+  """Returns the spec of full rank that a split mapping stands for.
+
+  Args:
+    split_dims_mapping: one entry per dimension; None leaves every dimension whole.
+    mesh_axis_names: names of the mesh axes, in the order that indices refer to.
+    rank: number of dimensions of the tensor, where it is known.
+    path: config path of the mapping, to begin messages with.
+
+  Raises:
+    ShardingError: an unknown axis, an axis that occurs twice, or a mapping whose length is not `rank`.
+  """
+  if split_dims_mapping is None:
+    return PartitionSpec(*(None,) * (rank or 0))
+  if isinstance(split_dims_mapping, str) or not isinstance(split_dims_mapping, Sequence | PartitionSpec):
+    raise ShardingError(
+      f'{_prefix(path)}{split_dims_mapping!r} is not a split mapping; it takes a tuple with one entry per dimension, '
+      f'such as ({split_dims_mapping!r}, None)'
+    )
+  mapping = tuple(split_dims_mapping)
+  if rank is not None and len(mapping) != rank:
+    raise ShardingError(
+      f'{_prefix(path)}mapping {mapping!r} has {len(mapping)} entries, but the tensor has {rank} dimensions; '
+      'give one entry per dimension, None where it is not split'
+    )
+  spec = PartitionSpec(*(_resolve_entry(entry, tuple(mesh_axis_names), path) for entry in mapping))
+  check_axes_once(spec, path)
+  return spec
+
+
+def spec_axes(entry: Any) -> tuple[str, ...]:
+  """The mesh axes of one entry of a spec: () for None, ('data',) for 'data'."""
+  if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_to_entry(axes: Sequence[str]) -> Any:
+  """The inverse of `spec_axes`: None for no axes, the name itself for one."""
+  axes = tuple(axes)
+  return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def complete_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
+  """Returns `spec` with Nones appended up to `rank` entries; None is the fully replicated spec.
+
+  Raises:
+    ShardingError: `spec` has more entries than `rank`.
+  """
+  entries = tuple(spec) if spec is not None else ()
+  if len(entries) > rank:
+    raise ShardingError(f'{spec} has {len(entries)} entries, but the tensor has {rank} dimensions')
+  return PartitionSpec(*entries, *(None,) * (rank - len(entries)))
+
+
+def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
+  """Raises ShardingError if a mesh axis occurs twice in `spec`."""
+  axes = [axis for entry in spec for axis in spec_axes(entry)]
+  twice = next((axis for axis in axes if axes.count(axis) > 1), None)
+  if twice is not None:
+    raise ShardingError(
+      f'{_prefix(path)}mesh axis {twice!r} occurs twice in {tuple(spec)!r}; an axis can split one dimension of a tensor only'
+    )
+
+
+def shard_on_batch_dim_partition_spec(mesh_names: Sequence[str], x: Any) -> PartitionSpec:
+  """Dim 0 of `x`, anything with a shape, over all mesh axes; the other dimensions are not split."""
+  if not x.shape:
+    return PartitionSpec()
+  return PartitionSpec(axes_to_entry(mesh_names), *(None,) * (len(x.shape) - 1))
+
+
+def get_input_partition_specs(mesh_names: Sequence[str], inputs_shape: Any) -> Any:
+  """`shard_on_batch_dim_partition_spec` of every leaf of a tree of things with a shape."""
+  return jax.tree.map(lambda x: shard_on_batch_dim_partition_spec(mesh_names, x), inputs_shape)
+
+
+def infer_partition_spec_based_on_rank_fn(
+  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: Any
+) -> PartitionSpec | None:
+  """Returns the spec that `mapping_dict` gives to tensors of the rank of `x`.
+
+  Args:
+    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. A mapping that is None leaves tensors of
+      that rank as they are. None instead of a dict leaves all tensors as they are.
+    mesh_names: names of the mesh axes.
+    x: anything with a shape. A scalar needs no mapping.
+
+  Returns:
+    The spec, or None for 'leave it as it is'.
+
+  Raises:
+    ShardingError: there is no mapping for this rank, or it is not valid.
+  """
+  if mapping_dict is None or not x.shape:
+    return None
+  rank = len(x.shape)
+  key = f'map_{rank}d'
+  if key not in mapping_dict:
+    raise ShardingError(
+      f'inputs_split_mapping has no {key!r}, and an input of shape {tuple(x.shape)} needs it; it has '
+      f'{sorted(mapping_dict)}. Set {key}=None to leave such inputs as they are.{did_you_mean(key, mapping_dict)}'
+    )
+  if mapping_dict[key] is None:
+    return None
+  return to_partition_spec(mapping_dict[key], mesh_names, rank=rank, path=f'inputs_split_mapping.{key}')
+
+
+def _resolve_entry(entry: Any, names: tuple[str, ...], path: str) -> Any:
+  if entry is None:
+    return None
+  if isinstance(entry, tuple | list):
+    return axes_to_entry([axis for axis in (_resolve_axis(e, names, path) for e in entry) if axis is not None])
+  return _resolve_axis(entry, names, path)
+
+
+def _resolve_axis(axis: Any, names: tuple[str, ...], path: str) -> str | None:
+  if axis is None:
+    return None
+  if isinstance(axis, str):
+    if axis not in names:
+      raise ShardingError(
+        f'{_prefix(path)}axis {axis!r} is not a mesh axis; mesh_axis_names = {names!r}.{did_you_mean(axis, names)}'
+      )
+    return axis
+  try:
+    index = operator.index(axis)
+  except TypeError:
+    raise ShardingError(
+      f'{_prefix(path)}{axis!r} is not a mesh axis name, an index into {names!r}, a tuple of those, or None'
+    ) from None
+  if index == -1:
+    return None
+  if not 0 <= index < len(names):
+    raise ShardingError(f'{_prefix(path)}axis {index} is out of range; mesh_axis_names = {names!r}')
+  return names[index]
+
+
+def _prefix(path: str) -> str:
+  return f'{path}: ' if path else ''
