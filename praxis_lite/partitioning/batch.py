@@ -1,6 +1,7 @@
 """Global batches: padding them to what the mesh divides, and putting them on it.
 
-Every leaf of a batch has the batch as dimension 0. Added examples are zeros, and weigh zero: the leaf `weights` says so.
+Every leaf of a batch has the batch as dimension 0. Added examples are zeros, and weigh zero: the leaf `weights` says
+so.
 """
 
 from __future__ import annotations
@@ -65,6 +66,20 @@ def padded_batch_shape(batch_struct: Mapping[str, Any], multiple: int) -> dict[s
 
   weights = {} if WEIGHTS in batch_struct else {WEIGHTS: jax.ShapeDtypeStruct((size,), np.float32)}
   return jax.tree.map(pad, {**batch_struct, **weights})
+
+
+def check_batch(batch: Any, expected: Any) -> None:
+  """Raises a DataError where a batch has other leaves or sizes than `expected`, but for the share of each process."""
+  want, have = (
+    {jax.tree_util.keystr(p, simple=True, separator='.'): x for p, x in _leaves(t)} for t in (expected, batch)
+  )
+  if set(want) != set(have):
+    raise DataError(f'the batch has the leaves {sorted(have)}; the step was built for {sorted(want)}')
+  for name, x in want.items():
+    if tuple(have[name].shape[1:]) != tuple(x.shape[1:]) or have[name].shape[0] * jax.process_count() != x.shape[0]:
+      raise DataError(
+        f'batch leaf {name!r} has shape {tuple(have[name].shape)}; the step was built for {tuple(x.shape)}'
+      )
 
 
 def put_on_mesh(batch: Any, mesh: Mesh | None, specs: Any) -> Any:

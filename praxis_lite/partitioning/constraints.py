@@ -1,7 +1,7 @@
 """Sharding constraints inside a step, on the ambient mesh if there is one.
 
-The same layer code runs with a mesh and without: without, a constraint returns its argument. The ambient mesh is the one that
-`jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set.
+The same layer code runs with a mesh and without: without, a constraint returns its argument. The ambient mesh is the
+one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   Outside of jit, an array cannot be held in uneven parts; there, an uneven constraint leaves it whole.
 
   Raises:
-    ShardingError: the spec names an axis that the mesh does not have, or one twice, or has more entries than `x` dimensions.
+    ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has
+      dimensions.
   """
   if spec_or_sharding is None:
     return x

@@ -1,8 +1,8 @@
 """Making the mesh of an experiment from its ICI and DCN shapes.
 
-`ici_mesh_shape` is the shape of the mesh within one slice, whose devices are joined by fast links; `dcn_mesh_shape` says how
-many slices there are along each axis, joined by the data-centre network. The mesh has the product of the two along each axis,
-and neighbours along an axis are in the same slice for as long as possible.
+`ici_mesh_shape` is the shape of the mesh within one slice, whose devices are joined by fast links; `dcn_mesh_shape`
+says how many slices there are along each axis, joined by the data-centre network. The mesh has the product of the two
+along each axis, and neighbours along an axis are in the same slice for as long as possible.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def create_device_mesh(
     ici_mesh_shape: size of each axis within a slice.
     dcn_mesh_shape: number of slices along each axis; None means one slice.
     mesh_axis_names: one name per axis.
-    devices: the devices to take, all by default. Where the mesh needs fewer, it takes the first ones; several hosts must use
-      all of theirs.
+    devices: the devices to take, all by default. Where the mesh needs fewer, it takes the first ones.
 
   Raises:
     ShardingError: the shapes and names do not go together, or there are too few devices.
@@ -47,8 +46,8 @@ def create_device_mesh(
   if needed > len(devices):
     shape = dict(zip(names, (i * d for i, d in zip(ici, dcn))))
     raise ShardingError(
-      f'the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass --devices={needed} '
-      'to simulate them on the CPU'
+      f'the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass '
+      f'--devices={needed} to simulate them on the CPU'
     )
   devices = devices[:needed]
   if math.prod(dcn) == 1:
@@ -68,7 +67,7 @@ def place_within_slice(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarr
 
 
 def place_over_slices(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-  """Arranges `devices` as if each run of prod(ici) of them were a slice: along each axis, slices outside, devices inside."""
+  """Arranges `devices` as if each run of prod(ici) of them were a slice; on each axis, slices are outermost."""
   rank = len(ici)
   blocks = as_device_array(devices).reshape((*dcn, *ici))
   interleaved = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)])

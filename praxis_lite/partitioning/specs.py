@@ -1,7 +1,7 @@
 """Split mappings to PartitionSpecs.
 
-A split mapping has one entry per dimension of a tensor: a mesh axis name, an index into `mesh_axis_names`, a tuple of those,
-or None / -1 for a dimension that is not split. With mesh axes ('replica', 'data', 'mdl'):
+A split mapping has one entry per dimension of a tensor: a mesh axis name, an index into `mesh_axis_names`, a tuple of
+those, or None / -1 for a dimension that is not split. With mesh axes ('replica', 'data', 'mdl'):
 
     (0, 2)                         PartitionSpec('replica', 'mdl')
     ('data', -1)                   PartitionSpec('data', None)
@@ -90,7 +90,7 @@ def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
   twice = next((axis for axis in axes if axes.count(axis) > 1), None)
   if twice is not None:
     raise ShardingError(
-      f'{_prefix(path)}mesh axis {twice!r} occurs twice in {tuple(spec)!r}; an axis can split one dimension of a tensor only'
+      f'{_prefix(path)}mesh axis {twice!r} occurs twice in {tuple(spec)!r}; an axis can split one dimension only'
     )
 
 

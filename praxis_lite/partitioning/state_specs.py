@@ -1,7 +1,7 @@
 """Specs of an optimizer's state, derived from those of the parameters, for any optax transformation.
 
-Each array of the state belongs to the parameter whose path its own path ends with, and its dimensions are traced back to
-that parameter's:
+Each array of the state belongs to the parameter whose path its own path ends with, and its dimensions are traced back
+to that parameter's:
 
     parameter  decoder.w    (512, 2048)  ('data', 'mdl')
     slot       0.mu.decoder.w     (512, 2048)  ('data', 'mdl')     the parameter's shape: the parameter's spec
@@ -10,10 +10,10 @@ that parameter's:
     slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
     slot       0.count            ()           ()                  of no parameter: replicated
 
-Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. Given the transformation's
-`init`, it is run on shapes whose dimensions all differ (shapes only, no arrays), and every dimension of the state then says
-which one it comes from. Without it, the names `v_row` and `v_col` of optax's factored RMS are known, and otherwise the
-leftmost match is taken.
+Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. Given the
+transformation's `init`, it is run on shapes whose dimensions all differ (shapes only, no arrays), and every dimension
+of the state then says which one it comes from. Without it, the names `v_row` and `v_col` of optax's factored RMS are
+known, and otherwise the leftmost match is taken.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) ->
 
 
 def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-  """The dimensions that optax's `scale_by_factored_rms` keeps: its row statistics lose the largest, its columns the next."""
+  """The dimensions that optax's factored RMS keeps: its row statistics lose the largest, its columns the next."""
   if len(shape) < 2 or not {'v_row', 'v_col'} & set(path):
     return None
   order = np.argsort(shape)
@@ -110,10 +110,10 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 def _traced_origins(init_fn: Callable[[Any], Any], params_struct: Any) -> dict[Path, tuple[int | None, ...]]:
-  """For each slot, the parameter dimensions it comes from, found by initializing parameters whose dimensions all differ.
+  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct.
 
-  Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend, stays
-  as it is, ties go to the later dimension as before, and dimension 0, over which `init_fn` may be mapped, stays
+  Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
+  stays as it is, ties go to the later dimension as before, and dimension 0, over which `init_fn` may be mapped, stays
   common to the parameters that share it.
   """
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)

@@ -1,0 +1,97 @@
+"""Constraints act on the ambient mesh, are no-ops without one, and refuse what the mesh does not have."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from praxis_lite.errors import ShardingError
+from praxis_lite.partitioning import (
+  create_device_mesh,
+  global_mesh_defined,
+  reshard_input_based_on_rank_fn,
+  with_sharding_constraint,
+)
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+  return create_device_mesh((1, 2, 4))
+
+
+def part_shapes(x: jax.Array) -> set[tuple[int, ...]]:
+  return {shard.data.shape for shard in x.addressable_shards}
+
+
+def test_without_a_mesh_nothing_happens() -> None:
+  x = jnp.ones((5, 3))
+  assert not global_mesh_defined()
+  assert with_sharding_constraint(x, P('nonsense')) is x
+  assert with_sharding_constraint(x, None) is x
+
+
+def test_constraint_splits_over_the_ambient_mesh(mesh: Mesh) -> None:
+  with jax.set_mesh(mesh):
+    assert global_mesh_defined()
+    y = jax.jit(lambda x: with_sharding_constraint(x, P('mdl')))(jnp.ones((8, 3)))
+    z = with_sharding_constraint(jnp.ones((8, 3)), P('mdl'))
+  assert part_shapes(y) == part_shapes(z) == {(2, 3)}
+
+
+def test_uneven_dimensions_are_really_constrained_inside_a_step(mesh: Mesh) -> None:
+  def step(x: jax.Array) -> jax.Array:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return with_sharding_constraint(x, P('mdl', None)) * 2
+
+  x = jnp.arange(15.0).reshape(5, 3)
+  np.testing.assert_array_equal(jax.jit(step)(x), x * 2)
+  assert '[{"mdl"}, {}]' in jax.jit(step).lower(x).as_text()
+
+
+def test_uneven_array_outside_jit_keeps_its_values(mesh: Mesh) -> None:
+  with jax.set_mesh(mesh):
+    np.testing.assert_array_equal(with_sharding_constraint(jnp.arange(5), P('mdl')), jnp.arange(5))
+
+
+def test_a_named_sharding_brings_its_mesh(mesh: Mesh) -> None:
+  y = with_sharding_constraint(jnp.ones((8, 3)), NamedSharding(mesh, P('data', None)))
+  assert part_shapes(y) == {(4, 3)}
+
+
+def test_manual_axes_are_left_to_shard_map(mesh: Mesh) -> None:
+  def body(x: jax.Array) -> jax.Array:
+    return with_sharding_constraint(x, P('data', 'mdl'))
+
+  x = jnp.ones((4, 8))
+  for manual in ({'data'}, {'replica', 'data', 'mdl'}):
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P('data'), out_specs=P('data'), axis_names=manual)
+    np.testing.assert_array_equal(jax.jit(mapped)(x), x)
+  partly = jax.shard_map(body, mesh=mesh, in_specs=P('data'), out_specs=P('data'), axis_names={'data'})
+  assert '"mdl"' in jax.jit(partly).lower(x).as_text().split('sharding_constraint')[1]
+
+
+@pytest.mark.parametrize(
+  ('spec', 'message'),
+  [
+    (P('model'), "'model' of .* is not an axis of the mesh"),
+    (P('mdl', 'mdl'), 'twice'),
+    (P(None, None, 'mdl'), '3 entries'),
+  ],
+)
+def test_specs_that_do_not_fit_are_refused(mesh: Mesh, spec: P, message: str) -> None:
+  with jax.set_mesh(mesh), pytest.raises(ShardingError, match=message):
+    with_sharding_constraint(jnp.ones((8, 8)), spec)
+
+
+def test_inputs_are_resharded_by_rank(mesh: Mesh) -> None:
+  batch = {'ids': jnp.ones((8, 4)), 'weights': jnp.ones(8), 'step': jnp.ones(())}
+  mappings = {'map_1d': None, 'map_2d': ('data', 'mdl')}
+  with jax.set_mesh(mesh):
+    out = jax.jit(lambda b: reshard_input_based_on_rank_fn(mappings, mesh.axis_names, b))(batch)
+    with pytest.raises(ValueError, match='map_2d'):
+      reshard_input_based_on_rank_fn({'map_1d': None}, mesh.axis_names, batch)
+  assert part_shapes(out['ids']) == {(4, 1)}
