@@ -37,14 +37,12 @@ def create_device_mesh(
     ShardingError: the shapes and names do not go together, or there are too few devices.
   """
   names = tuple(mesh_axis_names)
-  ici = _checked_shape('ici_mesh_shape', ici_mesh_shape, names)
-  dcn = _checked_shape('dcn_mesh_shape', dcn_mesh_shape, names) if dcn_mesh_shape is not None else (1,) * len(names)
-  if len(set(names)) != len(names):
-    raise ShardingError(f'mesh_axis_names = {names!r} has a name twice')
+  shape = mesh_sizes(ici_mesh_shape, dcn_mesh_shape, names)
+  ici = tuple(ici_mesh_shape)
+  dcn = tuple(dcn_mesh_shape) if dcn_mesh_shape is not None else (1,) * len(names)
   devices = list(jax.devices() if devices is None else devices)
-  needed = math.prod(ici) * math.prod(dcn)
+  needed = math.prod(shape.values())
   if needed > len(devices):
-    shape = dict(zip(names, (i * d for i, d in zip(ici, dcn))))
     raise ShardingError(
       f'the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass '
       f'--devices={needed} to simulate them on the CPU'
@@ -57,6 +55,22 @@ def create_device_mesh(
   else:
     array = place_over_slices(ici, dcn, devices)
   return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def mesh_sizes(
+  ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int] | None, mesh_axis_names: Sequence[str]
+) -> dict[str, int]:
+  """Returns the size of each axis of the mesh that `create_device_mesh` would make, without a device.
+
+  Raises:
+    ShardingError: the shapes and names do not go together.
+  """
+  names = tuple(mesh_axis_names)
+  ici = _checked_shape('ici_mesh_shape', ici_mesh_shape, names)
+  dcn = _checked_shape('dcn_mesh_shape', dcn_mesh_shape, names) if dcn_mesh_shape is not None else (1,) * len(names)
+  if len(set(names)) != len(names):
+    raise ShardingError(f'mesh_axis_names = {names!r} has a name twice')
+  return {name: i * d for name, i, d in zip(names, ici, dcn)}
 
 
 def place_within_slice(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""The command line: `praxis-lite list | show | train | eval | decode`."""

@@ -1,0 +1,37 @@
+"""`praxis-lite list`: the registered experiments and what each is, in a line."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from praxis_lite.cli.command import Command
+
+
+def _run(values: flags.FlagValues) -> int:
+  from praxis_lite import registry
+
+  registry.load_all()
+  wanted = values.match.lower()
+  rows = [(name, _summary(registry.get(name))) for name in registry.names()]
+  rows = [row for row in rows if wanted in ' '.join(row).lower()]
+  width = max((len(name) for name, _ in rows), default=0)
+  for name, summary in rows:
+    print(f'{name:<{width}}  {summary}')
+  if not rows:
+    print(f'no experiment matches {values.match!r}')
+  return 0
+
+
+def _summary(experiment: type) -> str:
+  return (experiment.__doc__ or '').strip().split('\n')[0]
+
+
+def _flags() -> flags.FlagValues:
+  values = flags.FlagValues()
+  flags.DEFINE_string(
+    'match', '', 'Only experiments whose name or summary has this text. Example: --match=lm', flag_values=values
+  )
+  return values
+
+
+COMMAND = Command('list', 'list the registered experiments.', 'praxis-lite list --match=lm', _flags(), _run)

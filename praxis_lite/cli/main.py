@@ -1,0 +1,107 @@
+"""Entry point of `praxis-lite`: finds the command, parses its flags, and turns a user's mistakes into one line.
+
+Nothing heavier than absl's flags is imported before a command runs, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, help_text
+from praxis_lite.errors import UserError, did_you_mean
+
+
+class _Entry(NamedTuple):
+  module: str
+  summary: str
+
+
+_COMMANDS = {
+  'list': _Entry('praxis_lite.cli.list_experiments', 'list the registered experiments'),
+  'show': _Entry(
+    'praxis_lite.cli.show', 'print the config and the parameter table of an experiment, from shapes alone'
+  ),
+  'train': _Entry('praxis_lite.cli.train', 'train an experiment, or go on where it stopped'),
+  'eval': _Entry('praxis_lite.cli.evaluate', 'evaluate a checkpoint'),
+  'decode': _Entry('praxis_lite.cli.decode', 'print samples from a checkpoint'),
+}
+
+_USAGE = """praxis-lite: declare how a JAX model is split over devices, and train it on any mesh.
+
+Usage: praxis-lite COMMAND [--flags]
+
+Commands:
+{commands}
+
+praxis-lite COMMAND --help describes a command and its flags.
+
+Example:
+  praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs one command. Returns the exit code: 0, or 2 after a user's mistake, told on stderr in one line."""
+  name, *arguments = argv or ['--help']
+  if name in ('--help', '-h', '-help', 'help', '--helpfull'):
+    print(_usage(), end='')
+    return 0
+  if name == '--version':
+    from importlib.metadata import version
+
+    print(f'praxis_lite {version("praxis_lite")}')
+    return 0
+  try:
+    command = _load(name)
+    if any(a in ('--help', '-h', '-help', '--helpfull') for a in arguments):
+      print(help_text(command), end='')
+      return 0
+    rest = command.flags([f'praxis-lite {name}', *arguments])[1:]
+    if rest:
+      raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value')
+    return command.run(command.flags)
+  except (UserError, flags.Error) as error:
+    print(f'praxis-lite {name}: error: {_one_line(error)}', file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    return 130
+
+
+def run() -> None:
+  """The console script."""
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  os.environ.setdefault('PRAXIS_LITE_START_TIME', repr(time.time()))
+  sys.path.insert(0, os.getcwd())
+  try:
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    code = 0
+  sys.exit(code)
+
+
+def _load(name: str) -> Command:
+  if name not in _COMMANDS:
+    raise UserError(f"no command '{name}'.{did_you_mean(name, _COMMANDS)} Commands: {', '.join(_COMMANDS)}.")
+  return importlib.import_module(_COMMANDS[name].module).COMMAND
+
+
+def _usage() -> str:
+  width = max(map(len, _COMMANDS))
+  return _USAGE.format(commands='\n'.join(f'  {n:<{width}}  {e.summary}' for n, e in _COMMANDS.items()))
+
+
+def _one_line(error: Exception) -> str:
+  return ' '.join(str(error).split())
+
+
+if __name__ == '__main__':
+  run()

@@ -1,0 +1,46 @@
+"""`praxis-lite show`: an experiment's config and parameter table, from shapes alone, without a device."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, experiment_flags
+
+
+def _run(values: flags.FlagValues) -> int:
+  from praxis_lite.cli.experiments import configured_experiment, prepare_devices
+  from praxis_lite.config_json import to_json
+  from praxis_lite.config_text import to_text
+
+  prepare_devices(1)  # Nothing is computed, so an accelerator is left alone.
+  config = configured_experiment(values)
+  if values.json:
+    print(to_json(config.roots()))
+    return 0
+  if values.config:
+    print(to_text(config.roots()), end='\n\n')
+  if values.parameters:
+    from praxis_lite.partitioning.parameter_table import format_parameter_table, parameter_table
+
+    task = config.task.instantiate()
+    sizes = task.mesh_sizes()
+    print(format_parameter_table(parameter_table(task.model.abstract_init(), sizes), sizes))
+  return 0
+
+
+def _flags() -> flags.FlagValues:
+  values = experiment_flags()
+  flags.DEFINE_boolean('config', True, 'Print the config. Example: --noconfig', flag_values=values)
+  flags.DEFINE_boolean('parameters', True, 'Print the parameter table. Example: --noparameters', flag_values=values)
+  flags.DEFINE_boolean('json', False, 'Print the config as JSON instead. Example: --json', flag_values=values)
+  return values
+
+
+COMMAND = Command(
+  'show',
+  "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, padding "
+  'and bytes, with totals. Works for models of any size: no array is made.',
+  'praxis-lite show --exp=lm.Llama8B --set task.ici_mesh_shape=(1,16,4)',
+  _flags(),
+  _run,
+)

@@ -1,0 +1,80 @@
+"""BaseExperiment: what people register, and what the runner launches.
+
+@registry.register
+class TinyLm(BaseExperiment):
+  ici_mesh_shape = (2, 4)
+  mesh_axis_names = ('data', 'mdl')
+
+  def task(self): ...
+  def datasets(self): ...
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+
+
+class BaseExperiment:
+  """A task and its data.
+
+  Attributes:
+    ici_mesh_shape: mesh shape within a slice; None leaves the task's own, one device by default.
+    dcn_mesh_shape: how many slices along each axis; None is one slice.
+    mesh_axis_names: names of the mesh axes.
+  """
+
+  ici_mesh_shape: tuple[int, ...] | None = None
+  dcn_mesh_shape: tuple[int, ...] | None = None
+  mesh_axis_names: tuple[str, ...] | None = None
+
+  def task(self) -> Config:
+    """Returns the config of the task."""
+    raise NotImplementedError(f'{type(self).__qualname__}.task')
+
+  def datasets(self) -> list[Config]:
+    """Returns configs of `BaseInput`s: one with `is_training=True`, and any number to evaluate on."""
+    raise NotImplementedError(f'{type(self).__qualname__}.datasets')
+
+  def decode_datasets(self) -> list[Config]:
+    """Returns configs of `BaseInput`s whose batches are prompts to decode."""
+    return []
+
+  def validate(self) -> None:
+    """Raises a `ConfigError` if the experiment cannot be what it says. Called before anything is built."""
+
+
+class ExperimentConfig(NamedTuple):
+  """The configs of one run: the roots of all override paths."""
+
+  task: Config
+  datasets: list[Config]
+  decode_datasets: list[Config]
+
+  def roots(self) -> dict[str, Any]:
+    """The roots by name, as `apply_overrides` and `to_text` take them."""
+    return self._asdict()
+
+
+def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
+  """Returns an experiment's configs, its mesh attributes written into the task where the task has none.
+
+  Raises:
+    ConfigError: `task()` or `datasets()` returns something else than configs.
+  """
+  experiment = experiment_class()
+  experiment.validate()
+  name = experiment_class.__qualname__
+  task = experiment.task()
+  if not isinstance(task, Config):
+    raise ConfigError(f'{name}.task() returned {type(task).__name__}; it must return a Config of a task')
+  for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
+    if getattr(task, field) is None:
+      setattr(task, field, getattr(experiment, field))
+  datasets, decode_datasets = list(experiment.datasets()), list(experiment.decode_datasets())
+  for method, configs in (('datasets', datasets), ('decode_datasets', decode_datasets)):
+    if not all(isinstance(c, Config) for c in configs):
+      raise ConfigError(f'{name}.{method}() must return a list of Configs of inputs')
+  return ExperimentConfig(task, datasets, decode_datasets)

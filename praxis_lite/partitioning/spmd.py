@@ -1,0 +1,200 @@
+"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide.
+
+step(padded state, key, padded inputs)
+  state  -> slice to true shapes, constrained to its specs
+  inputs -> reshard by inputs_split_mapping (rows added to fill the mesh weigh zero)
+  the single-learner step
+  state  -> constrained to its specs, pad
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.config import Config
+from praxis_lite.partitioning import steps
+from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
+from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
+from praxis_lite.partitioning.model_states import init_partitioned_state, state_layout
+from praxis_lite.partitioning.partitioned_step import PartitionedStep
+from praxis_lite.partitioning.specs import get_input_partition_specs
+from praxis_lite.partitioning.train_state import TrainState
+
+
+class PartitionedModel(NamedTuple):
+  """What `partition_spmd_model` returns."""
+
+  partitioned_train_state: TrainState
+  train_state_partition_specs: TrainState
+  inputs_partition_spec: Any
+  train_step: PartitionedStep
+  eval_step: PartitionedStep
+  total_num_params: int
+
+
+class PartitionedTask:
+  """A task on a mesh: the layout of its state and inputs, and its compiled steps.
+
+  Args:
+    jax_task: an instantiated `SingleTask`.
+    inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
+    mesh: the mesh; by default the one the task asks for.
+
+  Attributes:
+    mesh: the mesh.
+    state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
+    inputs_partition_spec: specs of the inputs.
+    train_step, eval_step, decode_step: the partitioned steps, compiled at their first use.
+    total_num_params: number of model parameters, without padding, moving statistics included.
+  """
+
+  def __init__(self, jax_task: steps.Task, inputs_shape: Any, *, mesh: Mesh | None = None):
+    self.jax_task = jax_task
+    self.mesh = jax_task.create_mesh() if mesh is None else mesh
+    self.layout = state_layout(jax_task, self.mesh)
+    self.state_specs = self.layout.specs
+    self.state_shapes = self.layout.padded_shapes
+    self.unpadded_state_shapes = self.layout.unpadded_shapes
+    self.inputs_shape = padded_batch_shape(inputs_shape, self.mesh.size * jax_task.learner.num_microbatches)
+    self.inputs_partition_spec = get_input_partition_specs(self.mesh.axis_names, self.inputs_shape)
+    self._batch_size = batch_size(inputs_shape)
+
+  @property
+  def total_num_params(self) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.unpadded_state_shapes.mdl_vars))
+
+  @functools.cached_property
+  def train_step(self) -> PartitionedStep:
+    """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
+
+    def train_step(state: TrainState, prng_key: jax.Array, inputs: Any) -> steps.TrainStepOutput:
+      state, inputs = self.layout.unpad(state), self._split_inputs(inputs)
+      out = steps.train_step_single_learner(self.jax_task, state, prng_key, inputs)
+      return out._replace(state=self.layout.pad(out.state), per_example_out=self._true_rows(out.per_example_out))
+
+    outputs = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)
+    return self._step(train_step, (self.state_shapes,), outputs, donate=(0,))
+
+  @functools.cached_property
+  def eval_step(self) -> PartitionedStep:
+    """`(mdl_vars, prng_key, global_step, inputs) -> EvalStepOutput`."""
+
+    def eval_step(mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any) -> steps.EvalStepOutput:
+      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._split_inputs(inputs)
+      out = steps.eval_step_single_learner(self.jax_task, mdl_vars, prng_key, global_step, inputs)
+      return out._replace(per_example_out=self._true_rows(out.per_example_out))
+
+    return self._step(eval_step, (self.state_shapes.mdl_vars,), self._replicated, takes_step=True)
+
+  @functools.cached_property
+  def decode_step(self) -> PartitionedStep:
+    """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
+
+    def decode_step(mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any) -> steps.DecodeStepOutput:
+      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._split_inputs(inputs)
+      out = steps.decode_step(self.jax_task, mdl_vars, prng_key, global_step, inputs)
+      return out._replace(decoded=self._true_rows(out.decoded))
+
+    return self._step(decode_step, (self.state_shapes.mdl_vars,), self._replicated, takes_step=True)
+
+  def init_state(self, init_key: jax.Array) -> TrainState:
+    """Returns a new train state, padded, each device holding its own part from the start."""
+
+    return init_partitioned_state(self.jax_task, self.layout, self.mesh, init_key)
+
+  # ---------------------------------------------------------------- inside a step
+
+  def _split_inputs(self, inputs: Any) -> Any:
+    return reshard_input_based_on_rank_fn(self.jax_task.train.inputs_split_mapping, self.mesh.axis_names, inputs)
+
+  def _true_rows(self, per_example: Any) -> Any:
+    """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
+    if jax.process_count() > 1:
+      return per_example
+    return jax.tree.map(lambda x: x[: self._batch_size], per_example)
+
+  # ---------------------------------------------------------------- around a step
+
+  @property
+  def _replicated(self) -> NamedSharding:
+    return NamedSharding(self.mesh, PartitionSpec())
+
+  def _step(
+    self,
+    fn: Callable[..., Any],
+    state_arguments: tuple[Any, ...],
+    out_shardings: Any,
+    donate: tuple[int, ...] = (),
+    takes_step: bool = False,
+  ) -> PartitionedStep:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    replicated_arguments = [jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self._replicated)]
+    if takes_step:
+      replicated_arguments.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated))
+    inputs = jax.tree.map(
+      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
+      self.inputs_shape,
+      self.inputs_partition_spec,
+    )
+    arguments = (*state_arguments, *replicated_arguments, inputs)
+    return PartitionedStep(fn, arguments, out_shardings, mesh=self.mesh, donate_argnums=donate)
+
+
+def partition_spmd_model(
+  task_p: Config | steps.Task, init_key: jax.Array, inputs_shape: Any, *, mesh: Mesh | None = None
+) -> PartitionedModel:
+  """Partitions a task over its mesh.
+
+  Args:
+    task_p: config of the task, or the instantiated task.
+    init_key: PRNG key of the first values of the variables.
+    inputs_shape: tree of shapes and dtypes of one global batch; its batch size need not divide by the devices.
+    mesh: the mesh; by default the one the task asks for.
+
+  Returns:
+    The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of parameters. The
+    steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or batches already placed by
+    `step.put_inputs`.
+
+  Raises:
+    ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
+  """
+  jax_task = task_p.instantiate() if isinstance(task_p, Config) else task_p
+  partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh)
+  return PartitionedModel(
+    partitioned.init_state(init_key),
+    partitioned.state_specs,
+    partitioned.inputs_partition_spec,
+    partitioned.train_step,
+    partitioned.eval_step,
+    partitioned.total_num_params,
+  )
+
+
+def get_partitioned_spmd_model_decode_fn(
+  jax_task: steps.Task,
+  init_key: jax.Array,
+  partitioned_train_state: TrainState,
+  train_state_partition_specs: TrainState,
+  inputs_shape: Any,
+) -> tuple[PartitionedStep, Any]:
+  """Returns the partitioned decode function of a task and the specs of its inputs.
+
+  Args:
+    jax_task: an instantiated task.
+    init_key: not used: decoding draws from the key passed to each call. It stands here as in Pax.
+    partitioned_train_state: the state whose mesh the function runs on.
+    train_state_partition_specs: specs of that state.
+    inputs_shape: tree of shapes and dtypes of one global batch of prompts.
+  """
+  del init_key, train_state_partition_specs
+  mesh = jax.tree.leaves(partitioned_train_state)[0].sharding.mesh
+  partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh)
+  return partitioned.decode_step, partitioned.inputs_partition_spec

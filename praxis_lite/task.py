@@ -1,0 +1,126 @@
+"""SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over.
+
+A task config is the whole of a run but its data:
+
+    task.model       what is trained, a config of a `BaseModel`
+    task.train       learner, steps, intervals, `inputs_split_mapping`
+    task.evaluate    whether moving averages are used, how many batches
+    task.decode      intervals and sizes of decoding runs
+    task.ici_mesh_shape, task.dcn_mesh_shape, task.mesh_axis_names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.config import REQUIRED, Config, Configurable, template
+from praxis_lite.errors import ConfigError
+from praxis_lite.learning import Learner
+from praxis_lite.models.base import BaseModel
+from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
+
+
+class TrainParams(Configurable):
+  """How the task is trained.
+
+  Attributes:
+    learner: optimizer, schedule, clipping, moving averages, accumulation.
+    num_train_steps: steps of the whole run.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves them split over
+      all mesh axes on the batch dimension.
+    log_interval_steps: a line on the console, and scalars in the event files, every so many steps.
+    eval_interval_steps: evaluation every so many steps; None only at the end.
+    decode_interval_steps: decoding every so many steps; None only when asked for.
+    save_interval_steps: a checkpoint every so many steps, and one at the end.
+    max_to_keep: how many of the newest checkpoints are kept.
+    keep_interval_steps: checkpoints of these steps are kept for good; None keeps none.
+  """
+
+  learner: Config = template(Learner)
+  num_train_steps: int = 1000
+  inputs_split_mapping: dict[str, Any] | None = None
+  log_interval_steps: int = 10
+  eval_interval_steps: int | None = None
+  decode_interval_steps: int | None = None
+  save_interval_steps: int = 500
+  max_to_keep: int = 3
+  keep_interval_steps: int | None = None
+
+
+class EvalParams(Configurable):
+  """How the task is evaluated.
+
+  Attributes:
+    use_ema: evaluate the moving averages where the learner keeps them.
+    max_batches: stop after so many batches; None evaluates the whole set.
+  """
+
+  use_ema: bool = True
+  max_batches: int | None = None
+
+
+class DecodeParams(Configurable):
+  """How the task decodes its `decode_datasets()`.
+
+  Attributes:
+    use_ema: decode with the moving averages where the learner keeps them.
+    max_batches: stop after so many batches; None decodes the whole set.
+  """
+
+  use_ema: bool = True
+  max_batches: int | None = None
+
+
+class SingleTask(Configurable):
+  """A model and all that its training run needs beside data.
+
+  Attributes:
+    name: name of the task, for logs.
+    model: config of a `BaseModel`; on the task itself, the built model.
+    mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
+    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None is one device.
+    dcn_mesh_shape: how many slices along each axis; None is one slice.
+    train, evaluate, decode: see the classes.
+  """
+
+  name: str = 'task'
+  model: Any = REQUIRED
+  mesh_axis_names: tuple[str, ...] | None = None
+  ici_mesh_shape: tuple[int, ...] | None = None
+  dcn_mesh_shape: tuple[int, ...] | None = None
+  train: Any = template(TrainParams)
+  evaluate: Any = template(EvalParams)
+  decode: Any = template(DecodeParams)
+
+  def __post_init__(self) -> None:
+    if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
+      raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
+    for section in ('train', 'evaluate', 'decode'):
+      setattr(self, section, getattr(self, section).instantiate())
+    self.learner: Learner = self.train.learner.instantiate()
+    inherited = {} if self.model.mesh_axis_names is not None else {'mesh_axis_names': self.mesh_axis_names}
+    model = self.model.instantiate(**inherited)
+    if not isinstance(model, BaseModel):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
+    self.model = model
+
+  def mesh_sizes(self) -> dict[str, int]:
+    """Returns the size of each mesh axis by name: what the mesh will be, without a device."""
+    return mesh_sizes(*self._mesh_shape())
+
+  def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh the task asks for; without a mesh shape, one device with every axis of size 1.
+
+    Raises:
+      ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
+    """
+    ici, dcn, names = self._mesh_shape()
+    return create_device_mesh(ici, dcn, names, devices)
+
+  def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:
+    names = self.mesh_axis_names or ('data',)
+    return self.ici_mesh_shape or (1,) * len(names), self.dcn_mesh_shape, names
