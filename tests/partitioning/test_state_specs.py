@@ -29,8 +29,8 @@ SPECS = {
 }
 
 _ALONE = """
-  adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw novograd
-  optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
+  adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw
+  novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
 """
 _CONTRIB = 'acprop ademamix adopt cocob dadapt_adamw galore madgrad momo_adam muon prodigy sophia'
 
