@@ -25,9 +25,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from praxis_lite.partitioning.paths import Path, leaves_by_path, path_names
 from praxis_lite.partitioning.specs import complete_spec
-
-Path = tuple[str, ...]
 
 
 def opt_state_specs(
@@ -44,8 +43,8 @@ def opt_state_specs(
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
     init_fn: `tx.init`; traces dimensions of equal size in factored slots.
   """
-  params = _by_path(params_struct)
-  specs = _by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+  params = leaves_by_path(params_struct)
+  specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
   origins = _traced_origins(init_fn, params_struct) if init_fn is not None else {}
 
   def spec_of(key_path: Any, slot: Any) -> PartitionSpec:
@@ -126,9 +125,9 @@ def _traced_origins(init_fn: Callable[[Any], Any], params_struct: Any) -> dict[P
     state = jax.eval_shape(init_fn, probes)
   except (TypeError, ValueError):  # It depends on true sizes; what sizes say without it has to do.
     return {}
-  shapes = {path: tuple(p.shape) for path, p in _by_path(probes).items()}
+  shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
   origins: dict[Path, tuple[int | None, ...]] = {}
-  for path, slot in _by_path(state).items():
+  for path, slot in leaves_by_path(state).items():
     owner = owner_of(path, shapes)
     if owner is not None:
       sizes = shapes[owner]
@@ -146,12 +145,3 @@ def _valid(
   if len(set(used)) != len(used) or any(d is not None and shape[d] != s for d, s in zip(dims, slot_shape)):
     return None
   return dims
-
-
-def path_names(key_path: Any) -> Path:
-  """('0', 'mu', 'w') of a JAX key path: what each kind of key names, without its brackets and dots."""
-  return tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
-
-
-def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
-  return {path_names(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}

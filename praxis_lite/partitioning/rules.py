@@ -1,0 +1,162 @@
+"""Logical axis rules: tensors name what their dimensions mean, and rules say which mesh axes that is.
+
+A rule is a pair (logical name, mesh axes), where mesh axes are an axis, a tuple of axes, or None for 'not split'. Rules
+are tried in order. A rule decides a dimension if the dimension has its name and is not decided yet, and if none of its
+mesh axes splits another dimension of the same array. With the rules
+
+    ('mlp', 'model'), ('embed', 'model'), ('embed', 'data')
+
+    ('embed', 'mlp')  'mlp' takes 'model'; the second rule finds it taken; the third gives 'data'   ('data', 'model')
+    ('embed',)        the second rule applies                                                      ('model',)
+    ('mlp', None)     a dimension without a name is not split                                      ('model', None)
+
+So the order of rules is their priority, and a name may have several rules, the later ones for when the earlier ones
+cannot be had. A name that has no rule at all is an error; a rule (name, None) says that it is meant to be whole.
+
+The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, to_partition_spec
+from praxis_lite.weights import SplitDimsMapping
+
+LogicalAxisRule = tuple[str, Any]
+LogicalAxisRules = Sequence[LogicalAxisRule]
+
+_REPLICATED = ('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations')
+
+
+def standard_logical_axis_rules(
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: LogicalAxisRules | None = None,
+  override_rules: LogicalAxisRules | None = None,
+) -> tuple[LogicalAxisRule, ...]:
+  """Returns the rules for transformers on a mesh ('data', 'model').
+
+  Args:
+    activation_partitioning_dims: 1 splits activations over 'model' between the layers' matrices only; 2 also splits
+      their
+      'embed' dimension.
+    parameter_partitioning_dims: 1 splits parameters over 'model'; 2 also over 'data', as fully sharded training does.
+    additional_rules: added after the standard ones: they give names a rule that have none, and never win over one.
+    override_rules: put before the standard ones: they win.
+
+  Raises:
+    ShardingError: a number of dimensions is not 1 or 2.
+  """
+  dims = (activation_partitioning_dims, parameter_partitioning_dims)
+  if any(d not in (1, 2) for d in dims):
+    raise ShardingError(
+      f'activation_partitioning_dims={dims[0]}, parameter_partitioning_dims={dims[1]} is not supported; each is 1 or 2'
+    )
+  embed = {(1, 1): (None,), (2, 1): ('model',), (1, 2): ('data',), (2, 2): ('model', 'data')}[dims]
+  return (
+    *(override_rules or ()),
+    ('batch', 'data'),
+    *((name, 'model') for name in ('vocab', 'mlp', 'heads')),
+    ('kv', None),
+    ('joined_kv', 'model'),
+    *(('embed', axis) for axis in embed),
+    *((name, None) for name in _REPLICATED),
+    *(additional_rules or ()),
+  )
+
+
+def match_rules(
+  names: Sequence[str | None], rules: LogicalAxisRules, taken: Sequence[str] = (), path: str = ''
+) -> tuple[int | None, ...]:
+  """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
+
+  Args:
+    names: logical name of each dimension, or None.
+    rules: the rules.
+    taken: mesh axes that are not available.
+    path: where the names come from, for messages.
+
+  Raises:
+    ShardingError: a name occurs twice, or no rule has it.
+  """
+  named = [name for name in names if name is not None]
+  prefix = f'{path}: ' if path else ''
+  known = {name for name, _ in rules}
+  for name in named:
+    if named.count(name) > 1:
+      raise ShardingError(f'{prefix}logical axis {name!r} occurs twice in {tuple(names)!r}')
+    if name not in known:
+      raise ShardingError(
+        f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) to leave it '
+        f'whole.{did_you_mean(name, known)}'
+      )
+  decided: dict[str, int] = {}
+  used = set(taken)
+  for i, (name, axes) in enumerate(rules):
+    if name in named and name not in decided and used.isdisjoint(spec_axes(axes)):
+      decided[name] = i
+      used.update(spec_axes(axes))
+  return tuple(None if name is None else decided.get(name) for name in names)
+
+
+def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
+  """Returns the spec that `rules` give to a tensor with these logical names. See `match_rules` for what is raised."""
+  return PartitionSpec(*(None if i is None else _entry(rules[i]) for i in match_rules(names, rules, path=path)))
+
+
+def resolve_split_mapping(
+  split_dims_mapping: SplitDimsMapping,
+  mesh_axis_names: Sequence[str],
+  rules: LogicalAxisRules | None,
+  *,
+  rank: int | None = None,
+  path: str = '',
+) -> PartitionSpec:
+  """As `to_partition_spec`, for mappings that may name logical axes as well as mesh axes.
+
+  Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical one.
+
+  Raises:
+    ShardingError: as `to_partition_spec`, or a rule that applies names an axis that the mesh does not have.
+  """
+  logical = {name for name, _ in rules or ()}
+  if split_dims_mapping is None or isinstance(split_dims_mapping, str) or not logical:
+    return to_partition_spec(split_dims_mapping, mesh_axis_names, rank=rank, path=path)
+  assert rules is not None
+  names = [entry if isinstance(entry, str) and entry in logical else None for entry in split_dims_mapping]
+  direct = to_partition_spec(
+    tuple(entry if name is None else None for name, entry in zip(names, split_dims_mapping)),
+    mesh_axis_names,
+    rank=rank,
+    path=path,
+  )
+  taken = [axis for entry in direct for axis in spec_axes(entry)]
+  entries = list(direct)
+  for dim, index in enumerate(match_rules(names, rules, taken, path)):
+    if index is not None:
+      where = f'{path}: rule {tuple(rules[index])!r}' if path else f'rule {tuple(rules[index])!r}'
+      entries[dim] = to_partition_spec((_entry(rules[index]),), mesh_axis_names, path=where)[0]
+  return PartitionSpec(*entries)
+
+
+def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
+  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does.
+
+  That is so if the earlier rule has the same name and needs no mesh axis that the later one does not need.
+  """
+  found = []
+  for later, (name, axes) in enumerate(rules):
+    for earlier, (other, other_axes) in enumerate(rules[:later]):
+      if name == other and set(spec_axes(other_axes)) <= set(spec_axes(axes)):
+        found.append((later, earlier))
+        break
+  return tuple(found)
+
+
+def _entry(rule: LogicalAxisRule) -> Any:
+  return axes_to_entry(spec_axes(rule[1]))
