@@ -6,8 +6,9 @@
       do_eval      train or evaluate       updates       new values of non-trainable variables
       decode_state caches by path          decode_state  caches after the call
 
-Frames nest: a layer that transforms another one (scan, remat, pipeline) calls `sub.apply(...)` inside the transform, and
-`absorb`s the side outputs that the transform returns. No tracer outlives its frame, so ordinary JAX transforms apply.
+Frames nest: a layer that transforms another one (scan, remat, pipeline) calls `sub.apply(...)` inside the transform,
+and `absorb`s the side outputs that the transform returns. No tracer outlives its frame, so ordinary JAX transforms
+apply.
 
 Randomness is derived from paths. A layer's key is the frame's key folded with the layer's path and a count of its own
 draws, so adding a layer does not change what the others draw.
@@ -32,7 +33,7 @@ NestedDict = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """A named value to log. `kind` is 'scalar', 'histogram', 'image' or 'text'; layers repeated by scan add leading axes."""
+  """A named value to log: a 'scalar', 'histogram', 'image' or 'text'. Layers repeated by scan add leading axes."""
 
   value: jax.Array
   kind: str = 'scalar'

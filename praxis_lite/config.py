@@ -1,8 +1,9 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later.
 
-`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that nested
-hyperparameters can be edited at once; a misspelt field names its nearest neighbour; and `instantiate` leaves the configs
-nested in a `Configurable` unbuilt, because they are templates that the object builds itself, once it knows what to fill in.
+`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that
+nested hyperparameters can be edited at once; a misspelt field names its nearest neighbour; and `instantiate` leaves the
+configs nested in a `Configurable` unbuilt, because they are templates that the object builds itself, once it knows what
+to fill in.
 
     class FeedForward(Layer):
       hidden_dims: int = REQUIRED
@@ -137,8 +138,8 @@ def template(fn_or_cls: Callable[..., Any], /, **fields: Any) -> Any:
 def instantiate(config: Config[T], **fields: Any) -> T:
   """Calls a config's target with its fields.
 
-  Configs nested in the fields are passed on unbuilt (as copies) to a `Configurable`, which builds its templates itself; for any
-  other callable, such as an optax transformation, they are built first.
+  Configs nested in the fields are passed on unbuilt (as copies) to a `Configurable`, which builds its templates itself;
+  for any other callable, such as an optax transformation, they are built first.
 
   Args:
     config: what to build; it is not changed.

@@ -1,8 +1,8 @@
 """Layer: a tree of hyperparameters that declares variables and computes.
 
-A layer's annotated attributes are its hyperparameters. `setup` declares variables and children; `__call__` computes with
-them. A layer holds no arrays: `abstract_init` returns the declarations of its variables, `init(key)` makes their first
-values, and `apply(variables, ...)` is the pure call. The variable tree has the same paths as the layer tree.
+A layer's annotated attributes are its hyperparameters. `setup` declares variables and children; `__call__` computes
+with them. A layer holds no arrays: `abstract_init` returns the declarations of its variables, `init(key)` makes their
+first values, and `apply(variables, ...)` is the pure call. The variable tree has the same paths as the layer tree.
 
     class Scale(Layer):
       dims: int = REQUIRED
@@ -37,9 +37,8 @@ from praxis_lite.call import NestedDict, Path, SideOutputs, Summary
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
-from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.partitioning.rules import resolve_split_mapping
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
-
 
 LayerT = TypeVar('LayerT', bound='Layer')
 
@@ -77,8 +76,8 @@ class Layer(Configurable):
     logical_axis_rules: pairs (logical name, mesh axes) by which mappings may name logical axes; inherited.
     weight_split_dims_mapping: how each weight is split over the mesh.
     activation_split_dims_mapping: how each activation is split.
-    inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is split
-      on entry, by rank; None leaves it as it comes.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
+      split on entry, by rank; None leaves it as it comes.
   """
 
   name: str = ''
@@ -115,7 +114,7 @@ class Layer(Configurable):
   def __setattr__(self, name: str, value: Any) -> None:
     if '_ready' in self.__dict__:
       raise AttributeError(
-        f'{self.path_name}.{name}: a layer does not change after setup(); keep state in variables (update_var) or decode_state'
+        f'{self.path_name}.{name}: a layer does not change after setup(); keep state in variables or decode_state'
       )
     super().__setattr__(name, value)
 
@@ -140,7 +139,8 @@ class Layer(Configurable):
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
     """Builds a child from a copy of `config`; it is reached as `self.<name>`, and its variables as `<path>.<name>`.
 
-    The child takes this layer's dtype, fprop dtype, initializer, mesh axis names and logical axis rules where it has none.
+    The child takes this layer's dtype, fprop dtype, initializer, mesh axis names and logical axis rules where it has
+    none.
     """
     self._claim(name)
     child = self._build_child(name, config)
@@ -351,7 +351,8 @@ class Layer(Configurable):
   def _resolve(self, mapping: SplitDimsMapping, where: str, rank: int | None = None) -> PartitionSpec | None:
     if mapping is None or self.mesh_axis_names is None:
       return None
-    return to_partition_spec(mapping, self.mesh_axis_names, rank=rank, path=f'{self.path_name}.{where}')
+    where = f'{self.path_name}.{where}'
+    return resolve_split_mapping(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=where)
 
 
 class Theta:

@@ -30,8 +30,8 @@ class TrainParams(Configurable):
   Attributes:
     learner: optimizer, schedule, clipping, moving averages, accumulation.
     num_train_steps: steps of the whole run.
-    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves them split over
-      all mesh axes on the batch dimension.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves them split
+      over all mesh axes on the batch dimension.
     log_interval_steps: a line on the console, and scalars in the event files, every so many steps.
     eval_interval_steps: evaluation every so many steps; None only at the end.
     decode_interval_steps: decoding every so many steps; None only when asked for.

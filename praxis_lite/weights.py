@@ -1,8 +1,8 @@
 """Weight declarations and initializers.
 
-A `WeightHParams` says everything about a weight that can be known without memory: its shape, dtype, initializer and how it
-is split over the mesh. A tree of them is what `Layer.abstract_init()` returns, and what specs, padding, optimizer masks,
-parameter tables and checkpoints are derived from.
+A `WeightHParams` says everything about a weight that can be known without memory: its shape, dtype, initializer and how
+it is split over the mesh. A tree of them is what `Layer.abstract_init()` returns, and what specs, padding, optimizer
+masks, parameter tables and checkpoints are derived from.
 
 Fans follow the convention of convolutions: the last axis is the output, the one before it the input, and all others the
 receptive field that multiplies both.
@@ -43,10 +43,10 @@ class WeightInit:
     gaussian, uniform, truncated_gaussian          1
     *_sqrt_dim                                     1 / sqrt(first dimension)
     *_fan_in, *_fan_out, *_fan_avg                 1 / sqrt(fan)
-    xavier                                         uniform in +-scale * sqrt(6 / (fan_in + fan_out)); Glorot & Bengio, 2010
+    xavier                                         uniform in +-scale * sqrt(6 / (fan_in + fan_out))
     constant                                       every entry is `scale`
 
-  The truncated Gaussian is cut at two standard deviations and not rescaled.
+  Xavier is that of Glorot and Bengio, 2010. The truncated Gaussian is cut at two standard deviations and not rescaled.
   """
 
   method: str
@@ -174,8 +174,8 @@ def get_fan_in_fan_out(
 ) -> tuple[int | None, int | None]:
   """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
 
-  With axes given, each fan is the product of its axes. Without, axis -2 is the input, axis -1 the output, and the others
-  multiply both; a vector is its own fan in and fan out.
+  With axes given, each fan is the product of its axes. Without, axis -2 is the input, axis -1 the output, and the
+  others multiply both; a vector is its own fan in and fan out.
   """
   if not shape:
     return None, None
