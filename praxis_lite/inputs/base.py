@@ -1,0 +1,211 @@
+"""BaseInput: a deterministic, resumable stream of batches, each host reading its slice of the global batch.
+
+A batch is a dict (possibly nested) of numpy arrays with dim 0 = batch. `weights`, [B] or [B, T] float32, always there.
+
+A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends on the seed and the
+number of the epoch alone, cut into global batches of `batch_size`; the last, short one is filled up with rows of zero
+weight. So the position in a stream is two numbers, the epoch and how many of its examples have been read, on every
+host the same:
+
+    global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts
+
+All hosts emit the same number of batches, also where the last examples do not reach the last hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Self
+
+import jax
+
+from praxis_lite.config import REQUIRED, Configurable
+from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
+
+
+class BaseInput(Configurable):
+  """A stream of batches. Subclasses give `example_struct` and `read`.
+
+  Attributes:
+    name: what logs and errors call the input; None is the name of the class.
+    batch_size: examples in a global batch, over all hosts.
+    seed: of the order of the examples, and of anything random in them; not negative.
+    is_training: sets the defaults of the next two.
+    num_epochs: how often the examples are gone through; None is for ever in training, once otherwise.
+    shuffle: a new order in each epoch; None does so in training only.
+    drop_remainder: leave out the short batch at the end of an epoch rather than fill it up with rows of zero weight.
+    num_hosts, host_index: which slice of each global batch this input yields; the runtime sets them.
+
+  Raises:
+    ConfigError: a required field is not set, or a value is out of range.
+  """
+
+  name: str | None = None
+  batch_size: int = REQUIRED
+  seed: int = 0
+  is_training: bool = False
+  num_epochs: int | None = None
+  shuffle: bool | None = None
+  drop_remainder: bool = False
+  num_hosts: int = 1
+  host_index: int = 0
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      if getattr(self, field.name) is REQUIRED:
+        raise ConfigError(f'{self.label}.{field.name}: a value is required and none is set')
+    for name, least in (('batch_size', 1), ('num_hosts', 1), ('seed', 0), ('host_index', 0), ('num_epochs', 1)):
+      value = getattr(self, name)
+      if name == 'num_epochs' and value is None:
+        continue
+      if not isinstance(value, int) or value < least:
+        raise ConfigError(f'{self.label}.{name}: expected an integer of at least {least}, got {value!r}')
+    if self.batch_size % self.num_hosts:
+      raise ConfigError(
+        f'{self.label}.batch_size: {self.batch_size} examples cannot be split over {self.num_hosts} hosts; '
+        f'the next that can is {-(-self.batch_size // self.num_hosts) * self.num_hosts}'
+      )
+    if self.host_index >= self.num_hosts:
+      raise ConfigError(f'{self.label}.host_index: expected less than num_hosts = {self.num_hosts}')
+    if self.num_epochs is None and not self.is_training:
+      self.num_epochs = 1
+    if self.shuffle is None:
+      self.shuffle = self.is_training
+    self._epoch = 0
+    self._position = 0
+
+  # What subclasses give.
+
+  def example_struct(self) -> Struct:
+    """Returns shape and dtype of each array of one example, without batch dimension; `weights` may be left out."""
+    raise NotImplementedError
+
+  def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    """Reads examples `position`, ..., `position + count - 1` of an epoch, of which rows [start, stop) are wanted.
+
+    Pure in effect: the same arguments give the same rows, whatever was read before.
+
+    Returns:
+      The wanted rows, as `canonical_rows` returns them, without padding, or None if there are none of them; and how
+      many of the `count` examples there are, less than `count` only at the end of the epoch.
+    """
+    raise NotImplementedError
+
+  # What users call.
+
+  @property
+  def label(self) -> str:
+    """What errors call this input."""
+    return self.name or type(self).__name__
+
+  @property
+  def host_batch_size(self) -> int:
+    """Rows of the batches of this host."""
+    return self.batch_size // self.num_hosts
+
+  def batches_per_epoch(self) -> int | None:
+    """Returns how many batches an epoch has, or None where that takes reading it."""
+    return None
+
+  def batch_struct(self) -> Struct:
+    """Returns the tree of `jax.ShapeDtypeStruct` of a global batch. Reads no batch."""
+    return jax.tree.map(
+      lambda s: jax.ShapeDtypeStruct((self.batch_size, *s.shape), s.dtype), with_weights(self.example_struct())
+    )
+
+  def get_next(self) -> Rows:
+    """Returns this host's rows of the next global batch: arrays of shape [host_batch_size, ...].
+
+    Raises:
+      StopIteration: all epochs are over.
+      DataError: an epoch has no batch, or the data cannot be read.
+    """
+    start = self.host_index * self.host_batch_size
+    struct = with_weights(self.example_struct())
+    while not self._is_over():
+      rows, count = self.read(self._epoch, self._position, self.batch_size, start, start + self.host_batch_size)
+      if count == self.batch_size or (count and not self.drop_remainder):
+        self._position += count
+        return pad_rows(rows, self.host_batch_size, struct)
+      self._next_epoch(count)
+    raise StopIteration
+
+  def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    """Consumes up to `count` examples, across epochs and regardless of batches, and returns rows [start, stop) of them.
+
+    Mixtures draw from their sources by it. `num_hosts` plays no role.
+
+    Returns:
+      The wanted rows, or None if there are none of them; and how many were consumed, less than `count` only at the end
+      of the stream.
+    """
+    parts: list[Rows] = []
+    taken = 0
+    while taken < count and not self._is_over():
+      rows, n = self.read(self._epoch, self._position, count - taken, max(start - taken, 0), max(stop - taken, 0))
+      self._position += n
+      taken += n
+      if rows is not None:
+        parts.append(rows)
+      if taken < count:
+        self._next_epoch(n)
+    return concatenate_rows(parts), taken
+
+  def __iter__(self) -> Iterator[Rows]:
+    return self
+
+  def __next__(self) -> Rows:
+    return self.get_next()
+
+  def reset(self) -> Self:
+    """Goes back to the start of the stream."""
+    self._epoch = self._position = 0
+    return self
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns the position in the stream, as a dict that JSON can hold. It is the same on every host."""
+    return {'epoch': self._epoch, 'position': self._position, **self.identity()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Continues where `get_state` was called: the next batches are the same, to the bit.
+
+    Raises:
+      CheckpointError: the state is of another kind of input, or of other data.
+    """
+    self.check_state(state, ('epoch', 'position'))
+    self._epoch, self._position = int(state['epoch']), int(state['position'])
+
+  def identity(self) -> dict[str, Any]:
+    """Returns what must be equal for a saved position to mean the same examples. Part of the state."""
+    return {'shuffle': self.shuffle, 'seed': self.seed if self.shuffle else None}
+
+  def check_state(self, state: dict[str, Any], required: tuple[str, ...]) -> None:
+    """Raises `CheckpointError` unless `state` has the `required` keys and matches `identity()`."""
+    expected = self.identity()
+    missing = [k for k in (*required, *expected) if k not in state]
+    if missing:
+      raise CheckpointError(
+        f"{self.label}: the saved input state has no '{missing[0]}'; it was saved by another kind of input"
+      )
+    for key, value in expected.items():
+      if state[key] != value:
+        raise CheckpointError(
+          f'{self.label}: the saved input state is of {key} = {state[key]!r}, but this input has {value!r}, so it '
+          'cannot continue exactly. Use the data and settings it was saved with, or restore without the input state.'
+        )
+
+  def _is_over(self) -> bool:
+    return self.num_epochs is not None and self._epoch >= self.num_epochs
+
+  def _next_epoch(self, leftover: int) -> None:
+    if self._position == 0:
+      # An epoch without a batch would be followed by another one, for ever.
+      if leftover:
+        raise DataError(
+          f'{self.label}: {leftover} examples are less than a batch of {self.batch_size}, and drop_remainder is set'
+        )
+      raise DataError(f'{self.label}: there are no examples')
+    self._epoch += 1
+    self._position = 0

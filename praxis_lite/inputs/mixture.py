@@ -1,0 +1,148 @@
+"""MixtureInput: several inputs mixed example by example, in given proportions.
+
+Which source example i of the mixture comes from depends on (seed, i) alone; each source is read in its own order, by
+its own epochs. A source that is exhausted is left out from then on, and the mixture ends when all are, so that
+evaluation sees each example of each source exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.random_bits import random_bits, uniform
+from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
+
+
+class MixtureInput(BaseInput):
+  """Batches whose examples come from several inputs, each with a probability in proportion to its weight.
+
+  Attributes:
+    inputs: configs of the sources. Their examples must have the same arrays, shapes and dtypes. They take over the
+      mixture's `is_training`, and its `num_epochs` and `shuffle` where these are set; `batch_size` and hosts are the
+      mixture's.
+    weights: one positive number for each source; None is in equal parts.
+
+  Raises:
+    ConfigError: there are no sources, or the weights do not fit them.
+    DataError: the examples of the sources differ in structure (when it is first needed).
+  """
+
+  inputs: list[Any] = REQUIRED
+  weights: list[float] | None = None
+
+  def __post_init__(self) -> None:
+    inherited: dict[str, Any] = {'is_training': self.is_training}
+    inherited |= {k: v for k in ('num_epochs', 'shuffle') if (v := getattr(self, k)) is not None}
+    super().__post_init__()
+    if not self.inputs:
+      raise ConfigError(f'{self.label}.inputs: expected the configs of the inputs to mix, got none')
+    weights = self.weights if self.weights is not None else [1.0] * len(self.inputs)
+    if len(weights) != len(self.inputs) or any(not w > 0 for w in weights):
+      raise ConfigError(
+        f'{self.label}.weights: expected {len(self.inputs)} positive numbers, one for each input, got {weights}'
+      )
+    self._weights = np.asarray(weights, np.float64)
+    self.sources: list[BaseInput] = [self._build(i, c, inherited) for i, c in enumerate(self.inputs)]
+
+  def _build(self, i: int, config: Any, inherited: dict[str, Any]) -> BaseInput:
+    if not isinstance(config, Config):
+      raise ConfigError(f'{self.label}.inputs[{i}]: expected the config of an input, got {config!r}')
+    # The mixture cuts batches for hosts; its sources count examples.
+    source = config.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
+    if not isinstance(source, BaseInput):
+      raise ConfigError(
+        f'{self.label}.inputs[{i}]: expected the config of an input, got one of {type(source).__name__}'
+      )
+    return source
+
+  def example_struct(self) -> Struct:
+    first, *others = [with_weights(s.example_struct()) for s in self.sources]
+    expected = dict(jax.tree_util.tree_leaves_with_path(first))
+    for i, other in enumerate(others, 1):
+      got = dict(jax.tree_util.tree_leaves_with_path(other))
+      for path in sorted({*expected, *got}, key=jax.tree_util.keystr):
+        if expected.get(path) != got.get(path):
+          raise DataError(
+            f'{self.label}.inputs: {jax.tree_util.keystr(path)} is {expected.get(path)} in inputs[0] and '
+            f'{got.get(path)} in inputs[{i}]; the inputs of a mixture need the same arrays'
+          )
+    return first
+
+  def get_next(self) -> Rows:
+    start = self.host_index * self.host_batch_size
+    struct = with_weights(self.example_struct())
+    rows, taken = self.take(self.batch_size, start, start + self.host_batch_size)
+    if not taken or (taken < self.batch_size and self.drop_remainder):
+      raise StopIteration
+    return pad_rows(rows, self.host_batch_size, struct)
+
+  def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    before = [s.get_state() for s in self.sources]
+    rows, filled = self._fill(count, start, stop)
+    taken = int(filled.sum())
+    if taken < count and (start > 0 or stop < count):
+      # The end of the stream leaves gaps anywhere in the batch. Which rows are this slice's shows once they are closed.
+      for source, state in zip(self.sources, before):
+        source.set_state(state)
+      rows, filled = self._fill(count, 0, count)
+      rows = None if rows is None or start >= taken else jax.tree.map(lambda x: x[start:stop], rows)
+    self._position += taken
+    return rows, taken
+
+  def _fill(self, count: int, start: int, stop: int) -> tuple[Rows | None, np.ndarray]:
+    """Fills slots from the sources; returns the rows of slots [start, stop), and [count] bool, which were filled."""
+    tried = np.zeros((count, len(self.sources)), bool)
+    filled = np.zeros(count, bool)
+    parts: list[Rows] = []
+    slots: list[np.ndarray] = []
+    attempt = 0
+    # A slot whose source turns out to be exhausted draws again among those it has not tried.
+    while len(still_open := np.flatnonzero(~filled & ~tried.all(axis=1))):
+      choice = self._choose(self._position + still_open, tried[still_open], attempt)
+      for s, source in enumerate(self.sources):
+        mine = still_open[choice == s]
+        if not len(mine):
+          continue
+        first, last = np.searchsorted(mine, [start, stop])
+        rows, taken = source.take(len(mine), int(first), int(last))
+        if rows is not None:
+          parts.append(rows)
+          slots.append(mine[first : min(last, taken)])
+        filled[mine[:taken]] = True
+        tried[mine[taken:], s] = True
+      attempt += 1
+    rows = concatenate_rows(parts)
+    if rows is None:
+      return None, filled
+    order = np.argsort(np.concatenate(slots))
+    return jax.tree.map(lambda x: x[order], rows), filled
+
+  def _choose(self, indices: np.ndarray, tried: np.ndarray, attempt: int) -> np.ndarray:
+    """Returns the source of each of these examples of the mixture, [n], among those not tried, [n, sources] bool."""
+    ends = np.cumsum(np.where(tried, 0.0, self._weights), axis=1)
+    u = uniform(random_bits((self.seed, attempt), indices))
+    return np.argmax(u[:, None] * ends[:, -1:] < ends, axis=1)
+
+  def reset(self) -> Self:
+    super().reset()
+    for source in self.sources:
+      source.reset()
+    return self
+
+  def identity(self) -> dict[str, Any]:
+    return {'seed': self.seed, 'weights': self._weights.tolist()}
+
+  def get_state(self) -> dict[str, Any]:
+    return {'position': self._position, 'sources': [s.get_state() for s in self.sources], **self.identity()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self.check_state(state, ('position', 'sources'))
+    for source, source_state in zip(self.sources, state['sources']):
+      source.set_state(source_state)
+    self._position = int(state['position'])

@@ -1,0 +1,176 @@
+"""Packing tokens of documents into rows of one length.
+
+B batch, T length of a row. A row consists of segments, each a stretch of consecutive tokens of one document:
+
+    tokens     ^ a b c d e $ ^ f g $           ^ begins and $ ends a document; T = 4
+
+    packed     ids     ^ a b c | d e ^ f |         labels  a b c d | e $ f g |      documents do not see each other
+               segment 1 1 1 1 | 1 1 2 2 |
+
+    concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
+
+Every token of every document, and its end, is a label exactly once. Longer documents than T are split. The stream of
+tokens is kept as it is, in the smallest dtype; rows are made from it when they are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from praxis_lite.inputs.rows import Rows
+from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+  """Rows of segments over a stream of tokens.
+
+  Attributes:
+    tokens: [N] all tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
+    num_bytes: [N] bytes of text each token stands for, or None.
+    starts, lengths, offsets: [S] of each segment: s and n, and where in its row it begins.
+    row_splits: [R + 1] row r has segments row_splits[r], ..., row_splits[r + 1] - 1.
+    seq_len: T.
+    pad_id: fills the ends of rows.
+  """
+
+  tokens: np.ndarray
+  num_bytes: np.ndarray | None
+  starts: np.ndarray
+  lengths: np.ndarray
+  offsets: np.ndarray
+  row_splits: np.ndarray
+  seq_len: int
+  pad_id: int
+
+  def __len__(self) -> int:
+    return len(self.row_splits) - 1
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    """Returns these rows as the batch of a language model, each array [B, T]; see `TextInput`."""
+    first = self.row_splits[indices]
+    counts = self.row_splits[indices + 1] - first
+    number = _ranges(counts)
+    segments = np.repeat(first, counts) + number
+    lengths = self.lengths[segments]
+    position = _ranges(lengths)
+    source = np.repeat(self.starts[segments], lengths) + position
+    row_begin = np.repeat(np.arange(len(indices)) * self.seq_len, counts)
+    target = np.repeat(row_begin + self.offsets[segments], lengths) + position
+
+    def scatter(values: np.ndarray, fill: int, dtype: str) -> np.ndarray:
+      out = np.full(len(indices) * self.seq_len, fill, dtype)
+      out[target] = values
+      return out.reshape(len(indices), self.seq_len)
+
+    batch = {
+      'ids': scatter(self.tokens[source], self.pad_id, 'int32'),
+      'labels': scatter(self.tokens[source + 1], self.pad_id, 'int32'),
+      'weights': scatter(np.ones(1), 0, 'float32'),
+      'segment_ids': scatter(np.repeat(number + 1, lengths), 0, 'int32'),
+      'segment_pos': scatter(position, 0, 'int32'),
+    }
+    if self.num_bytes is not None:
+      batch['bytes'] = scatter(self.num_bytes[source + 1], 0, 'float32')
+    return batch
+
+
+def pack_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_len: int) -> PackedRows:
+  """Packs documents such that no segment has more than one: best fit, longest pieces first, which wastes little."""
+  bos, eos, pad = tokenizer.special_ids
+  tokens, num_bytes = _join(documents, [bos], [eos], [], tokenizer.vocab_size)
+  sizes = np.array([len(d.ids) + 1 for d in documents], np.int64)  # positions to predict: the document and its end
+  begins = np.cumsum(sizes + 1) - (sizes + 1)
+  pieces = -(-sizes // seq_len)
+  number = _ranges(pieces)
+  starts = np.repeat(begins, pieces) + number * seq_len
+  lengths = np.minimum(np.repeat(sizes, pieces) - number * seq_len, seq_len)
+
+  row = best_fit_rows(lengths, seq_len)
+  # Rows in the order of their first segment, so that unshuffled rows follow the documents.
+  _, first_of_row = np.unique(row, return_index=True)
+  rank = np.empty(len(first_of_row), np.int64)
+  rank[np.argsort(first_of_row)] = np.arange(len(first_of_row))
+  row = rank[row]
+  order = np.argsort(row, kind='stable')
+  starts, lengths = starts[order], lengths[order]
+  row_splits = np.concatenate([[0], np.cumsum(np.bincount(row))])
+  ends = np.cumsum(lengths)
+  row_begins = (ends - lengths)[row_splits[:-1]]
+  offsets = ends - lengths - np.repeat(row_begins, np.diff(row_splits))
+  return PackedRows(tokens, num_bytes, starts, lengths, offsets, row_splits, seq_len, pad)
+
+
+def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_len: int) -> PackedRows:
+  """Cuts the stream of all documents, each followed by the end token, into rows of one segment."""
+  bos, eos, pad = tokenizer.special_ids
+  tokens, num_bytes = _join(documents, [], [eos], [bos], tokenizer.vocab_size)
+  starts = np.arange(0, len(tokens) - 1, seq_len)
+  lengths = np.minimum(len(tokens) - 1 - starts, seq_len)
+  row_splits = np.arange(len(starts) + 1)
+  return PackedRows(tokens, num_bytes, starts, lengths, np.zeros_like(starts), row_splits, seq_len, pad)
+
+
+def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
+  """Returns the row of each piece, [n]: each goes, longest first, to the row with the least room that suffices.
+
+  Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973).
+
+  Args:
+    lengths: [n] in 1..capacity.
+    capacity: positions in a row.
+  """
+  row = np.empty(len(lengths), np.int64)
+  full = lengths == capacity
+  next_row = int(full.sum())
+  row[full] = np.arange(next_row)
+  with_room: dict[int, list[int]] = {}  # room -> rows that have it
+  rooms = 0  # bit r is set where some row has room r
+  rest = np.flatnonzero(~full)
+  rest = rest[np.argsort(-lengths[rest], kind='stable')]
+  for i, length in zip(rest.tolist(), lengths[rest].tolist()):
+    suffices = rooms >> length
+    if suffices:
+      room = length + (suffices & -suffices).bit_length() - 1
+      rows = with_room[room]
+      chosen = rows.pop()
+      if not rows:
+        rooms &= ~(1 << room)
+    else:
+      room, chosen = capacity, next_row
+      next_row += 1
+    row[i] = chosen
+    if left := room - length:
+      with_room.setdefault(left, []).append(chosen)
+      rooms |= 1 << left
+  return row
+
+
+def _join(
+  documents: Sequence[Tokens], before: list[int], after: list[int], first: list[int], vocab_size: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+  """Returns one array of all tokens, with special ones around each document and `first` at the very start."""
+  dtype = np.min_scalar_type(vocab_size - 1)
+  head, tail = np.array(before, dtype), np.array(after, dtype)
+  parts = [np.array(first, dtype)]
+  for document in documents:
+    parts += (head, document.ids, tail)
+  # One pass, into the small dtype at once: the tokens of a large corpus exist twice at most.
+  tokens = np.concatenate(parts, dtype=dtype, casting='unsafe')
+  counts = [d.num_bytes for d in documents if d.num_bytes is not None]
+  if not counts:
+    return tokens, None
+  head, tail = np.zeros(len(before), np.int32), np.zeros(len(after), np.int32)
+  parts = [np.zeros(len(first), np.int32)]
+  for count in counts:
+    parts += (head, count, tail)
+  return tokens, np.concatenate(parts, dtype=np.int32, casting='unsafe')
+
+
+def _ranges(counts: np.ndarray) -> np.ndarray:
+  """Returns 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and so on, in one array."""
+  ends = np.cumsum(counts)
+  return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

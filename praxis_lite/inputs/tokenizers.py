@@ -1,0 +1,201 @@
+"""Tokenizers: text to token ids and back.
+
+A byte tokenizer needs no training and no file, and takes any bytes. SentencePiece takes a trained model file and UTF-8
+text. Both say how many bytes of text each token stands for, so that losses can be given in nats per byte and compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from praxis_lite.config import REQUIRED, Configurable
+from praxis_lite.errors import ConfigError, DataError
+
+
+class Tokens(NamedTuple):
+  """The tokens of a document.
+
+  Attributes:
+    ids: [n], any integer dtype.
+    num_bytes: [n] int, how many bytes of the document each stands for; they add up to its length. None where each is
+      one byte.
+  """
+
+  ids: np.ndarray
+  num_bytes: np.ndarray | None
+
+
+class BaseTokenizer(Configurable):
+  """Text to token ids and back. `bos_id`, `eos_id` and `pad_id` begin and end documents and fill rows up."""
+
+  @property
+  def vocab_size(self) -> int:
+    """How many ids there are."""
+    raise NotImplementedError
+
+  @property
+  def special_ids(self) -> tuple[int, int, int]:
+    """The ids (bos, eos, pad)."""
+    raise NotImplementedError
+
+  @property
+  def is_byte_level(self) -> bool:
+    """Whether each token but the special ones stands for one byte."""
+    return False
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of a text, without special ones around it."""
+    return self.encode_documents([text.encode()])[0].ids.tolist()
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of ids. Special ids are left out; what is not valid UTF-8 becomes U+FFFD."""
+    raise NotImplementedError
+
+  def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+    """Returns the tokens of each document, without special ones. Where not `is_byte_level`, documents must be UTF-8."""
+    raise NotImplementedError
+
+
+class ByteTokenizer(BaseTokenizer):
+  """The bytes of the UTF-8 text are the ids.
+
+  By default the vocabulary is the 256 bytes, and byte 0, which text does not contain, is what begins, ends and pads.
+  For data that may contain byte 0, or to tell the three apart, set the special ids to 256 and more.
+
+  Attributes:
+    bos_id, eos_id, pad_id: begin of document, end of document, padding.
+    min_vocab_size: makes the vocabulary larger than the ids need, for example to try a size that does not divide.
+  """
+
+  bos_id: int = 0
+  eos_id: int = 0
+  pad_id: int = 0
+  min_vocab_size: int = 256
+
+  def __post_init__(self) -> None:
+    for name in ('bos_id', 'eos_id', 'pad_id'):
+      if getattr(self, name) < 0:
+        raise ConfigError(f'ByteTokenizer.{name}: expected an id of at least 0, got {getattr(self, name)}')
+
+  @property
+  def vocab_size(self) -> int:
+    return max(256, self.min_vocab_size, *(i + 1 for i in self.special_ids))
+
+  @property
+  def special_ids(self) -> tuple[int, int, int]:
+    return self.bos_id, self.eos_id, self.pad_id
+
+  @property
+  def is_byte_level(self) -> bool:
+    return True
+
+  def decode(self, ids: Iterable[int]) -> str:
+    # An id that is no byte and not special is one a model made up out of an enlarged vocabulary.
+    kept = [int(i) for i in ids if int(i) not in self.special_ids]
+    data = b''.join(bytes([i]) if 0 <= i < 256 else b'\xef\xbf\xbd' for i in kept)
+    return data.decode(errors='replace')
+
+  def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+    return [Tokens(np.frombuffer(d, np.uint8), None) for d in documents]
+
+
+class SentencePieceTokenizer(BaseTokenizer):
+  """A trained SentencePiece model (Kudo and Richardson, 2018). Needs `pip install praxis_lite[text]`.
+
+  The special ids are the model's own; where it has no bos or eos, the other one stands in, and where it has no pad, id
+  0 does.
+
+  Attributes:
+    model_path: file of the model, as `spm_train` writes it.
+    num_threads: threads that encode documents.
+  """
+
+  model_path: str = REQUIRED
+  num_threads: int = 2
+
+  @functools.cached_property
+  def _model(self) -> Any:
+    try:
+      import sentencepiece
+    except ImportError:
+      raise ConfigError(
+        'SentencePieceTokenizer: the package sentencepiece is not installed; pip install praxis_lite[text]'
+      ) from None
+    if not os.path.isfile(self.model_path):
+      raise DataError(f'SentencePieceTokenizer.model_path: there is no file {self.model_path}')
+    try:
+      return sentencepiece.SentencePieceProcessor(model_file=self.model_path)
+    except (RuntimeError, OSError) as e:
+      raise DataError(
+        f'SentencePieceTokenizer.model_path: {self.model_path} is not a SentencePiece model: {e}'
+      ) from None
+
+  @property
+  def vocab_size(self) -> int:
+    return int(self._model.vocab_size())
+
+  @property
+  def special_ids(self) -> tuple[int, int, int]:
+    bos, eos, pad = self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
+    if max(bos, eos) < 0:
+      raise ConfigError(f'SentencePieceTokenizer.model_path: {self.model_path} has neither a bos nor an eos id')
+    return (bos if bos >= 0 else eos), (eos if eos >= 0 else bos), max(pad, 0)
+
+  def encode(self, text: str) -> list[int]:
+    return self._model.encode(text)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._model.decode([i for i in map(int, ids) if i not in self.special_ids and 0 <= i < self.vocab_size])
+
+  def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+    out = []
+    for group in _groups(documents, self._GROUP_BYTES):
+      texts = [d.decode() for d in group]
+      for document, ids in zip(group, self._model.encode(texts, num_threads=self.num_threads)):
+        ids = np.asarray(ids, np.int32)
+        out.append(Tokens(ids, _spread(len(document), self._piece_bytes[ids])))
+    return out
+
+  # Ids come as Python lists of large integers, so only so much text at a time.
+  _GROUP_BYTES: ClassVar[int] = 1 << 21
+
+  @functools.cached_property
+  def _piece_bytes(self) -> np.ndarray:
+    """How many bytes each piece is on its own; the unknown piece counts as one."""
+    model = self._model
+    sizes = np.ones(self.vocab_size, np.int64)
+    for i in range(self.vocab_size):
+      if model.is_control(i):
+        sizes[i] = 0
+      elif not (model.is_byte(i) or model.is_unknown(i)):
+        sizes[i] = len(model.id_to_piece(i).replace('\u2581', ' ').encode())
+    return sizes
+
+
+def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
+  """Returns integers in proportion to `sizes`, [n], that add up to `total` exactly.
+
+  Normalization drops and replaces characters, so the sizes of the pieces do not add up to the size of the text.
+  """
+  ends = np.cumsum(np.maximum(sizes, 0) if sizes.any() else np.ones_like(sizes))
+  if not len(ends):
+    return ends
+  return np.diff(np.rint(ends * (total / ends[-1])).astype(np.int64), prepend=0)
+
+
+def _groups(documents: Sequence[bytes], num_bytes: int) -> Iterator[list[bytes]]:
+  group: list[bytes] = []
+  size = 0
+  for document in documents:
+    group.append(document)
+    size += len(document)
+    if size >= num_bytes:
+      yield group
+      group, size = [], 0
+  if group:
+    yield group

@@ -1,0 +1,229 @@
+"""Every input keeps the contract of `BaseInput`: deterministic, resumable, split over hosts, each example once in evaluation."""
+
+import collections
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from praxis_lite import inputs
+from praxis_lite.config import Config
+
+BATCH = 4
+# Real rows of an epoch of each case. None is a multiple of the batch.
+NUM_EXAMPLES = 11
+
+
+def _arrays(start=0, count=NUM_EXAMPLES):
+  index = np.arange(start, start + count)
+  return {'image': index[:, None] + np.array([0.25, 0.5]), 'label': index + 1, 'nested': {'index': index * 10}}
+
+
+def _dataset():
+  import tensorflow as tf
+
+  return tf.data.Dataset.from_tensor_slices(_arrays())
+
+
+@pytest.fixture(scope='session')
+def paths(tmp_path_factory):
+  root = tmp_path_factory.mktemp('data')
+  # 11 rows of 8 labels, the last row not full.
+  text = ''.join(f'line {i:03d}\n' for i in range(9))
+  (root / 'a.txt').write_text(text[:50])
+  (root / 'b.txt').write_text(text[50:])
+  flat = {'image': _arrays()['image'], 'label': _arrays()['label']}
+  for i in range(3):
+    part = slice(4 * i, 4 * i + 4)
+    inputs.write_tfrecords(str(root / f'{i}.tfrecord'), {k: x[part] for k, x in flat.items()})
+  return root
+
+
+def _case(name, root):
+  features = {'x': Config(inputs.RandomFeature, shape=(3,)), 'y': Config(inputs.RandomFeature, dtype='int32', high=9)}
+  record = {
+    'image': Config(inputs.Feature, shape=(2,)),
+    'label': Config(inputs.Feature, dtype='int32'),
+  }
+  sources = [
+    Config(inputs.ArrayInput, arrays=_arrays(0, 7)),
+    Config(inputs.ArrayInput, arrays=_arrays(7, 4), seed=5),
+  ]
+  return {
+    'ArrayInput': lambda: Config(inputs.ArrayInput, arrays=_arrays()),
+    'TextInput': lambda: Config(inputs.TextInput, path=str(root / '*.txt'), seq_len=8),
+    'TFDataInput': lambda: Config(inputs.TFDataInput, dataset_fn=_dataset),
+    'TFRecordInput': lambda: Config(inputs.TFRecordInput, file_pattern=str(root / '*.tfrecord'), features=record),
+    'MixtureInput': lambda: Config(inputs.MixtureInput, inputs=sources, weights=[1, 2]),
+    'SyntheticInput': lambda: Config(inputs.SyntheticInput, features=features, num_synthetic_examples=NUM_EXAMPLES),
+    'SyntheticLMInput': lambda: Config(
+      inputs.SyntheticLMInput, seq_len=6, vocab_size=1000, num_synthetic_examples=NUM_EXAMPLES
+    ),
+    'SyntheticClassifierInput': lambda: Config(
+      inputs.SyntheticClassifierInput, image_shape=(2, 2), num_classes=3, num_synthetic_examples=NUM_EXAMPLES
+    ),
+  }[name]().set(batch_size=BATCH)
+
+
+CONCRETE = sorted(
+  name
+  for name in inputs.__all__
+  if isinstance(cls := getattr(inputs, name), type)
+  and issubclass(cls, inputs.BaseInput)
+  and cls not in (inputs.BaseInput, inputs.RandomAccessInput)
+)
+
+
+@pytest.fixture(params=CONCRETE)
+def config(request, paths):
+  return _case(request.param, paths)
+
+
+def _assert_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def _batches(source, count=None):
+  out = []
+  for batch in source:
+    out.append(batch)
+    if len(out) == count:
+      break
+  return out
+
+
+def _is_real(batch):
+  weights = batch['weights']
+  return weights.reshape(len(weights), -1).any(axis=1)
+
+
+def _examples(batches):
+  """The real rows, each as bytes."""
+  out = []
+  for batch in batches:
+    for i in np.flatnonzero(_is_real(batch)):
+      out.append(b'|'.join(np.ascontiguousarray(x[i]).tobytes() for x in jax.tree.leaves(batch)))
+  return out
+
+
+def test_restoring_any_state_gives_the_same_next_batches(config):
+  config.set(is_training=True, seed=3)
+  source = config.instantiate()
+  states, batches = [], []
+  for _ in range(8):  # more than two epochs
+    states.append(json.dumps(source.get_state()))
+    batches.append(source.get_next())
+  for k in (0, 2, 3, 5):
+    fresh = config.instantiate()
+    fresh.set_state(json.loads(states[k]))
+    source.set_state(json.loads(states[k]))
+    for expected in batches[k : k + 3]:
+      _assert_equal(fresh.get_next(), expected)
+      _assert_equal(source.get_next(), expected)
+
+
+def test_state_at_the_end_restores_to_the_end(config):
+  source = config.instantiate()
+  _batches(source)
+  fresh = config.instantiate()
+  fresh.set_state(source.get_state())
+  for exhausted in (source, fresh):
+    for _ in range(2):
+      with pytest.raises(StopIteration):
+        exhausted.get_next()
+
+
+@pytest.mark.parametrize('num_hosts', [2, 4])
+@pytest.mark.parametrize('fields', [{}, {'is_training': True, 'num_epochs': 2, 'seed': 1}])
+def test_host_slices_join_to_the_batches_of_one_host(config, fields, num_hosts):
+  config.set(**fields)
+  whole = _batches(config.instantiate())
+  hosts = [config.instantiate(num_hosts=num_hosts, host_index=i) for i in range(num_hosts)]
+  parts = [_batches(h) for h in hosts]
+  assert [len(p) for p in parts] == [len(whole)] * num_hosts
+  for batch, *slices in zip(whole, *parts):
+    _assert_equal(jax.tree.map(lambda *xs: np.concatenate(xs), *slices), batch)
+  assert all(h.get_state() == hosts[0].get_state() for h in hosts)
+
+
+def test_state_saved_on_one_host_restores_on_two(config):
+  config.set(is_training=True)
+  source = config.instantiate()
+  _batches(source, 4)
+  state, expected = source.get_state(), source.get_next()
+  hosts = [config.instantiate(num_hosts=2, host_index=i) for i in range(2)]
+  for host in hosts:
+    host.set_state(state)
+  _assert_equal(jax.tree.map(lambda *xs: np.concatenate(xs), *[h.get_next() for h in hosts]), expected)
+
+
+def test_evaluation_sees_each_example_once_and_pads_with_zero_weight(config):
+  batches = _batches(config.instantiate())
+  assert len(batches) == 3
+  examples = _examples(batches)
+  assert len(examples) == NUM_EXAMPLES == len(set(examples))
+  one_by_one = _examples(_batches(config.instantiate(batch_size=1)))
+  assert sorted(examples) == sorted(one_by_one)
+  padding = ~_is_real(batches[-1])
+  assert padding.sum() == 3 * BATCH - NUM_EXAMPLES
+  for x in jax.tree.leaves(batches[-1]):
+    assert not x[padding].any()
+  if batches[0]['weights'].ndim == 1:
+    assert sum(b['weights'].sum() for b in batches) == NUM_EXAMPLES
+
+
+def test_training_epochs_have_the_same_examples_in_another_order(config):
+  examples = _examples(_batches(config.instantiate(is_training=True, num_epochs=2)))
+  seen = collections.Counter()
+  passes = ([], [])
+  for example in examples:
+    passes[seen[example]].append(example)
+    seen[example] += 1
+  assert sorted(passes[0]) == sorted(passes[1]) == sorted(_examples(_batches(config.instantiate())))
+  assert passes[0] != passes[1]
+
+
+def test_another_seed_gives_another_order(config):
+  config.set(is_training=True)
+  first, same, other = (_examples(_batches(config.instantiate(seed=s), 3)) for s in (0, 0, 1))
+  assert first == same
+  assert first != other
+
+
+def test_reset_starts_over(config):
+  source = config.instantiate()
+  first = _batches(source)
+  again = _batches(source.reset())
+  assert len(first) == len(again)
+  for a, b in zip(first, again):
+    _assert_equal(a, b)
+
+
+def test_batch_struct_is_that_of_the_global_batch_and_reads_none(config):
+  source = config.instantiate(num_hosts=2)
+  before = source.get_state()
+  struct = source.batch_struct()
+  assert source.get_state() == before
+  batch = config.instantiate().get_next()
+  assert struct == jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+  # What JAX makes of the batch is what a step was compiled for.
+  assert struct == jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.asarray(x).dtype), batch)
+
+
+def test_drop_remainder_leaves_out_the_short_batch(config):
+  batches = _batches(config.instantiate(drop_remainder=True))
+  assert len(batches) == 2
+  assert all(_is_real(b).all() for b in batches)
+
+
+def test_state_of_other_settings_is_refused(config):
+  from praxis_lite.errors import CheckpointError
+
+  source = config.instantiate(is_training=True, seed=1)
+  state = source.get_state()
+  with pytest.raises(CheckpointError, match=r'seed = 1, but this input has 2'):
+    config.instantiate(is_training=True, seed=2).set_state(state)
+  with pytest.raises(CheckpointError, match='another kind of input'):
+    source.set_state({'step': 3})

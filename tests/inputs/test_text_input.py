@@ -1,0 +1,197 @@
+"""TextInput: the text comes out again, whatever the packing, tokenizer, files and split."""
+
+import io
+
+import numpy as np
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.inputs import ByteTokenizer, SentencePieceTokenizer, TextInput
+
+FIELDS = {'seq_len': 8, 'batch_size': 2}
+
+
+def _labels(source):
+  return np.concatenate([b['labels'][b['weights'] > 0] for b in source])
+
+
+def _text(source):
+  return bytes(_labels(source).tolist())
+
+
+def _write(root, **texts):
+  for name, text in texts.items():
+    (root / f'{name}.txt').write_text(text)
+  return root
+
+
+def test_concat_labels_are_the_files_in_order_each_with_an_end(tmp_path):
+  _write(tmp_path, b='second file\n', a='first\n')
+  for path in (tmp_path, str(tmp_path / '*.txt'), [tmp_path / 'a.txt', tmp_path / 'b.txt'], lambda: str(tmp_path)):
+    source = TextInput(path=path, **FIELDS)
+    assert _text(source) == b'first\n\0second file\n\0'
+    assert source.num_bytes == 18
+    assert source.num_documents == 2
+    assert source.num_tokens == 20
+
+
+def test_config_of_a_function_gives_the_paths(tmp_path):
+  _write(tmp_path, a='one', b='two')
+
+  def one(name):
+    return str(tmp_path / name)
+
+  assert _text(Config(TextInput, path=Config(one, name='b.txt'), **FIELDS).instantiate()) == b'two\0'
+
+
+def test_directories_are_read_recursively_without_hidden_files(tmp_path):
+  (tmp_path / 'sub').mkdir()
+  (tmp_path / 'sub' / 'x').write_text('in')
+  (tmp_path / '.git').mkdir()
+  (tmp_path / '.git' / 'y').write_text('out')
+  (tmp_path / '.hidden').write_text('out')
+  (tmp_path / 'empty').write_text('')
+  assert _text(TextInput(path=tmp_path, **FIELDS)) == b'in\0'
+
+
+def test_document_separator_makes_documents_of_parts_of_files(tmp_path):
+  _write(tmp_path, a='one\n\ntwo\n\n\n\n', b='three')
+  source = TextInput(path=tmp_path, document_separator='\n\n', **FIELDS)
+  assert _text(source) == b'one\0two\0three\0'
+  packed = TextInput(path=tmp_path, document_separator='\n\n', packing='packed', **FIELDS)
+  batch = packed.get_next()
+  assert sorted(_text(packed.reset())) == sorted(b'one\0two\0three\0')
+  np.testing.assert_array_equal(batch['segment_ids'], [[1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0, 0]])
+
+
+def test_position_splits_cut_a_file_at_line_ends_and_lose_nothing(tmp_path):
+  text = ''.join(f'line {i}\n' for i in range(100))
+  _write(tmp_path, a=text)
+  parts = {
+    s: _text(TextInput(path=tmp_path, split=s, heldout_fraction=0.1, **FIELDS))[:-1]
+    for s in ('train', 'validation', 'test')
+  }
+  assert b''.join(parts.values()) == text.encode()
+  assert all(p.endswith(b'\n') for p in parts.values())
+  assert len(parts['train']) == pytest.approx(0.8 * len(text), abs=10)
+  assert len(parts['test']) == pytest.approx(0.1 * len(text), abs=10)
+
+
+def test_position_splits_of_one_long_line_keep_characters_whole(tmp_path):
+  (tmp_path / 'a').write_text('漢字' * 50)
+  for split in ('train', 'validation', 'test'):
+    assert set(_text(TextInput(path=tmp_path, split=split, **FIELDS))[:-1].decode()) == {'漢', '字'}
+
+
+def test_file_splits_are_disjoint_complete_and_the_same_elsewhere(tmp_path):
+  names = [f'f{i}' for i in range(40)]
+  splits = {}
+  for place in ('here', 'there'):
+    (tmp_path / place).mkdir()
+    _write(tmp_path / place, **{n: f'<{n}>' for n in names})
+    for split in ('train', 'validation', 'test'):
+      source = TextInput(path=tmp_path / place, split=split, heldout_fraction=0.2, **FIELDS)
+      splits[place, split] = set(_text(source).decode().split('\0')[:-1])
+  for split in ('train', 'validation', 'test'):
+    assert splits['here', split] == splits['there', split]
+  all_parts = [splits['here', s] for s in ('train', 'validation', 'test')]
+  assert sum(map(len, all_parts)) == 40
+  assert set().union(*all_parts) == {f'<{n}>' for n in names}
+  assert len(splits['here', 'train']) > 15
+
+
+def test_byte_zero_in_data_is_kept_apart_by_special_ids_above_255(tmp_path):
+  (tmp_path / 'a.bin').write_bytes(b'\0\xff\0')
+  tokenizer = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
+  assert _labels(TextInput(path=tmp_path, tokenizer_tpl=tokenizer, **FIELDS)).tolist() == [0, 255, 0, 257]
+
+
+@pytest.fixture(scope='module')
+def model_path(tmp_path_factory):
+  sentencepiece = pytest.importorskip('sentencepiece')
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(['the cat  sat on the mat', 'a hat'] * 20),
+    model_writer=model,
+    vocab_size=40,
+    model_type='bpe',
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  path = tmp_path_factory.mktemp('spm') / 'tiny.model'
+  path.write_bytes(model.getvalue())
+  return str(path)
+
+
+@pytest.mark.parametrize('packing', ['concat', 'packed'])
+def test_sentencepiece_batches_count_the_bytes_of_the_text(tmp_path, model_path, packing):
+  _write(tmp_path, a='the cat  sat\non the mat  ', b='a hat', c='the  mat' * 9)
+  tokenizer = Config(SentencePieceTokenizer, model_path=model_path)
+  source = TextInput(path=tmp_path, tokenizer_tpl=tokenizer, packing=packing, **FIELDS)
+  assert source.batch_struct()['bytes'].shape == (2, 8)
+  batches = list(source)
+  assert sum(b['bytes'].sum() for b in batches) == source.num_bytes == 25 + 5 + 72
+  assert sum(b['weights'].sum() for b in batches) == source.num_tokens
+  for b in batches:
+    assert not b['bytes'][b['weights'] == 0].any()
+    assert not b['bytes'][b['labels'] == 2].any()  # the end stands for no text
+
+
+def test_byte_batches_have_no_byte_counts(tmp_path):
+  _write(tmp_path, a='text')
+  assert 'bytes' not in TextInput(path=tmp_path, **FIELDS).get_next()
+
+
+@pytest.mark.parametrize(
+  'path, message',
+  [
+    ('absent.txt', r'books\.path: there is no file or directory .*absent\.txt'),
+    ('absent/*.txt', r'books\.path: no file matches .*absent/\*\.txt'),
+    ('empty.txt', r'books\.path: .*empty\.txt is empty'),
+    ('hollow', r'books\.path: there are no files in the directory .*hollow'),
+    ('latin.txt', r'books\.path: .*latin\.txt is not UTF-8 text: byte 3 is 0xe9'),
+  ],
+)
+def test_bad_paths_are_one_clear_line(tmp_path, model_path, path, message):
+  (tmp_path / 'empty.txt').write_text('')
+  (tmp_path / 'hollow').mkdir()
+  (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
+  tokenizer = Config(SentencePieceTokenizer, model_path=model_path)
+  source = TextInput(name='books', path=str(tmp_path / path), tokenizer_tpl=tokenizer, **FIELDS)
+  with pytest.raises(DataError, match=message) as error:
+    source.get_next()
+  assert '\n' not in str(error.value)
+
+
+def test_unreadable_file_is_named(tmp_path, monkeypatch):
+  _write(tmp_path, a='text')
+
+  def refuse(*args, **kwargs):
+    raise PermissionError(13, 'Permission denied')
+
+  monkeypatch.setattr('builtins.open', refuse)
+  with pytest.raises(DataError, match=r'cannot read .*a\.txt: Permission denied'):
+    TextInput(path=str(tmp_path), **FIELDS).get_next()
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'packing': 'pack'}, "packing: expected 'concat' or 'packed', got 'pack'"),
+    ({'seq_len': 0}, 'seq_len: expected an integer of at least 1'),
+    ({'split': 'valid'}, r"split: 'valid' is none of train, validation, test\. Did you mean 'validation'\?"),
+    ({'split_by': 'line'}, 'split_by'),
+    ({'heldout_fraction': 0.5}, 'heldout_fraction'),
+    ({'document_separator': ''}, 'document_separator'),
+  ],
+)
+def test_bad_fields_are_named(fields, message):
+  with pytest.raises(ConfigError, match=message):
+    TextInput(**{'path': 'x', **FIELDS, **fields})
+
+
+def test_empty_split_of_few_files_says_what_to_do(tmp_path):
+  _write(tmp_path, a='text')
+  with pytest.raises(DataError, match="none of 1 files is in split 'test'; set split_by to 'position'"):
+    TextInput(path=tmp_path, split='test', split_by='file', **FIELDS).get_next()
