@@ -84,6 +84,9 @@ class SingleTask(Configurable):
     mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
     ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None is one device.
     dcn_mesh_shape: how many slices along each axis; None is one slice.
+    logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
+    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`: it places the weights that declare
+      no mapping.
     train, evaluate, decode: see the classes.
   """
 
@@ -92,6 +95,8 @@ class SingleTask(Configurable):
   mesh_axis_names: tuple[str, ...] | None = None
   ici_mesh_shape: tuple[int, ...] | None = None
   dcn_mesh_shape: tuple[int, ...] | None = None
+  logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
+  strategy: list[tuple[str, str]] | None = None
   train: Any = template(TrainParams)
   evaluate: Any = template(EvalParams)
   decode: Any = template(DecodeParams)
@@ -102,8 +107,8 @@ class SingleTask(Configurable):
     for section in ('train', 'evaluate', 'decode'):
       setattr(self, section, getattr(self, section).instantiate())
     self.learner: Learner = self.train.learner.instantiate()
-    inherited = {} if self.model.mesh_axis_names is not None else {'mesh_axis_names': self.mesh_axis_names}
-    model = self.model.instantiate(**inherited)
+    inherited = ('mesh_axis_names', 'logical_axis_rules')
+    model = self.model.instantiate(**{f: getattr(self, f) for f in inherited if getattr(self.model, f) is None})
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model

@@ -24,7 +24,7 @@ def _run(values: flags.FlagValues) -> int:
 
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
-    print(format_parameter_table(parameter_table(task.model.abstract_init(), sizes), sizes))
+    print(format_parameter_table(parameter_table(task, sizes), sizes))
   return 0
 
 

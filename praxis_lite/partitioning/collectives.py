@@ -4,8 +4,8 @@
     counts['all-reduce'].count, counts['all-reduce'].bytes
     assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
 
-The program is read as XLA's HLO text. `bytes` is the size of the result on one device, the sum over all executions of the
-operation in one run of the program.
+The program is read as XLA's HLO text. `bytes` is the size of the result on one device, the sum over all executions of
+the operation in one run of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layout of a train state on a mesh: specs, padded and true shapes, all from declarations, without an array.
 
-The invariant: state is padded where it enters and leaves a step, and nowhere else. Inside, every array has its true shape, so
-no layer, optimizer or metric ever sees padding; what the padding holds is always zero.
+The invariant: state is padded where it enters and leaves a step, and nowhere else. Inside, every array has its true
+shape, so no layer, optimizer or metric ever sees padding; what the padding holds is always zero.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.partitioning import steps
-from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
-from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.partitioning.padding import MeshLike, pad_to, padded_shape, slice_to
+from praxis_lite.partitioning.placement import place_variables, placed_specs
 from praxis_lite.partitioning.state_specs import opt_state_specs
 from praxis_lite.partitioning.train_state import TrainState
-from praxis_lite.weights import WeightHParams
 
 
 class StateLayout(NamedTuple):
@@ -65,29 +64,16 @@ class PartitionedModelStates(NamedTuple):
   partitioned_train_state: TrainState
 
 
-def variable_specs(weights: Any, mesh_axis_names: tuple[str, ...]) -> Any:
-  """Returns the full-rank specs of a tree of `WeightHParams`, repeat prefixes included.
-
-  Raises:
-    ShardingError: naming the variable whose mapping does not fit its shape or the mesh.
-  """
-
-  def spec_of(path: Any, weight: WeightHParams) -> PartitionSpec:
-    where = jax.tree_util.keystr(path, simple=True, separator='.')
-    return to_partition_spec(
-      weight.full_split_dims_mapping,
-      mesh_axis_names,
-      rank=len(weight.full_shape),
-      path=f'{where}.tensor_split_dims_mapping',
-    )
-
-  return jax.tree_util.tree_map_with_path(spec_of, weights)
+def place_task_variables(jax_task: steps.Task, mesh: MeshLike) -> Any:
+  """Returns a tree with a `Decision` for each variable of a task's model: its spec, and what decided it."""
+  weights = jax_task.model.abstract_init()
+  return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
 
 
 def state_layout(jax_task: steps.Task, mesh: Mesh) -> StateLayout:
   """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables."""
   unpadded = jax.eval_shape(lambda key: steps.initialize_train_state(jax_task, key), jax.random.key(0))
-  specs_of_vars = variable_specs(jax_task.model.abstract_init(), mesh.axis_names)
+  specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
 
   def follow_vars(tree: Any, init_fn: Any = None) -> Any:
     return opt_state_specs(unpadded.mdl_vars, specs_of_vars, tree, init_fn)

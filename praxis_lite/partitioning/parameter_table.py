@@ -1,16 +1,18 @@
-"""The parameter table: every variable of a model, where it lies on a mesh and what it costs, from declarations alone."""
+"""Every variable of a model, where it lies on a mesh and what it costs, from declarations alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.partitioning.model_states import variable_specs
+from praxis_lite.partitioning.model_states import place_task_variables
 from praxis_lite.partitioning.padding import local_shape, padded_shape
+from praxis_lite.partitioning.placement import placed_specs
+from praxis_lite.partitioning.steps import Task
 
 
 class ParameterRow(NamedTuple):
@@ -39,18 +41,18 @@ class ParameterRow(NamedTuple):
   trainable: bool
 
 
-def parameter_table(weights: Any, mesh_sizes: Mapping[str, int]) -> list[ParameterRow]:
-  """Returns a row for each variable of a tree of `WeightHParams`.
+def parameter_table(jax_task: Task, mesh_sizes: Mapping[str, int]) -> list[ParameterRow]:
+  """Returns a row for each variable of a task's model.
 
   Args:
-    weights: what `Layer.abstract_init()` returns.
-    mesh_sizes: size of each mesh axis by name, in the order of the mesh.
+    jax_task: an instantiated task.
+    mesh_sizes: size of each mesh axis by name, in the order of the mesh; `jax_task.mesh_sizes()`.
 
   Raises:
     ShardingError: a mapping does not fit its variable or the mesh.
   """
-  specs = variable_specs(weights, tuple(mesh_sizes))
-  flat, _ = jax.tree_util.tree_flatten_with_path(weights)
+  specs = placed_specs(place_task_variables(jax_task, mesh_sizes))
+  flat, _ = jax.tree_util.tree_flatten_with_path(jax_task.model.abstract_init())
   rows = []
   for (path, weight), spec in zip(flat, jax.tree.leaves(specs)):
     struct = weight.as_struct()

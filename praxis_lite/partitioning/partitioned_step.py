@@ -1,4 +1,4 @@
-"""A step jitted for a mesh: its arguments' shapes are known, so it can be compiled, measured and explained before it runs."""
+"""A step jitted for a mesh. Its arguments are known shapes, so it can be compiled and measured before it runs."""
 
 from __future__ import annotations
 

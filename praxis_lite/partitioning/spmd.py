@@ -159,9 +159,9 @@ def partition_spmd_model(
     mesh: the mesh; by default the one the task asks for.
 
   Returns:
-    The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of parameters. The
-    steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or batches already placed by
-    `step.put_inputs`.
+    The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
+    parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
+    batches already placed by `step.put_inputs`.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.

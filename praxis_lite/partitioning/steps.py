@@ -24,6 +24,8 @@ class Task(Protocol):
   model: Any
   learner: Any
   train: Any
+  logical_axis_rules: Any
+  strategy: Any
 
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh: ...
 
