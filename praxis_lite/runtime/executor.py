@@ -1,0 +1,180 @@
+"""The executor: restore, train, evaluate, decode, checkpoint.
+
+A run is a function of its config and its directory. Whatever ends it, the same call goes on from the newest checkpoint,
+and on the same mesh arrives at the same parameters to the bit: the PRNG key of a step is the run's key folded with the
+step, and a checkpoint holds the position in the input as of its own step.
+
+    host     dispatch 8 | dispatch 9, look at 7 | dispatch 10, look at 8 | ...
+    devices     step 7  |        step 8         |         step 9         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from praxis_lite.inputs import PrefetchIterator
+from praxis_lite.partitioning.spmd import PartitionedTask
+from praxis_lite.partitioning.train_state import TrainState
+from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.runtime.console import make_console
+from praxis_lite.runtime.datasets import build_datasets, build_inputs
+from praxis_lite.runtime.distributed import is_primary_process
+from praxis_lite.runtime.job_dir import prepare_job_log_dir
+from praxis_lite.runtime.metrics import HostMetrics
+from praxis_lite.runtime.program_schedule import Programs
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks
+from praxis_lite.runtime.run_config import RunConfig, check_intervals, is_due, run_keys
+from praxis_lite.runtime.signals import StopSignals
+from praxis_lite.runtime.startup import StartupTimes
+from praxis_lite.runtime.summaries import SummaryWriter
+from praxis_lite.runtime.train_log import TrainLog
+
+
+class TrainResult(NamedTuple):
+  """How a training run ended.
+
+  Attributes:
+    step: steps taken in all.
+    state: the last train state, on the mesh.
+    metrics: of the last evaluation, by split ('eval/valid') and name.
+    ended_by: 'done'; 'data', when the input was over before the last step; or the name of a signal.
+  """
+
+  step: int
+  state: TrainState
+  metrics: dict[str, HostMetrics]
+  ended_by: str
+
+
+def run_train(
+  config: RunConfig,
+  job_log_dir: str | Path,
+  *,
+  devices: Sequence[jax.Device] | None = None,
+  seed: int = 0,
+  restore_input: bool = True,
+) -> TrainResult:
+  """Trains, or goes on where an earlier run of the same directory stopped.
+
+  Args:
+    config: configs of the task and its datasets, exactly one of them with `is_training=True`.
+    job_log_dir: directory of checkpoints, summaries and decoded outputs.
+    devices: the devices to build the mesh from; all by default.
+    seed: of the first values and of everything drawn in training.
+    restore_input: False starts the training data anew instead of where the checkpoint left it, for a changed dataset.
+
+  Raises:
+    UserError: the config, the data, the directory or the checkpoint in it will not do.
+    NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
+  """
+  # ---- what is trained, where, and on what
+  startup = StartupTimes()
+  directory = prepare_job_log_dir(job_log_dir)
+  task = config.task.instantiate()
+  settings = task.train
+  check_intervals(settings)
+  tasks = PartitionedTasks(task, task.create_mesh(devices))
+  keys = run_keys(seed, tasks.mesh)
+  startup.mark('task')
+  datasets = build_datasets(config.datasets)
+  train_input = datasets.the_training_input()
+  decode_inputs = build_inputs(config.decode_datasets, 'decode_datasets()')
+  batch_struct = train_input.batch_struct()
+  startup.mark('data')
+  partitioned = tasks.taking(train_input)
+  startup.mark('task')
+
+  # ---- where it starts: the first that applies of
+  #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
+  #   2. first values from the seed, and the input from its beginning
+  checkpointer = Checkpointer(
+    directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
+  )
+  is_restored = checkpointer.latest_step() is not None
+  if is_restored:
+    state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
+    input_state = checkpointer.input_state()
+    if restore_input and input_state is not None:
+      train_input.set_state(input_state)
+    startup.mark('restore')
+  else:
+    state = jax.block_until_ready(partitioned.init_state(keys.init))
+    startup.mark('init')
+  step, total = int(state.step), settings.num_train_steps
+
+  # ---- what it reports, and what runs beside training
+  console = make_console(total, first_step=step, enabled=is_primary_process())
+  writer = SummaryWriter(directory, resumed_step=step, enabled=is_primary_process())
+  log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=step)
+  stop = StopSignals()
+  evaluation = [EvalProgram(tasks.taking(i).eval_step, i, keys.evaluate, task.evaluate) for i in datasets.evaluation]
+  decoding = [
+    DecodeProgram(tasks.taking(i).decode_step, i, keys.evaluate, task.decode, directory) for i in decode_inputs
+  ]
+  programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
+  console.line(_introduction(task.name, partitioned))
+  if is_restored:
+    console.line(f'restored step {step} of {total} from {checkpointer.directory}')
+
+  def save() -> None:
+    log.drain()  # Raises if a step was not finite, before anything is saved.
+    checkpointer.save(step, state, partitioned.unpadded_state_shapes, batches.get_state())
+
+  def do_what_is_due() -> None:
+    # Saving comes first: the disk is busy while the devices evaluate, and a run killed in an evaluation loses no
+    # training.
+    if is_due(step, settings.save_interval_steps):
+      save()
+    if is_due(step, settings.eval_interval_steps):
+      log.drain()
+      programs.evaluate(step, state)
+      log.restart_clock(step)
+    if is_due(step, settings.decode_interval_steps):
+      log.drain()
+      programs.decode(step, state)
+      log.restart_clock(step)
+
+  # ---- train
+  ended_by = 'done'
+  with PrefetchIterator(train_input, partitioned.train_step.put_inputs) as batches, stop:
+    try:
+      if step < total:
+        times = partitioned.train_step.compile()
+        startup.mark_parts({'trace+lower': times.trace + times.lower, 'compile': times.compile})
+      if is_restored:
+        do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
+      while step < total and not stop.requested_at(step):
+        batch = next(batches, None)
+        if batch is None:
+          ended_by = 'data'
+          console.line(f'the training data is over after {step} of {total} steps')
+          break
+        out = partitioned.train_step(state, keys.train, batch)
+        state, step = out.state, step + 1
+        log.add(step, out)
+        do_what_is_due()
+
+      # ---- the end
+      save()
+      if stop.received is None:
+        programs.evaluate(step, state)
+        if settings.decode_interval_steps is not None:
+          programs.decode(step, state)
+      checkpointer.wait()
+      console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
+    finally:
+      console.close()
+      writer.close()
+      checkpointer.close()
+  return TrainResult(step, state, programs.metrics, stop.received or ended_by)
+
+
+def _introduction(name: str, partitioned: PartitionedTask) -> str:
+  mesh = partitioned.mesh
+  shape = ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
+  device = mesh.devices.flat[0].device_kind
+  return f'{name}: {partitioned.total_num_params:,} parameters, mesh {shape} ({device})'

@@ -1,0 +1,81 @@
+"""Lines of a run, and the live display."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+
+from praxis_lite.runtime.console import Console, LiveConsole, metrics_line, short_number, train_line
+from praxis_lite.runtime.throughput import Rates
+
+METRICS = {'loss': np.float64(2.34549), 'learning_rate': np.float64(3e-4), 'grad_norm': np.float64(0.8134)}
+
+
+def test_a_training_line_shows_everything():
+  rates = Rates(12.34, 148.1, 50321.0, 0.412)
+  assert train_line(120, 1000, METRICS, rates) == (
+    'step 120/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81 12.3 step/s 50.3k tok/s MFU 41%'
+  )
+
+
+def test_examples_stand_in_for_tokens_and_unknown_mfu_is_not_shown():
+  rates = Rates(12.34, 148.1, None, None)
+  assert train_line(120, 1000, METRICS, rates).endswith('grad_norm 0.81 12.3 step/s 148 ex/s')
+  assert train_line(1, 1000, METRICS, None) == 'step 1/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81'
+
+
+def test_a_long_run_fits_into_80_columns():
+  assert len(train_line(12345, 100000, METRICS, Rates(12.34, 148.1, 50321.0, None))) <= 80
+
+
+def test_a_diverging_loss_is_still_readable():
+  assert 'loss 1.23e+08' in train_line(1, 2, {'loss': 1.23e8}, None)
+  assert 'loss nan' in train_line(1, 2, {'loss': np.nan}, None)
+
+
+def test_an_evaluation_line_has_the_loss_first_and_leaves_arrays_out():
+  line = metrics_line(120, 'eval/valid', {'acc': 0.5, 'loss': 2.0, 'aux': np.zeros(3)}, '57 batches, 3.1 s')
+  assert line == 'step 120 eval/valid loss 2 acc 0.5 (57 batches, 3.1 s)'
+
+
+@pytest.mark.parametrize(
+  ('value', 'text'),
+  [(0.1234, '0.123'), (12.34, '12.3'), (999.4, '999'), (999.9, '1k'), (50321, '50.3k'), (2.5e6, '2.5M'), (3e9, '3G')],
+)
+def test_short_numbers(value, text):
+  assert short_number(value) == text
+
+
+def test_plain_lines_go_to_the_stream_one_at_a_time():
+  stream = io.StringIO()
+  console = Console(1000, stream=stream)
+  console.train_step(120, METRICS, None)
+  console.line('step 120 eval/valid loss 2')
+  assert stream.getvalue().splitlines() == [
+    'step 120/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81',
+    'step 120 eval/valid loss 2',
+  ]
+
+
+def test_a_console_that_is_not_enabled_prints_nothing():
+  stream = io.StringIO()
+  Console(10, stream=stream, enabled=False).line('hello')
+  assert stream.getvalue() == ''
+
+
+def test_on_a_terminal_of_80_columns_nothing_is_cut_off(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setenv('TTY_COMPATIBLE', '1')
+  stream = io.StringIO()
+  console = LiveConsole(100000, stream=stream)
+  console.train_step(12345, METRICS, Rates(12.34, 148.1, 50321.0, 0.412))
+  console.line('step 12345 eval/valid loss 2 [not markup]')
+  console.close()
+  shown = stream.getvalue()
+  assert 'step 12345/100000' in shown and '12%' in shown
+  assert 'loss 2.345  lr 3.0e-04  grad_norm 0.81  12.3 step/s  50.3k tok/s  MFU 41%' in shown
+  assert 'step 12345 eval/valid loss 2 [not markup]' in shown
+  assert '…' not in shown

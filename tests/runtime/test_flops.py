@@ -1,0 +1,71 @@
+"""Operations counted in a jaxpr, against counts by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from praxis_lite.runtime.flops import count_flops
+
+ROWS, DIMS, LAYERS = 32, 64, 7
+ONE_PRODUCT = 2 * ROWS * DIMS * DIMS
+X = jnp.ones((ROWS, DIMS))
+WS = jnp.ones((LAYERS, DIMS, DIMS))
+
+
+def layers(ws, x):
+  return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0].sum()
+
+
+def flops(fn, *args):
+  return count_flops(jax.make_jaxpr(fn)(*args))
+
+
+def test_the_body_of_a_loop_counts_as_often_as_it_runs():
+  assert flops(layers, WS, X) == LAYERS * ONE_PRODUCT
+  assert flops(jax.jit(layers), WS, X) == LAYERS * ONE_PRODUCT
+
+
+def test_xla_counts_it_once_which_is_why_its_own_count_is_not_used():
+  compiled = jax.jit(layers).lower(WS, X).compile().cost_analysis()
+  assert compiled['flops'] < 2 * ONE_PRODUCT
+
+
+def test_backward_is_twice_forward():
+  assert flops(jax.grad(layers, argnums=(0, 1)), WS, X) == 3 * LAYERS * ONE_PRODUCT
+
+
+def test_rematerialization_does_not_change_the_forward_count():
+  def remat(ws, x):
+    return jax.lax.scan(jax.checkpoint(lambda c, w: (jnp.tanh(c @ w), None)), x, ws)[0].sum()
+
+  assert flops(remat, WS, X) == LAYERS * ONE_PRODUCT
+
+
+def test_batched_products_and_attention():
+  q = jnp.ones((2, 16, 4, 8))
+  assert flops(lambda q: jax.nn.dot_product_attention(q, q, q), q) == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
+def test_convolutions_also_grouped():
+  x, kernel = jnp.ones((2, 10, 10, 4)), jnp.ones((3, 3, 4, 6))
+  conv = lambda x, k, groups: jax.lax.conv_general_dilated(  # noqa: E731
+    x, k, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'), feature_group_count=groups
+  )
+  assert flops(lambda x, k: conv(x, k, 1), x, kernel) == 2 * (2 * 10 * 10 * 6) * (3 * 3 * 4)
+  assert flops(lambda x, k: conv(x, k, 2), x, kernel[:, :, :2]) == 2 * (2 * 10 * 10 * 6) * (3 * 3 * 2)
+
+
+def test_of_two_branches_the_more_expensive_counts():
+  def branch(p, x):
+    return jax.lax.cond(p, lambda x: x @ WS[0], lambda x: x, x)
+
+  assert flops(branch, True, X) == ONE_PRODUCT
+
+
+def test_shard_map_counts_all_devices():
+  mesh = jax.make_mesh((4,), ('d',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+  spec = PartitionSpec('d')
+  product = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+  assert flops(product, X, WS[0]) == ONE_PRODUCT
