@@ -1,0 +1,303 @@
+"""Multi-head attention: grouped, causal or not, in one pass or token by token with a cache.
+
+B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
+head.
+
+    query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
+    out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
+
+The cache holds key, value and position of each token in a slot of its own, so that prompts of different lengths take
+the same slots, some of them empty, and what a query may see depends on positions alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import ConfigError
+from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.dot_product import AttentionImplementation, dot_product_attention
+from praxis_lite.layers.masks import cache_mask, combine_masks, segment_mask
+from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightInit
+
+
+class ProjectionWeightSplit(WeightSplit):
+  """`wt`: the weight, of rank in + out; `bias`: of rank out."""
+
+  bias: SplitDimsMapping = None
+
+
+class Projection(Layer):
+  """y = x . w + b, contracting all of `in_shape`: a linear layer from dims to heads, or back.
+
+  Attributes:
+    in_shape: trailing dimensions of the input.
+    out_shape: trailing dimensions of the output.
+    use_bias: whether there is a bias.
+  """
+
+  in_shape: tuple[int, ...] = REQUIRED
+  out_shape: tuple[int, ...] = REQUIRED
+  use_bias: bool = False
+  weight_split_dims_mapping: Config = template(ProjectionWeightSplit)
+
+  def setup(self) -> None:
+    rank_in, rank = len(self.in_shape), len(self.in_shape) + len(self.out_shape)
+    weight = WeightHParams(
+      (*self.in_shape, *self.out_shape),
+      tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
+      fan_in_axes=tuple(range(rank_in)),
+      fan_out_axes=tuple(range(rank_in, rank)),
+    )
+    self.create_variable('w', weight)
+    if self.use_bias:
+      split = self.weight_split_dims_mapping.bias
+      bias = WeightHParams(self.out_shape, init=WeightInit.Constant(0.0), tensor_split_dims_mapping=split)
+      self.create_variable('b', bias)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = jnp.tensordot(x, self.theta.w, axes=len(self.in_shape))
+    return y + self.theta.b if self.use_bias else y
+
+
+class AttentionActivationSplit(ActivationSplit):
+  """`blnh`: queries, and results by head, [B, T, N, H]; `blkh`: keys, values, caches [B, S, K, H]; `out`: [B, T, D]."""
+
+  blnh: SplitDimsMapping = None
+  blkh: SplitDimsMapping = None
+
+
+class MultiHeadAttention(Layer):
+  """Attention of a sequence to itself or to another one (Vaswani et al., 2017; grouped heads: Ainslie et al., 2023).
+
+  Attributes:
+    input_dims: D.
+    num_heads: N.
+    num_kv_heads: K, a divisor of N; None is N.
+    dims_per_head: H; None is D / N.
+    kv_input_dims: dims of the sequence attended to, in cross attention; None is D.
+    causal: a position sees those up to itself.
+    sliding_window: a position sees those less than so many away; None sees all.
+    use_bias: biases on queries, keys and values.
+    use_out_bias: a bias on the output; None is as `use_bias`.
+    combine_qkv: one weight [D, K, G + 2, H] makes the G queries, the key and the value of each kv head.
+    proj_tpl: of the children `query`, `key` and `value`, or `qkv`.
+    out_tpl: of the child `out`.
+    rotary_tpl: rotary positions of queries and keys; None is none.
+    qk_norm_tpl: a norm over H of the children `query_norm` and `key_norm`, before rotary positions; None is none.
+    scale: factor of the logits; None is 1 / sqrt(H).
+    logit_soft_cap: see `dot_product_attention`.
+    implementation: see `dot_product_attention`.
+    weight_split_dims_mapping: `wt`, [D, N, H], of the projections; that of the output is [N, H, D], split alike.
+  """
+
+  input_dims: int = REQUIRED
+  num_heads: int = REQUIRED
+  num_kv_heads: int | None = None
+  dims_per_head: int | None = None
+  kv_input_dims: int | None = None
+  causal: bool = False
+  sliding_window: int | None = None
+  use_bias: bool = False
+  use_out_bias: bool | None = None
+  combine_qkv: bool = False
+  proj_tpl: Config = template(Projection)
+  out_tpl: Config = template(Projection)
+  rotary_tpl: Config | None = None
+  qk_norm_tpl: Config | None = None
+  scale: float | None = None
+  logit_soft_cap: float | None = None
+  implementation: AttentionImplementation | None = None
+  activation_split_dims_mapping: Config = template(AttentionActivationSplit)
+
+  def setup(self) -> None:
+    D, N, K, H = self._complete()
+    wt = self.weight_split_dims_mapping.wt
+    self._resolve(wt, rank=3, where='weight_split_dims_mapping.wt')
+    split_D, split_N, split_H = wt if wt is not None else (None,) * 3
+    if self.combine_qkv:
+      qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
+      _split_projection(qkv, (split_D, split_N, None, split_H), rank_in=1)
+      self.create_child('qkv', qkv)
+    else:
+      for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
+        proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
+        self.create_child(name, _split_projection(proj, (split_D, split_N, split_H), rank_in=1))
+    if self.qk_norm_tpl is not None:
+      self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
+    if self.rotary_tpl is not None:
+      self.create_child('rotary', self.rotary_tpl.clone(dims=H))
+    out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_out_bias)
+    self.create_child('out', _split_projection(out, (split_N, split_H, split_D), rank_in=2))
+
+  def _complete(self) -> tuple[int, int, int, int]:
+    """Fills in the hyperparameters that follow from others, rejects contradictions, and returns D, N, K, H."""
+    D, N = self.input_dims, self.num_heads
+    if self.num_kv_heads is None:
+      self.num_kv_heads = N
+    if self.num_kv_heads < 1 or N % self.num_kv_heads:
+      raise ConfigError(
+        f'{self.path_name}.num_kv_heads: {self.num_kv_heads} does not divide num_heads, {N}, so heads cannot be grouped'
+      )
+    if self.dims_per_head is None:
+      if D % N:
+        raise ConfigError(
+          f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set it'
+        )
+      self.dims_per_head = D // N
+    if self.sliding_window is not None and self.sliding_window < 1:
+      raise ConfigError(f'{self.path_name}.sliding_window: expected at least 1, got {self.sliding_window}')
+    if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
+      raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
+    if self.kv_input_dims is None:
+      self.kv_input_dims = self.input_dims
+    if self.use_out_bias is None:
+      self.use_out_bias = self.use_bias
+    return D, N, self.num_kv_heads, self.dims_per_head
+
+  # ---------------------------------------------------------------- one pass
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    kv_BSD: jax.Array | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    mask: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      x_BTD: the sequences that attend.
+      kv_BSD: the sequences attended to; None is `x_BTD` itself.
+      segment_ids: [B, T] int32, 0 is padding; positions see those of the same segment. None: no padding, one segment.
+      kv_segment_ids: [B, S] int32, with `kv_BSD`.
+      segment_pos: [B, T] int32, positions for rotary embeddings; None is 0, 1, 2, ...
+      mask: bool, broadcasts to [B, N, T, S], True where a query may attend, in addition to all else.
+    """
+    if kv_BSD is None:
+      query_BTNH, key_BSKH, value_BSKH = self._project_self(x_BTD, segment_pos)
+      kv_segment_ids = segment_ids
+    else:
+      query_BTNH, key_BSKH, value_BSKH = self._project_cross(x_BTD, kv_BSD)
+    if segment_ids is not None and kv_segment_ids is not None:
+      mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
+    context_BTNH = self._attend(query_BTNH, key_BSKH, value_BSKH, mask, causal=self.causal, window=self.sliding_window)
+    return self._project_out(context_BTNH)
+
+  # ---------------------------------------------------------------- token by token
+
+  def init_decode_state(self, batch_size: int, max_len: int) -> None:
+    """Allocates an empty cache of `max_len` slots for each of `batch_size` sequences."""
+    shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
+    for name in ('key', 'value'):
+      empty_BSKH = jnp.zeros(shape, self.fprop_dtype)
+      self.update_decode_state(name, self.shard(empty_BSKH, self.activation_split_dims_mapping.blkh))
+    self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
+    self.update_decode_state('slot', jnp.zeros((), jnp.int32))
+
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+    """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
+
+    All rows take the next T slots; a cache that is full is the caller's mistake and overwrites its last slots.
+
+    Args:
+      x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
+      pos_BT: int32 position of each token in its sequence; -1 is padding, which nothing will attend to.
+    """
+    if not self.causal:
+      raise ConfigError(
+        f'{self.path_name}.causal: extend_step needs causal attention, since later tokens are not there yet'
+      )
+    query_BTNH, key_BTKH, value_BTKH = self._project_self(x_BTD, pos_BT)
+    slot = self.get_decode_state('slot')
+    if slot is None:
+      raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
+    for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
+      cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
+      if name != 'pos':
+        cache = self.shard(cache, self.activation_split_dims_mapping.blkh)
+      self.update_decode_state(name, cache)
+    self.update_decode_state('slot', slot + x_BTD.shape[1])
+    mask_B1TS = cache_mask(pos_BT, self.get_decode_state('pos'), self.sliding_window)
+    key_BSKH, value_BSKH = self.get_decode_state('key'), self.get_decode_state('value')
+    return self._project_out(self._attend(query_BTNH, key_BSKH, value_BSKH, mask_B1TS))
+
+  # ---------------------------------------------------------------- parts
+
+  def _project_self(self, x_BTD: jax.Array, pos_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if self.combine_qkv:
+      qkv_BTKJH = self.qkv(x_BTD)
+      query_BTNH = qkv_BTKJH[..., :-2, :].reshape(*x_BTD.shape[:2], self.num_heads, self.dims_per_head)
+      key_BTKH, value_BTKH = qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
+    else:
+      query_BTNH, key_BTKH, value_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+    query_BTNH, key_BTKH = self._norm(query_BTNH, key_BTKH)
+    if self.rotary_tpl is not None:
+      query_BTNH, key_BTKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BTKH, pos_BT)
+    return self._named_and_split(query_BTNH, key_BTKH, value_BTKH)
+
+  def _project_cross(self, x_BTD: jax.Array, kv_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    for field, value in (('combine_qkv', self.combine_qkv), ('rotary_tpl', self.rotary_tpl), ('causal', self.causal)):
+      if value:
+        raise ConfigError(f'{self.path_name}.{field}: not for attention to another sequence; leave it unset')
+    query_BTNH, key_BSKH = self._norm(self.query(x_BTD), self.key(kv_BSD))
+    return self._named_and_split(query_BTNH, key_BSKH, self.value(kv_BSD))
+
+  def _norm(self, query_BTNH: jax.Array, key_BSKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if self.qk_norm_tpl is None:
+      return query_BTNH, key_BSKH
+    return self.query_norm(query_BTNH), self.key_norm(key_BSKH)
+
+  def _named_and_split(
+    self, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    splits = self.activation_split_dims_mapping
+    query_BTNH = self.shard(query_BTNH, splits.blnh, 'activation_split_dims_mapping.blnh')
+    key_BSKH = self.shard(key_BSKH, splits.blkh, 'activation_split_dims_mapping.blkh')
+    value_BSKH = self.shard(value_BSKH, splits.blkh, 'activation_split_dims_mapping.blkh')
+    return (
+      checkpoint_name(query_BTNH, 'query_proj'),
+      checkpoint_name(key_BSKH, 'key_proj'),
+      checkpoint_name(value_BSKH, 'value_proj'),
+    )
+
+  def _attend(
+    self,
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    mask: jax.Array | None,
+    causal: bool = False,
+    window: int | None = None,
+  ) -> jax.Array:
+    context_BTNH = dot_product_attention(
+      query_BTNH,
+      key_BSKH,
+      value_BSKH,
+      mask=mask,
+      causal=causal,
+      window=window,
+      scale=self.scale,
+      logit_soft_cap=self.logit_soft_cap,
+      implementation=self.implementation,
+    )
+    context_BTNH = self.shard(
+      context_BTNH, self.activation_split_dims_mapping.blnh, 'activation_split_dims_mapping.blnh'
+    )
+    return checkpoint_name(context_BTNH, 'context')
+
+  def _project_out(self, context_BTNH: jax.Array) -> jax.Array:
+    out_BTD = self.shard(self.out(context_BTNH), self.activation_split_dims_mapping.out)
+    return checkpoint_name(out_BTD, 'out_proj')
+
+
+def _split_projection(projection: Config[Projection], split: tuple, rank_in: int) -> Config[Projection]:
+  if any(axis is not None for axis in split):
+    projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])
+  return projection

@@ -1,0 +1,71 @@
+"""Dot-product attention: JAX's own, which has fused kernels, and a plain form of what those kernels cannot do.
+
+B batch, T length of the queries, S length of the keys, N heads, K kv heads, G = N / K query heads a kv head, H dims per
+head.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.masks import causal_mask, combine_masks, sliding_window_mask
+
+AttentionImplementation = Literal['xla', 'cudnn']
+
+
+def dot_product_attention(
+  query_BTNH: jax.Array,
+  key_BSKH: jax.Array,
+  value_BSKH: jax.Array,
+  *,
+  mask: jax.Array | None = None,
+  causal: bool = False,
+  window: int | None = None,
+  scale: float | None = None,
+  logit_soft_cap: float | None = None,
+  implementation: AttentionImplementation | None = None,
+) -> jax.Array:
+  """Returns softmax(scale * query . key) . value per head, [B, T, N, H]; the softmax is in float32.
+
+  Args:
+    query_BTNH: queries.
+    key_BSKH, value_BSKH: query head n uses kv head n // (N / K).
+    mask: bool, broadcasts to [B, N, T, S], True where a query attends; combined with `causal` and `window`. A query
+      that attends to nothing gets the mean of all values.
+    causal: query t attends to keys up to t.
+    window: a query attends to keys less than `window` away.
+    scale: by default 1 / sqrt(H).
+    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). No fused kernel has it.
+    implementation: 'xla', or 'cudnn' for fused attention on NVIDIA GPUs in bfloat16 or float16; None leaves it to JAX.
+  """
+  if logit_soft_cap is None:
+    window_sizes = None if window is None else (window - 1, 0 if causal else window - 1)
+    return jax.nn.dot_product_attention(
+      query_BTNH,
+      key_BSKH,
+      value_BSKH,
+      mask=mask,
+      is_causal=causal,
+      local_window_size=window_sizes,
+      scale=scale,
+      implementation=implementation,
+    )
+  (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
+  mask = combine_masks(
+    mask,
+    causal_mask(T, S) if causal else None,
+    sliding_window_mask(T, S, window) if window is not None else None,
+  )
+  query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
+  logits_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
+  logits_BKGTS *= H**-0.5 if scale is None else scale
+  logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)
+  if mask is not None:
+    mask_BNTS = jnp.broadcast_to(mask, (mask.shape[0], N if mask.shape[1] > 1 else 1, *mask.shape[2:]))
+    mask_BKGTS = mask_BNTS.reshape(mask.shape[0], K if mask.shape[1] > 1 else 1, -1, *mask.shape[2:])
+    logits_BKGTS = jnp.where(mask_BKGTS, logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
+  probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(value_BSKH.dtype)
+  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS, value_BSKH).reshape(query_BTNH.shape)

@@ -1,0 +1,204 @@
+"""Repeat against a Python loop over the same weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.layer import Layer
+from praxis_lite.layers.remat import REMAT_POLICIES
+from praxis_lite.layers.repeat import Repeat
+from praxis_lite.weights import WeightHParams, WeightInit
+
+D, LAYERS = 3, 4
+
+
+class Residual(Layer):
+  """A small layer with one of everything: weights, a counter, noise, a summary, an auxiliary loss, a cache."""
+
+  dims: int = REQUIRED
+  noise: float = 0.0
+  aux: bool = False
+
+  def setup(self) -> None:
+    self.create_variable('w', WeightHParams((self.dims, self.dims), tensor_split_dims_mapping=('data', None)))
+    counter = WeightHParams((), init=WeightInit.Constant(0.0))
+    self.create_variable('calls', counter, trainable=False)
+
+  def __call__(self, x, shift=0.0):
+    h = jnp.tanh(checkpoint_name(x @ self.theta.w, 'hidden'))
+    if self.noise:
+      h += self.noise * jax.random.normal(self.next_prng_key(), h.shape)
+    if self.aux:
+      self.add_summary('mean', jnp.mean(h))
+      self.add_aux_loss('square', jnp.mean(h**2), weight=jnp.sum(jnp.abs(h)))
+      self.update_var('calls', self.theta.calls + 1.0)
+    return x + h + shift
+
+  def init_decode_state(self, batch_size):
+    self.update_decode_state('sum', jnp.zeros((batch_size, self.dims)))
+
+  def extend_step(self, x):
+    self.update_decode_state('sum', self.get_decode_state('sum') + x)
+    return x + jnp.tanh(self.get_decode_state('sum') @ self.theta.w)
+
+
+class Root(Layer):
+  repeat_tpl: Config = REQUIRED
+
+  def setup(self) -> None:
+    self.create_child('repeat', self.repeat_tpl)
+
+  def __call__(self, x, **kwargs):
+    return self.repeat(x, **kwargs)
+
+
+def repeat(sub=None, **fields):
+  sub = {'dims': D, 'mesh_axis_names': ('data', 'stage'), **(sub or {})}
+  return Config(Repeat, layers_tpl=Config(Residual, **sub), num_layers=LAYERS, **fields)
+
+
+def single(**sub):
+  return Config(Residual, dims=D, **sub).instantiate()
+
+
+def layer_variables(variables, i):
+  return jax.tree.map(lambda v: v[i], variables['layers'])
+
+
+def x_BD():
+  return jax.random.normal(jax.random.key(5), (2, D))
+
+
+def test_repeat_is_a_loop_over_stacked_weights():
+  layer = repeat().instantiate()
+  variables = layer.init(jax.random.key(0))
+  assert variables['layers']['w'].shape == (LAYERS, D, D)
+  y, _ = layer.apply(variables, x_BD(), shift=0.5)
+  expected = np.asarray(x_BD())
+  for w in np.asarray(variables['layers']['w']):
+    expected = expected + np.tanh(expected @ w) + 0.5
+  np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+def test_declarations_carry_the_repeat_prefix():
+  config = repeat(mesh_axis_names=('data', 'stage'))
+  config.weight_split_dims_mapping.stack = ('stage',)
+  weight = config.instantiate().abstract_init()['layers']['w']
+  assert weight.full_shape == (LAYERS, D, D)
+  assert weight.full_split_dims_mapping == ('stage', 'data', None)
+  assert repeat().instantiate().abstract_init()['layers']['w'].full_split_dims_mapping == (None, 'data', None)
+
+
+def test_repetitions_start_from_different_weights():
+  w = repeat().instantiate().init(jax.random.key(0))['layers']['w']
+  assert all(not np.allclose(w[0], w[i]) for i in range(1, LAYERS))
+
+
+@pytest.mark.parametrize('unroll', [1, 2])
+def test_side_outputs_are_stacked_and_auxiliary_losses_add_up(unroll):
+  layer = Config(Root, repeat_tpl=repeat({'aux': True}, unroll=unroll)).instantiate()
+  variables = layer.init(jax.random.key(0))
+  _, side = layer.apply(variables, x_BD())
+  means, squares, x = [], [], x_BD()
+  for i in range(LAYERS):
+    x, one = single(aux=True).apply(layer_variables(variables['repeat'], i), x)
+    ((_, summary),) = one.summaries.items()
+    means.append(summary.value)
+    ((_, (value, weight)),) = one.aux_losses.items()
+    squares.append(value * weight)
+  np.testing.assert_allclose(side.summaries['repeat.layers/mean'].value, means, rtol=1e-5)
+  value, weight = side.aux_losses['repeat.layers/square']
+  np.testing.assert_allclose(value * weight, sum(squares), rtol=1e-5)
+  np.testing.assert_array_equal(side.updates['repeat']['layers']['calls'], np.ones(LAYERS))
+
+
+def test_auxiliary_losses_of_zero_weight_are_finite():
+  layer = repeat({'aux': True}).instantiate()
+  _, side = layer.apply(layer.init(jax.random.key(0)), jnp.zeros((2, D)))
+  value, weight = side.aux_losses['layers/square']
+  assert value == 0 and weight == 0
+
+
+def test_repetitions_draw_different_numbers():
+  layer = repeat({'noise': 1.0}).instantiate()
+  variables = jax.tree.map(jnp.zeros_like, layer.init(jax.random.key(0)))
+  y, _ = layer.apply(variables, jnp.zeros((500, D)), key=jax.random.key(1))
+  np.testing.assert_allclose(np.var(y), LAYERS, rtol=0.15)  # equal draws would give the square of it
+  with pytest.raises(ConfigError, match='draws random numbers'):
+    layer.apply(variables, x_BD())
+
+
+def test_caches_are_stacked_and_extend():
+  layer = repeat().instantiate()
+  variables = layer.init(jax.random.key(0))
+  _, side = layer.apply(variables, 2, method='init_decode_state')
+  assert side.decode_state['layers']['sum'].shape == (LAYERS, 2, D)
+  caches, steps = [np.zeros((2, D))] * LAYERS, jax.random.normal(jax.random.key(9), (3, 2, D))
+  for x in steps:
+    y, side = layer.apply(variables, x, decode_state=side.decode_state, method='extend_step')
+    expected = np.asarray(x)
+    for i, w in enumerate(np.asarray(variables['layers']['w'])):
+      caches[i] = caches[i] + expected
+      expected = expected + np.tanh(caches[i] @ w)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+def _loss_and_grads(layer, variables):
+  def loss(v):
+    y, side = layer.apply(v, x_BD(), key=jax.random.key(2))
+    value, weight = side.aux_losses['layers/square']
+    return jnp.sum(y**2) + value * weight
+
+  return jax.jit(jax.value_and_grad(loss))(variables)
+
+
+@pytest.mark.parametrize('policy', REMAT_POLICIES)
+def test_no_remat_policy_changes_values_or_gradients(policy):
+  sub = {'aux': True, 'noise': 0.1}
+  plain = repeat(sub).instantiate()
+  variables = plain.init(jax.random.key(0))
+  names = ('hidden',) if policy == 'save_names' else ()
+  layer = repeat(sub, remat=policy, remat_save_names=names).instantiate()
+  got, expected = _loss_and_grads(layer, variables), _loss_and_grads(plain, variables)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+
+
+def _saved_stacks(**fields):
+  """Shapes of what the forward scan keeps for the backward one, weights and inputs of the scan aside."""
+  layer = repeat(**fields).instantiate()
+  variables = layer.init(jax.random.key(0))
+  _, vjp = jax.vjp(lambda v: jnp.sum(layer.apply(v, x_BD())[0]), variables)
+  return sorted(x.shape for x in jax.tree.leaves(vjp) if x.shape == (LAYERS, 2, D))
+
+
+def test_remat_policies_keep_what_they_say():
+  inputs_only = len(_saved_stacks(remat='full'))
+  assert len(_saved_stacks(remat='save_names', remat_save_names=('hidden',))) == inputs_only + 1
+  assert len(_saved_stacks(remat='dots_saveable')) == inputs_only + 1
+
+
+@pytest.mark.parametrize(
+  'fields, error, message',
+  [
+    ({'num_layers': 0}, ConfigError, 'num_layers: expected at least 1'),
+    ({'remat': 'dots_savable'}, ConfigError, "Did you mean 'dots_saveable'"),
+    ({'remat': 'save_names'}, ConfigError, 'needs the names'),
+    ({'remat_save_names': ('hidden',)}, ConfigError, "policy 'none' does not rematerialise"),
+  ],
+)
+def test_bad_hyperparameters_are_named(fields, error, message):
+  with pytest.raises(error, match=message):
+    repeat().set(**fields).instantiate()
+
+
+def test_stack_axis_must_be_a_mesh_axis():
+  config = repeat(mesh_axis_names=('data', 'stage'))
+  config.weight_split_dims_mapping.stack = ('stages',)
+  with pytest.raises(ShardingError, match=r"stack.*Did you mean 'stage'"):
+    config.instantiate()
