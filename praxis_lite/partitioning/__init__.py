@@ -1,13 +1,30 @@
 """Where tensors live: meshes, specs, padding, rules, strategies. Knows weights and errors, no layer, model or task."""
 
+from praxis_lite.partitioning.axis_names import AxisNames
 from praxis_lite.partitioning.batch import batch_size, pad_batch, padded_batch_shape, put_on_mesh
+from praxis_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
 from praxis_lite.partitioning.constraints import (
   global_mesh_defined,
   reshard_input_based_on_rank_fn,
   with_sharding_constraint,
 )
+from praxis_lite.partitioning.data_layout import DataLayout
+from praxis_lite.partitioning.device_meshes import (
+  bounds_from_last_device,
+  default_mesh,
+  get_coords,
+  get_cpu_mesh,
+  get_gpu_mesh,
+  get_mesh,
+)
+from praxis_lite.partitioning.logical_constraints import axis_rules, with_logical_constraint
 from praxis_lite.partitioning.mesh import create_device_mesh
+from praxis_lite.partitioning.moe_partitioner import MoePjitPartitioner
 from praxis_lite.partitioning.padding import local_shape, num_parts, pad_amounts, pad_to, padded_shape, slice_to
+from praxis_lite.partitioning.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner
+from praxis_lite.partitioning.pjitted import PjittedFnWithContext
+from praxis_lite.partitioning.placement import place_variables
+from praxis_lite.partitioning.rules import logical_to_mesh_axes, standard_logical_axis_rules
 from praxis_lite.partitioning.specs import (
   complete_spec,
   get_input_partition_specs,
@@ -17,15 +34,36 @@ from praxis_lite.partitioning.specs import (
   to_partition_spec,
 )
 from praxis_lite.partitioning.state_specs import opt_state_specs
+from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding
+from praxis_lite.partitioning.strategy_rules import register_rule
 
 __all__ = [
+  'AxisNames',
+  'BasePartitioner',
+  'BasePjitPartitioner',
+  'DataLayout',
+  'LocalChunkInfo',
+  'LocalChunker',
+  'MoePjitPartitioner',
+  'PjitPartitioner',
+  'PjittedFnWithContext',
+  'axis_rules',
   'batch_size',
+  'bounds_from_last_device',
   'complete_spec',
   'create_device_mesh',
+  'default_mesh',
+  'explain_sharding',
+  'get_coords',
+  'get_cpu_mesh',
+  'get_gpu_mesh',
   'get_input_partition_specs',
+  'get_mesh',
   'global_mesh_defined',
   'infer_partition_spec_based_on_rank_fn',
+  'infer_sharding',
   'local_shape',
+  'logical_to_mesh_axes',
   'num_parts',
   'opt_state_specs',
   'pad_amounts',
@@ -33,11 +71,15 @@ __all__ = [
   'pad_to',
   'padded_batch_shape',
   'padded_shape',
+  'place_variables',
   'put_on_mesh',
+  'register_rule',
   'reshard_input_based_on_rank_fn',
   'shard_on_batch_dim_partition_spec',
   'slice_to',
   'spec_axes',
+  'standard_logical_axis_rules',
   'to_partition_spec',
+  'with_logical_constraint',
   'with_sharding_constraint',
 ]

@@ -122,13 +122,21 @@ def resolve_split_mapping(
   Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical one.
 
   Raises:
-    ShardingError: as `to_partition_spec`, or a rule that applies names an axis that the mesh does not have.
+    ShardingError: as `to_partition_spec`, or a rule that applies names an axis that the mesh does not have, or a name
+      is
+      neither.
   """
   logical = {name for name, _ in rules or ()}
   if split_dims_mapping is None or isinstance(split_dims_mapping, str) or not logical:
     return to_partition_spec(split_dims_mapping, mesh_axis_names, rank=rank, path=path)
   assert rules is not None
   names = [entry if isinstance(entry, str) and entry in logical else None for entry in split_dims_mapping]
+  for entry in split_dims_mapping:
+    if isinstance(entry, str) and entry not in logical and entry not in mesh_axis_names:
+      raise ShardingError(
+        f'{path + ": " if path else ""}{entry!r} is neither a mesh axis, of {tuple(mesh_axis_names)!r}, nor a logical '
+        f'axis that a rule has.{did_you_mean(entry, [*mesh_axis_names, *sorted(logical)])}'
+      )
   direct = to_partition_spec(
     tuple(entry if name is None else None for name, entry in zip(names, split_dims_mapping)),
     mesh_axis_names,

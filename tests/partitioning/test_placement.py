@@ -46,5 +46,7 @@ def test_without_anything_weights_are_replicated() -> None:
 
 def test_errors_name_the_variable() -> None:
   weights = {'lm': {'w': WeightHParams((6, 4), tensor_split_dims_mapping=('modle', None))}}
-  with pytest.raises(ShardingError, match=r"lm.w.tensor_split_dims_mapping: axis 'modle' .* Did you mean 'model'"):
+  with pytest.raises(
+    ShardingError, match=r"lm.w.tensor_split_dims_mapping: 'modle' is neither .* Did you mean 'model'"
+  ):
     place_variables(weights, MESH, rules=RULES)
