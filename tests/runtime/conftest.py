@@ -1,0 +1,23 @@
+"""Starting other Python processes from tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def run_python():
+  """Starts Python on some code, with `devices` simulated devices and no cache of compiled programs."""
+
+  def start(code: str, *args: str, devices: int = 1, **kwargs) -> subprocess.Popen:
+    env = {k: v for k, v in os.environ.items() if k not in ('JAX_COMPILATION_CACHE_DIR',)}
+    env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+    env['PYTHONPATH'] = os.pathsep.join([os.path.dirname(__file__), env.get('PYTHONPATH', '')])
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    return subprocess.Popen([sys.executable, '-c', code, *args], env={**env, **kwargs.pop('env', {})}, **pipes | kwargs)
+
+  return start

@@ -1,0 +1,71 @@
+"""SIGTERM and SIGINT in a real process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from praxis_lite.runtime.signals import StopSignals
+
+LOOP = """
+import sys, time
+from praxis_lite.runtime.signals import StopSignals
+with StopSignals() as stop:
+  print('running', flush=True)
+  step = 0
+  while not stop.requested_at(step):
+    time.sleep(0.01)
+    step += 1
+  print('received', stop.received, flush=True)
+  if sys.argv[1:] == ['hang']:
+    time.sleep(60)
+print('saved', flush=True)
+"""
+
+
+def started(run_python, *args):
+  process = run_python(LOOP, *args)
+  assert process.stdout.readline() == 'running\n', process.stderr.read()
+  return process
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
+def test_a_signal_ends_the_loop_between_steps_and_the_process_well(run_python, name):
+  process = started(run_python)
+  process.send_signal(signal.Signals[name])
+  out, err = process.communicate(timeout=60)
+  assert out == f'received {name}\nsaved\n'
+  assert process.returncode == 0
+  assert name in err and 'once more ends the run at once' in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
+def test_a_second_signal_ends_the_process_at_once(run_python, name):
+  process = started(run_python, 'hang')
+  process.send_signal(signal.SIGTERM)
+  assert process.stdout.readline() == 'received SIGTERM\n'
+  process.send_signal(signal.Signals[name])
+  out, _ = process.communicate(timeout=30)
+  assert process.returncode == -signal.Signals[name] and out == ''
+
+
+def test_handlers_are_put_back():
+  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+  with StopSignals():
+    assert signal.getsignal(signal.SIGTERM) != before[0]
+  assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_outside_the_main_thread_it_catches_nothing():
+  results = []
+
+  def run():
+    with StopSignals() as stop:
+      results.append(stop.requested_at(1))
+
+  thread = threading.Thread(target=run)
+  thread.start()
+  thread.join()
+  assert results == [False]

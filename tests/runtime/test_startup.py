@@ -1,0 +1,126 @@
+"""Start-up: times, simulated devices, several processes, the compilation cache, the run's directory."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import jax
+import pytest
+
+from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
+from praxis_lite.runtime.job_dir import prepare_job_log_dir
+from praxis_lite.runtime.startup import StartupTimes, process_age
+
+
+def test_every_second_before_the_first_step_is_accounted_for():
+  now = [100.0]
+  startup = StartupTimes(process_seconds=1.5, clock=lambda: now[0])
+  now[0] = 102.0
+  startup.mark('data')
+  now[0] = 106.0
+  startup.mark_parts({'trace+lower': 1.0, 'compile': 3.0})
+  now[0] = 106.25
+  startup.mark('first step')
+  assert startup.report() == (
+    'first step after 7.8 s: imports 1.5, data 2.0, trace+lower 1.0, compile 3.0, first step 0.2'
+  )
+
+
+def test_the_age_of_the_process_grows_with_the_clock():
+  before = process_age()
+  time.sleep(0.1)
+  assert 0.05 < process_age() - before < 5
+
+
+def finish(process):
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0, err
+  return out.strip()
+
+
+def test_devices_are_simulated_whatever_the_flags_say(run_python):
+  code = """
+import jax
+from praxis_lite.runtime.distributed import simulate_cpu_devices
+simulate_cpu_devices(5)
+simulate_cpu_devices(5)
+print(jax.device_count(), jax.default_backend())
+"""
+  assert finish(run_python(code, devices=2)) == '5 cpu'
+
+
+def test_simulating_devices_too_late_is_an_error():
+  jax.devices()
+  simulate_cpu_devices(jax.device_count())  # what is there already is no mistake
+  with pytest.raises(ConfigError, match='cannot simulate 3 CPU devices: JAX already runs on'):
+    simulate_cpu_devices(3)
+  with pytest.raises(ConfigError, match='devices = 0'):
+    simulate_cpu_devices(0)
+
+
+def test_one_process_needs_no_arguments():
+  initialize_distributed()
+  assert jax.process_count() == 1
+
+
+def test_half_of_the_arguments_is_an_error(run_python):
+  code = """
+from praxis_lite.errors import ConfigError
+from praxis_lite.runtime.distributed import initialize_distributed
+try:
+  initialize_distributed('localhost:1234')
+except ConfigError as error:
+  print(error)
+"""
+  assert 'num_processes, process_id must be set too' in finish(run_python(code))
+  env = {'JAX_COORDINATOR_ADDRESS': 'localhost:1234', 'JAX_NUM_PROCESSES': 'two', 'JAX_PROCESS_ID': '0'}
+  assert "JAX_NUM_PROCESSES = 'two'" in finish(run_python(code, env=env))
+
+
+def test_compiled_programs_are_found_again_in_the_cache(run_python, tmp_path):
+  code = """
+import sys, jax, jax.numpy as jnp
+from praxis_lite.runtime import distributed
+distributed._MIN_CACHED_COMPILE_SECONDS = 0
+print(distributed.set_up_compilation_cache(enabled=sys.argv[1] == 'on'))
+hits = []
+jax.monitoring.register_event_listener(lambda name, **kw: hits.append(name) if name.endswith('cache_hits') else None)
+jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))).block_until_ready()
+print('hit' if hits else 'miss')
+"""
+  env = {'XDG_CACHE_HOME': str(tmp_path)}
+  cache = str(tmp_path / 'praxis_lite')
+  assert finish(run_python(code, 'on', env=env)).split() == [cache, 'miss']
+  assert finish(run_python(code, 'on', env=env)).split() == [cache, 'hit']
+  assert finish(run_python(code, 'off', env=env)).split() == ['None', 'miss']
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(run_python, tmp_path):
+  (tmp_path / 'file').write_text('')
+  code = """
+import jax.numpy as jnp
+from praxis_lite.runtime.distributed import set_up_compilation_cache
+print(set_up_compilation_cache())
+print(float(jnp.ones(()) + 1))
+"""
+  assert finish(run_python(code, env={'XDG_CACHE_HOME': str(tmp_path / 'file')})).split() == ['None', '2.0']
+
+
+def test_the_directory_of_a_run_is_made(tmp_path):
+  path = prepare_job_log_dir(tmp_path / 'runs' / '1')
+  assert path.is_dir() and list(path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(UserError, match=r'job_log_dir .*file/run is not writable: Not a directory'):
+    prepare_job_log_dir(tmp_path / 'file' / 'run')
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may write anywhere')
+def test_a_directory_without_permission_is_told(tmp_path):
+  tmp_path.chmod(0o500)
+  with pytest.raises(UserError, match='is not writable: Permission denied'):
+    prepare_job_log_dir(tmp_path)
