@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -60,7 +61,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLike
 
 
 def pad_to(x: Any, shape: Any) -> Any:
-  """Appends zeros to each array until it has `shape`; works inside and outside of jit.
+  """Appends zeros to each array until it has `shape`; works inside and outside of jit, and on NumPy arrays.
 
   Args:
     x: an array or a tree of arrays.
@@ -83,6 +84,8 @@ def _pad_one(x: Any, shape: Any) -> Any:
     return x
   if len(x.shape) != len(target) or any(d > t for d, t in zip(x.shape, target)):
     raise ShardingError(f'an array of shape {tuple(x.shape)} cannot be padded to {target}')
+  if isinstance(x, np.ndarray):  # Stays on the host: whole on one device it may not fit.
+    return np.pad(x, [(0, t - d) for d, t in zip(x.shape, target)])
   return lax.pad(x, jnp.zeros((), x.dtype), [(0, t - d, 0) for d, t in zip(x.shape, target)])
 
 
@@ -92,6 +95,8 @@ def _slice_one(x: Any, shape: Any) -> Any:
     return x
   if len(x.shape) != len(target) or any(d < t for d, t in zip(x.shape, target)):
     raise ShardingError(f'an array of shape {tuple(x.shape)} cannot be sliced to {target}')
+  if isinstance(x, np.ndarray):
+    return x[tuple(slice(t) for t in target)]
   return lax.slice(x, (0,) * len(target), target)
 
 

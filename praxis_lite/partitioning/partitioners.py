@@ -161,7 +161,7 @@ class BasePartitioner(abc.ABC):
     state = self.partition(init_fn, (None,) * len(args), layout.specs)(*args)
     if self.params_on_devices:
       return state
-    return state.replace(mdl_vars=jax.tree.map(np.asarray, slice_to(state.mdl_vars, layout.unpadded_shapes.mdl_vars)))
+    return state.replace(mdl_vars=slice_to(jax.tree.map(np.asarray, state.mdl_vars), layout.unpadded_shapes.mdl_vars))
 
   def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:
     """Returns the train state on the mesh, padded; arrays that are there already stay as they are.

@@ -59,6 +59,11 @@ def test_slicing_undoes_padding_and_the_padding_is_zero(shape: list[int], data: 
   padded = pad_to({'x': x}, {'x': target})['x']
   assert padded.shape == target and padded.dtype == x.dtype
   assert target[axis] % num_parts(spec[axis], SIZES) == 0 and target[axis] - shape[axis] < num_parts(spec[axis], SIZES)
+  assert isinstance(padded, np.ndarray)
+  on_device = pad_to(jnp.asarray(x), target)
+  assert isinstance(on_device, jax.Array)
+  np.testing.assert_array_equal(on_device, padded)
+  np.testing.assert_array_equal(slice_to(on_device, tuple(shape)), x)
   np.testing.assert_array_equal(slice_to(padded, tuple(shape)), x)
   assert np.count_nonzero(padded) == np.count_nonzero(x)
   assert local_shape(shape, spec, SIZES) == tuple(t // num_parts(e, SIZES) for t, e in zip(target, (*spec, None, None)))
