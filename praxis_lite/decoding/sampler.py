@@ -1,0 +1,129 @@
+"""Sampler: continues prompts token by token, on any model that can extend a cache.
+
+B batch, P length of the prompts, M most tokens to decode, T tokens in one step, V vocabulary.
+
+    logits = step(prompts)                      one pass over all prompts, of different lengths
+    token 0 = sample(logits)
+    for i = 1 ... M - 1, while a row goes on:   token i = sample(step(token i - 1))
+
+It is a pure function that holds the model twice, once for prompts and once for the loop, and runs inside jit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.config import Configurable
+from praxis_lite.decoding.sampling import sample_tokens
+from praxis_lite.errors import ConfigError
+
+
+class ExtendStep(Protocol):
+  """Appends tokens to the model's caches and predicts what follows."""
+
+  def __call__(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Returns (logits, new caches).
+
+    Args:
+      ids_BT: the next tokens of each row.
+      pos_BT: their positions in the row; -1 is padding.
+      last_B: which of the T tokens the logits, [B, V], are to follow.
+      state: the caches, a tree of arrays.
+    """
+    ...
+
+
+class Decoded(NamedTuple):
+  """Continuations of prompts.
+
+  Attributes:
+    ids: [B, M] int32 tokens after the prompt, up to the stop token if there is one, which is included; then zeros.
+    lengths: [B] int32 number of those tokens.
+    log_probs: [B, M] float32 log-probability of each under the model, whatever the temperature; then zeros.
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+  log_probs: jax.Array
+
+
+class Sampler(Configurable):
+  """How prompts are continued.
+
+  Attributes:
+    max_decode_steps: M, the most tokens after a prompt.
+    temperature: 0 is greedy; 1 is the model's distribution.
+    top_k, top_p: see `sample_tokens`.
+    stop_ids: tokens that end a row.
+  """
+
+  max_decode_steps: int = 128
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  stop_ids: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    for field, valid, expected in (
+      ('max_decode_steps', self.max_decode_steps >= 1, 'at least 1'),
+      ('temperature', self.temperature >= 0, 'at least 0'),
+      ('top_k', self.top_k is None or self.top_k >= 1, 'at least 1, or None'),
+      ('top_p', self.top_p is None or 0 < self.top_p <= 1, 'more than 0 and at most 1, or None'),
+    ):
+      if not valid:
+        raise ConfigError(f'Sampler.{field}: expected {expected}, got {getattr(self, field)}')
+
+  def cache_length(self, prompt_length: int) -> int:
+    """Slots that a cache needs for prompts padded to `prompt_length`; the last token is never fed back."""
+    return prompt_length + self.max_decode_steps - 1
+
+  def decode(
+    self, step: ExtendStep, state: Any, prompt_ids_BP: jax.Array, prompt_lengths_B: jax.Array, key: jax.Array
+  ) -> Decoded:
+    """Continues prompts. Rows draw independently: what a row yields does not depend on the rows after it.
+
+    Args:
+      step: the model.
+      state: its empty caches, of `cache_length(P)` slots.
+      prompt_ids_BP: prompts, padded on the right with anything.
+      prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and yields nothing.
+      key: PRNG key; of no account where the temperature is 0.
+    """
+    num_rows, prompt_length = prompt_ids_BP.shape
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
+
+    def choose(logits_BV: jax.Array, index: jax.Array | int, decoded: Decoded, done_B: jax.Array) -> Any:
+      """Draws token `index` of each row that is not done."""
+      keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
+      ids_B = sample_tokens(logits_BV, keys, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+      log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
+      log_probs_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
+      decoded = Decoded(
+        decoded.ids.at[:, index].set(jnp.where(done_B, 0, ids_B)),
+        decoded.lengths + ~done_B,
+        decoded.log_probs.at[:, index].set(jnp.where(done_B, 0.0, log_probs_B)),
+      )
+      stops_B = jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32))
+      return ids_B, decoded, done_B | stops_B
+
+    def unfinished(carry: Any) -> jax.Array:
+      index, *_, done_B = carry
+      return (index < self.max_decode_steps) & ~jnp.all(done_B)
+
+    def extend(carry: Any) -> Any:
+      index, state, ids_B, decoded, done_B = carry
+      pos_B = prompt_lengths_B + index - 1
+      logits_BV, state = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), state)
+      return index + 1, state, *choose(logits_BV, index, decoded, done_B)
+
+    column_P = jnp.arange(prompt_length, dtype=jnp.int32)
+    pos_BP = jnp.where(column_P < prompt_lengths_B[:, None], column_P, -1)
+    logits_BV, state = step(prompt_ids_BP, pos_BP, jnp.maximum(prompt_lengths_B - 1, 0), state)
+    empty_BM = jnp.zeros((num_rows, self.max_decode_steps))
+    nothing = Decoded(empty_BM.astype(jnp.int32), jnp.zeros(num_rows, jnp.int32), empty_BM)
+    first = choose(logits_BV, 0, nothing, prompt_lengths_B == 0)
+    *_, decoded, _ = jax.lax.while_loop(unfinished, extend, (jnp.int32(1), state, *first))
+    return decoded

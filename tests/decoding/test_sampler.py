@@ -1,0 +1,108 @@
+"""The decoding loop on a model small enough to be continued by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.decoding import Sampler
+from praxis_lite.errors import ConfigError
+
+V, P = 7, 4
+TABLE = np.random.default_rng(0).normal(size=(V, V)).astype(np.float32)
+PROMPTS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [3, 0, 0, 0]], np.int32)
+LENGTHS = np.array([4, 2, 1], np.int32)
+
+
+def logits_after(ids):
+  """Logits that depend on every token and its position."""
+  return sum(np.cos(position + 1.0) * TABLE[token] for position, token in enumerate(ids))
+
+
+def step(ids_BT, pos_BT, last_B, state):
+  """The same with a running sum as cache, as a model would be called."""
+  contribution = jnp.where((pos_BT >= 0)[..., None], jnp.cos(pos_BT + 1.0)[..., None] * jnp.asarray(TABLE)[ids_BT], 0.0)
+  sums_BTV = state + jnp.cumsum(contribution, axis=1)
+  logits_BV = jnp.take_along_axis(sums_BTV, last_B[:, None, None], axis=1)[:, 0]
+  return logits_BV, sums_BTV[:, -1:]
+
+
+def decode(prompts=PROMPTS, lengths=LENGTHS, seed=0, **fields):
+  sampler = Config(Sampler, **{'max_decode_steps': 6, **fields}).instantiate()
+  run = jax.jit(lambda p, n, key: sampler.decode(step, jnp.zeros((len(p), 1, V)), p, n, key))
+  return jax.tree.map(np.asarray, run(prompts, lengths, jax.random.key(seed)))
+
+
+def greedy_by_hand(prompt, steps):
+  ids = list(prompt)
+  for _ in range(steps):
+    ids.append(int(np.argmax(logits_after(ids))))
+  return ids[len(prompt) :]
+
+
+def test_greedy_is_the_argmax_after_each_prefix():
+  decoded = decode(temperature=0.0)
+  for row, length in enumerate(LENGTHS):
+    assert decoded.ids[row].tolist() == greedy_by_hand(PROMPTS[row, :length], 6)
+  np.testing.assert_array_equal(decoded.lengths, [6, 6, 6])
+
+
+def test_a_row_ends_with_its_stop_token_and_the_others_go_on():
+  by_hand = [greedy_by_hand(PROMPTS[row, :length], 6) for row, length in enumerate(LENGTHS)]
+  stop = by_hand[0][2]
+  decoded = decode(temperature=0.0, stop_ids=(stop,))
+  for row, expected in enumerate(by_hand):
+    length = expected.index(stop) + 1 if stop in expected else 6
+    assert decoded.lengths[row] == length
+    assert decoded.ids[row].tolist() == expected[:length] + [0] * (6 - length)
+    assert np.all(decoded.log_probs[row, length:] == 0)
+  assert decoded.lengths[0] <= 3
+
+
+def test_the_loop_ends_when_all_rows_have():
+  steps = []
+
+  def counting_step(*args):
+    jax.debug.callback(lambda: steps.append(1))
+    return step(*args)
+
+  sampler = Config(Sampler, max_decode_steps=50, temperature=0.0, stop_ids=tuple(range(V))).instantiate()
+  jax.block_until_ready(sampler.decode(counting_step, jnp.zeros((3, 1, V)), PROMPTS, LENGTHS, jax.random.key(0)))
+  jax.effects_barrier()
+  assert len(steps) == 1
+
+
+def test_log_probs_are_the_models_whatever_the_temperature():
+  decoded = decode(temperature=0.3, top_k=3)
+  for row, length in enumerate(LENGTHS):
+    ids = list(PROMPTS[row, :length])
+    for token, log_prob in zip(decoded.ids[row], decoded.log_probs[row]):
+      logits = logits_after(ids).astype(np.float64)
+      np.testing.assert_allclose(log_prob, logits[token] - np.log(np.exp(logits).sum()), atol=1e-5)
+      ids.append(token)
+
+
+def test_rows_do_not_depend_on_rows_after_them_nor_on_padding():
+  all_rows = decode()
+  np.testing.assert_array_equal(decode(PROMPTS[:2], LENGTHS[:2]).ids, all_rows.ids[:2])
+  garbage = np.where(np.arange(P) < LENGTHS[:, None], PROMPTS, 6)
+  np.testing.assert_array_equal(decode(garbage).ids, all_rows.ids)
+  assert not np.array_equal(decode(seed=1).ids, all_rows.ids)
+
+
+def test_rows_of_length_zero_yield_nothing_and_keep_no_one_waiting():
+  decoded = decode(lengths=np.array([4, 0, 0], np.int32), stop_ids=(1, 2))
+  np.testing.assert_array_equal(decoded.lengths[1:], [0, 0])
+  assert not decoded.ids[1:].any()
+
+
+@pytest.mark.parametrize(
+  'fields', [{'max_decode_steps': 0}, {'temperature': -1.0}, {'top_k': 0}, {'top_p': 0.0}, {'top_p': 1.5}]
+)
+def test_impossible_hyperparameters_are_named(fields):
+  (field,) = fields
+  with pytest.raises(ConfigError, match=f'Sampler.{field}: expected'):
+    Config(Sampler, **fields).instantiate()
