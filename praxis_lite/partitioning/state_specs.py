@@ -123,7 +123,7 @@ def _traced_origins(init_fn: Callable[[Any], Any], params_struct: Any) -> dict[P
   probes = jax.tree.map(distinct, params_struct)
   try:
     state = jax.eval_shape(init_fn, probes)
-  except (TypeError, ValueError):  # It depends on true sizes; what sizes say without it has to do.
+  except Exception:  # It depends on true sizes, and may say so in any way; what these say without it has to do.
     return {}
   shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
   origins: dict[Path, tuple[int | None, ...]] = {}

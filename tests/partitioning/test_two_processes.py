@@ -25,7 +25,8 @@ mesh = create_device_mesh((1, 3, 2))
 local = pad_batch({'x': np.arange(5.0)[:, None] + 10 * layout.shard_id}, multiple=3)
 batch = put_on_mesh(local, mesh, get_input_partition_specs(mesh.axis_names, local))
 assert batch['x'].shape == (12, 1)
-total = jax.jit(lambda b: (b['x'][:, 0] * b['weights']).sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(batch)
+whole = NamedSharding(mesh, PartitionSpec())
+total = jax.jit(lambda b: (b['x'][:, 0] * b['weights']).sum(), out_shardings=whole)(batch)
 print('total', float(total))
 """
 
