@@ -34,6 +34,7 @@ def import_tensorflow() -> Any:
     ConfigError: TensorFlow is not installed.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # nothing here computes, and it announces itself at each start
   try:
     import tensorflow as tf
   except ImportError:

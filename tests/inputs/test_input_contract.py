@@ -1,4 +1,4 @@
-"""Every input keeps the contract of `BaseInput`: deterministic, resumable, split over hosts, each example once in evaluation."""
+"""Every input keeps the contract: deterministic, resumable, split over hosts, each example once in evaluation."""
 
 import collections
 import json
