@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from praxis_lite.call import SideOutputs, Summary
+from praxis_lite.call import SideOutputs, Summary, merge_updates
+from praxis_lite.partitioning.accumulate import LossOutput, WeightedScalars, value_and_grad
 from praxis_lite.partitioning.train_state import TrainState
-
-WeightedScalars = dict[str, tuple[jax.Array, jax.Array]]
 
 
 class Task(Protocol):
@@ -80,6 +79,35 @@ def initialize_train_state(jax_task: Task, init_key: jax.Array) -> TrainState:
   )
 
 
+def train_step_single_learner(jax_task: Task, states: TrainState, prng_key: jax.Array, inputs: Any) -> TrainStepOutput:
+  """Takes one step.
+
+  Args:
+    jax_task: the task.
+    states: the state before the step, every array in its true shape.
+    prng_key: key of the run; the step's own is folded in from `states.step`.
+    inputs: a batch, dim 0 the batch.
+  """
+  learner, model = jax_task.learner, jax_task.model
+  weights = model.abstract_init()
+  key = jax.random.fold_in(prng_key, states.step)
+
+  def loss_fn(trained: Any, others: Any, key: jax.Array, batch: Any) -> tuple[jax.Array, LossOutput]:
+    (metrics, per_example), side = model.apply(merge_updates(others, trained), batch, key=key, do_eval=False)
+    loss, metrics = with_aux_losses(metrics, side)
+    return loss, LossOutput(metrics['loss'][1], metrics, per_example, side.summaries, side.updates)
+
+  # All variables are passed as the others too: those trained are overlaid, and XLA drops what is not read.
+  trained = learner.trained(states.mdl_vars, weights)
+  loss, out, gradients = value_and_grad(loss_fn, trained, states.mdl_vars, key, inputs, learner.num_microbatches)
+  update = learner.update(gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, weights)
+  mdl_vars = merge_updates(update.mdl_vars, _counted(update.finite, out.updates, states.mdl_vars))
+  one = jnp.ones((), jnp.float32)
+  metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
+  state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
+  return TrainStepOutput(state, loss, metrics, out.per_example, out.summaries)
+
+
 def eval_step_single_learner(
   jax_task: Task, mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any
 ) -> EvalStepOutput:
@@ -105,6 +133,16 @@ def decode_step(
   key = jax.random.fold_in(prng_key, global_step)
   (metrics, decoded), _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='decode')
   return DecodeStepOutput(metrics, decoded)
+
+
+def _counted(finite: jax.Array | None, updates: Any, mdl_vars: Any) -> Any:
+  """The updates of non-trainable variables, or their old values after a step that does not count."""
+  if finite is None:
+    return updates
+  return {
+    name: _counted(finite, new, mdl_vars[name]) if isinstance(new, dict) else jnp.where(finite, new, mdl_vars[name])
+    for name, new in updates.items()
+  }
 
 
 def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:

@@ -1,0 +1,157 @@
+"""Learning rate schedules: functions of the step, as configurable objects.
+
+A schedule gives a factor that the learner multiplies with its `learning_rate`. Any optax schedule may stand in its
+place: `Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.config import REQUIRED, Configurable
+from praxis_lite.errors import ConfigError
+
+
+class BaseSchedule(Configurable):
+  """A function of the step."""
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    """Returns the factor at `step`, a float32 scalar."""
+    raise NotImplementedError
+
+
+class Constant(BaseSchedule):
+  """Always `value`."""
+
+  value: float = 1.0
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    return jnp.full((), self.value, jnp.float32)
+
+
+class Linear(BaseSchedule):
+  """A straight line from `start` to `limit`, both (step, value), constant before and after.
+
+  Linear(start=(100, 0.1), limit=(200, 1.0)) is 0.1 up to step 100, 0.55 at step 150 and 1 from step 200 on.
+  """
+
+  start: tuple[int, float] = (0, 0.0)
+  limit: tuple[int, float] = REQUIRED
+
+  def __post_init__(self) -> None:
+    if self.start[0] >= self.limit[0]:
+      raise ConfigError(f'Linear.limit: its step {self.limit[0]} must come after the step of start, {self.start[0]}')
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    (x0, y0), (x1, y1) = self.start, self.limit
+    done = jnp.clip((_float(step) - x0) / (x1 - x0), 0.0, 1.0)
+    return y0 + done * (y1 - y0)
+
+
+class Cosine(BaseSchedule):
+  """Half a cosine from `initial_value` at step 0 to `final_value` at `total_steps` (Loshchilov and Hutter, 2017)."""
+
+  total_steps: int = REQUIRED
+  initial_value: float = 1.0
+  final_value: float = 0.0
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    done = jnp.clip(_float(step) / self.total_steps, 0.0, 1.0)
+    return self.final_value + (self.initial_value - self.final_value) * 0.5 * (1 + jnp.cos(math.pi * done))
+
+
+class Exponential(BaseSchedule):
+  """From 1 at step `start` to `limit` at step `end`, by equal factors; constant outside."""
+
+  start: int = 0
+  end: int = REQUIRED
+  limit: float = 0.01
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    done = jnp.clip((_float(step) - self.start) / (self.end - self.start), 0.0, 1.0)
+    return jnp.exp(done * math.log(self.limit))
+
+
+class PiecewiseConstant(BaseSchedule):
+  """`values[i]` from step `boundaries[i - 1]` up to `boundaries[i]`."""
+
+  boundaries: tuple[int, ...] = REQUIRED
+  values: tuple[float, ...] = REQUIRED
+
+  def __post_init__(self) -> None:
+    if len(self.values) != len(self.boundaries) + 1:
+      raise ConfigError(
+        f'PiecewiseConstant.values: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} values, '
+        f'got {len(self.values)}'
+      )
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    passed = jnp.sum(jnp.asarray(step) >= jnp.asarray(self.boundaries))
+    return jnp.asarray(self.values, jnp.float32)[passed]
+
+
+class Transformer(BaseSchedule):
+  """model_dims^-1/2 * min((step + 1) * warmup_steps^-3/2, (step + 1)^-1/2) (Vaswani et al., 2017)."""
+
+  model_dims: int = REQUIRED
+  warmup_steps: int = 4000
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    count = _float(step) + 1
+    return self.model_dims**-0.5 * jnp.minimum(count * self.warmup_steps**-1.5, count**-0.5)
+
+
+class _Warmup(BaseSchedule):
+  """From 0 at step 0 in a straight line to 1 at step `warmup_steps`; then `decay`."""
+
+  warmup_steps: int = REQUIRED
+
+  def __call__(self, step: jax.Array | int) -> jax.Array:
+    warm = jnp.minimum((_float(step) + 1) / max(self.warmup_steps, 1), 1.0)
+    return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, self.decay(_float(step)))
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    """The factor from step `warmup_steps` on."""
+    raise NotImplementedError
+
+
+class LinearWarmupCosine(_Warmup):
+  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`."""
+
+  total_steps: int = REQUIRED
+  final_value: float = 0.1
+
+  def __post_init__(self) -> None:
+    if self.total_steps <= self.warmup_steps:
+      raise ConfigError(
+        f'LinearWarmupCosine.total_steps: {self.total_steps} must be more than warmup_steps, {self.warmup_steps}'
+      )
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    cosine = Cosine(total_steps=self.total_steps - self.warmup_steps, final_value=self.final_value)
+    return cosine(step - self.warmup_steps)
+
+
+class LinearWarmupSqrtDecay(_Warmup):
+  """Linear warm-up to 1, then sqrt(warmup_steps / step)."""
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    return jnp.sqrt(max(self.warmup_steps, 1) / jnp.maximum(step, 1))
+
+
+class LinearWarmupExponentialDecay(_Warmup):
+  """Linear warm-up to 1, then equal factors down to `final_value` at step `total_steps`."""
+
+  total_steps: int = REQUIRED
+  final_value: float = 0.01
+
+  def decay(self, step: jax.Array) -> jax.Array:
+    return Exponential(start=self.warmup_steps, end=self.total_steps, limit=self.final_value)(step)
+
+
+def _float(step: Any) -> jax.Array:
+  return jnp.asarray(step, jnp.float32)
