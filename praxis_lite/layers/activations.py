@@ -1,0 +1,45 @@
+"""Activation functions by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+Activation = Callable[[jax.Array], jax.Array]
+
+ACTIVATIONS: dict[str, Activation] = {
+  'identity': lambda x: x,
+  'relu': jax.nn.relu,
+  'relu6': jax.nn.relu6,
+  'squared_relu': lambda x: jnp.square(jax.nn.relu(x)),  # So et al., 2021.
+  'leaky_relu': jax.nn.leaky_relu,
+  'elu': jax.nn.elu,
+  'gelu': functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x) (Hendrycks and Gimpel, 2016).
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),  # Its approximation by tanh, as in GPT-2.
+  'silu': jax.nn.silu,  # x sigmoid(x), also known as swish.
+  'sigmoid': jax.nn.sigmoid,
+  'tanh': jnp.tanh,
+  'softplus': jax.nn.softplus,
+}
+
+
+def get_activation(name: str, where: str = 'activation') -> Activation:
+  """Returns the function of that name.
+
+  Args:
+    name: a key of `ACTIVATIONS`.
+    where: path of the field that the name comes from, for the message.
+
+  Raises:
+    ConfigError: there is no such function.
+  """
+  if name not in ACTIVATIONS:
+    raise ConfigError(
+      f'{where}: unknown activation {name!r}.{did_you_mean(name, ACTIVATIONS)} Known: {", ".join(ACTIVATIONS)}'
+    )
+  return ACTIVATIONS[name]

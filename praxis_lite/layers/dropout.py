@@ -1,0 +1,37 @@
+"""Dropout (Srivastava et al., 2014)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layer import Layer
+
+
+class Dropout(Layer):
+  """Sets entries to zero at random in training, and scales the others by 1 / (1 - rate); in evaluation, does nothing.
+
+  Attributes:
+    rate: probability that an entry is dropped, at least 0 and less than 1. 0 needs no PRNG key.
+    broadcast_dims: dimensions along which all entries are dropped together, such as (-2,) for those of one sequence.
+  """
+
+  rate: float = 0.0
+  broadcast_dims: Sequence[int] = ()
+
+  def setup(self) -> None:
+    if not 0 <= self.rate < 1:
+      raise ConfigError(f'{self.path_name}.rate: expected at least 0 and less than 1, got {self.rate}')
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns an array of the shape and dtype of x."""
+    if self.rate == 0 or self.do_eval:
+      return x
+    shape = list(x.shape)
+    for dim in self.broadcast_dims:
+      shape[dim] = 1
+    kept = jax.random.bernoulli(self.next_prng_key(), 1 - self.rate, shape)
+    return jnp.where(kept, x / (1 - self.rate), 0)

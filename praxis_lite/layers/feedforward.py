@@ -1,0 +1,101 @@
+"""Feed-forward layers of a transformer block; norms and residuals are the block's.
+
+D model dims, F hidden dims.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.linears import Linear
+from praxis_lite.weights import SplitDimsMapping
+
+
+class FeedForwardWeightSplit(WeightSplit):
+  """`wt`: weights into the hidden layer, [D, F]; `down`: the weight out of it, [F, D], by default `wt` reversed."""
+
+  down: SplitDimsMapping = None
+
+
+class FeedForwardActivationSplit(ActivationSplit):
+  """`hidden`: [..., F]; `out`: [..., D]."""
+
+  hidden: SplitDimsMapping = None
+
+
+class FeedForward(Layer):
+  """y = f(x W_up) W_down, with biases (Vaswani et al., 2017).
+
+  Attributes:
+    input_dims: D, which is also that of the output.
+    hidden_dims: F.
+    activation: name of f; see `activations.py`.
+    use_bias: whether the linear layers have biases.
+    proj_tpl: of the children `up` and `down`.
+    dropout_tpl: of the child `dropout`, on the hidden layer.
+  """
+
+  input_dims: int = REQUIRED
+  hidden_dims: int = REQUIRED
+  activation: str = 'gelu_tanh'
+  use_bias: bool = True
+  proj_tpl: Config = template(Linear)
+  dropout_tpl: Config = template(Dropout)
+  weight_split_dims_mapping: Config = template(FeedForwardWeightSplit)
+  activation_split_dims_mapping: Config = template(FeedForwardActivationSplit)
+
+  def setup(self) -> None:
+    get_activation(self.activation, f'{self.path_name}.activation')
+    wt, down_wt = self.weight_split_dims_mapping.wt, self.weight_split_dims_mapping.down
+    if down_wt is None and wt is not None:
+      down_wt = tuple(reversed(wt))
+    D, F = self.input_dims, self.hidden_dims
+    up = self.proj_tpl.clone(input_dims=D, output_dims=F, use_bias=self.use_bias)
+    down = self.proj_tpl.clone(input_dims=F, output_dims=D, use_bias=self.use_bias)
+    if wt is not None:
+      up.weight_split_dims_mapping.wt = wt
+    if down_wt is not None:
+      down.weight_split_dims_mapping.wt = down_wt
+    self.create_children(*self._inward(), template=up)
+    self.create_child('dropout', self.dropout_tpl)
+    self.create_child('down', down)
+
+  def _inward(self) -> tuple[str, ...]:
+    """Names of the linear layers from D to F."""
+    return ('up',)
+
+  def _hidden(self, x: jax.Array) -> jax.Array:
+    """Returns [..., F], before dropout."""
+    up = checkpoint_name(self._shard_hidden(self.up(x)), 'ffn_up')
+    return get_activation(self.activation)(up)
+
+  def _shard_hidden(self, x: jax.Array) -> jax.Array:
+    return self.shard(x, self.activation_split_dims_mapping.hidden, 'activation_split_dims_mapping.hidden')
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., D] of x [..., D]."""
+    out = self.down(self.dropout(self._hidden(x)))
+    return checkpoint_name(self.shard(out, self.activation_split_dims_mapping.out), 'ffn_out')
+
+
+class GatedFeedForward(FeedForward):
+  """y = (f(x W_gate) * (x W_up)) W_down, without biases: SwiGLU where f is SiLU (Shazeer, 2020).
+
+  Attributes are those of `FeedForward`; `proj_tpl` is also of the child `gate`.
+  """
+
+  activation: str = 'silu'
+  use_bias: bool = False
+
+  def _inward(self) -> tuple[str, ...]:
+    return ('gate', 'up')
+
+  def _hidden(self, x: jax.Array) -> jax.Array:
+    gate = checkpoint_name(self._shard_hidden(self.gate(x)), 'ffn_gate')
+    up = checkpoint_name(self._shard_hidden(self.up(x)), 'ffn_up')
+    return get_activation(self.activation)(gate) * up

@@ -1,0 +1,68 @@
+"""Linear layers: y = x w + b over the last dimension.
+
+I input dims, O output dims.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from praxis_lite.config import REQUIRED
+from praxis_lite.layer import Layer
+from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
+
+
+class Bias(Layer):
+  """y = x + b.
+
+  Attributes:
+    dims: size of the last dimension.
+    weight_split_dims_mapping: `wt`, [dims], of `b`.
+  """
+
+  dims: int = REQUIRED
+
+  def setup(self) -> None:
+    self.create_variable('b', bias_weight(self.dims, self.weight_split_dims_mapping.wt))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns x [..., dims] with the bias added."""
+    return self.shard(x.astype(self.fprop_dtype) + self.theta.b, self.activation_split_dims_mapping.out)
+
+
+class Linear(Layer):
+  """y = x w, plus a bias if asked for.
+
+  Attributes:
+    input_dims: I.
+    output_dims: O.
+    use_bias: whether there is a bias.
+    weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split as the last dimension.
+  """
+
+  input_dims: int = REQUIRED
+  output_dims: int = REQUIRED
+  use_bias: bool = False
+
+  def setup(self) -> None:
+    wt = self.weight_split_dims_mapping.wt
+    self.create_variable('w', WeightHParams((self.input_dims, self.output_dims), tensor_split_dims_mapping=wt))
+    if self.use_bias:
+      self.create_variable('b', bias_weight(self.output_dims, None if wt is None else tuple(wt)[-1:]))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., O] of x [..., I]."""
+    y = x.astype(self.fprop_dtype) @ self.theta.w
+    if self.use_bias:
+      y += self.theta.b
+    return self.shard(y, self.activation_split_dims_mapping.out)
+
+
+def bias_weight(dims: int, split: SplitDimsMapping = None) -> WeightHParams:
+  """Returns the declaration of a bias: zeros at first, and not regularized."""
+  return WeightHParams(
+    (dims,),
+    init=WeightInit.Constant(0.0),
+    tensor_split_dims_mapping=split,
+    collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
+  )
