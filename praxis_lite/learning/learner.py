@@ -95,8 +95,8 @@ class Learner(Configurable):
 
   # ---------------------------------------------------------------- which variables
 
-  def trained(self, tree: Any, weights: Any) -> Any:
-    """Returns the part of `tree` that is trained.
+  def split(self, tree: Any, weights: Any) -> tuple[Any, Any]:
+    """Returns the part of `tree` that is trained, and the rest.
 
     Args:
       tree: a nested dict with the structure of the model's variables.
@@ -109,12 +109,15 @@ class Learner(Configurable):
     included = self._matching(declared, 'bprop_variable_inclusion')
     excluded = self._matching(declared, 'bprop_variable_exclusion')
 
-    def keep(path: tuple[str, ...]) -> bool:
-      return (
-        declared[path].trainable and path not in excluded and (path in included or not self.bprop_variable_inclusion)
-      )
+    def is_trained(path: tuple[str, ...]) -> bool:
+      wanted = path in included or not self.bprop_variable_inclusion
+      return declared[path].trainable and wanted and path not in excluded
 
-    return select(tree, keep)
+    return select(tree, is_trained), select(tree, lambda path: not is_trained(path))
+
+  def trained(self, tree: Any, weights: Any) -> Any:
+    """Returns the part of `tree` that is trained; see `split`."""
+    return self.split(tree, weights)[0]
 
   def _matching(self, declared: dict[tuple[str, ...], WeightHParams], field: str) -> set[tuple[str, ...]]:
     matching: set[tuple[str, ...]] = set()

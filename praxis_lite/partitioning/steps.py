@@ -97,9 +97,8 @@ def train_step_single_learner(jax_task: Task, states: TrainState, prng_key: jax.
     loss, metrics = with_aux_losses(metrics, side)
     return loss, LossOutput(metrics['loss'][1], metrics, per_example, side.summaries, side.updates)
 
-  # All variables are passed as the others too: those trained are overlaid, and XLA drops what is not read.
-  trained = learner.trained(states.mdl_vars, weights)
-  loss, out, gradients = value_and_grad(loss_fn, trained, states.mdl_vars, key, inputs, learner.num_microbatches)
+  trained, others = learner.split(states.mdl_vars, weights)
+  loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches)
   update = learner.update(gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, weights)
   mdl_vars = merge_updates(update.mdl_vars, _counted(update.finite, out.updates, states.mdl_vars))
   one = jnp.ones((), jnp.float32)
