@@ -25,9 +25,10 @@ class Datasets(NamedTuple):
       ConfigError: there is none, or more than one.
     """
     if len(self.training) != 1:
+      total = len(self.training) + len(self.evaluation)
       raise ConfigError(
-        f'datasets(): one input must have is_training=True, and {len(self.training) or "none"} of '
-        f'{len(self.training) + len(self.evaluation)} has; to train on several, mix them in a MixtureInput'
+        f'datasets(): exactly one input must have is_training=True, and {len(self.training)} of {total} have it; '
+        'to train on several, mix them in a MixtureInput'
       )
     return self.training[0]
 

@@ -118,7 +118,8 @@ def run_train(
   programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
   console.line(_introduction(task.name, partitioned))
   if is_restored:
-    console.line(f'restored step {step} of {total} from {checkpointer.directory}')
+    nothing_left = '; all steps are taken' if step >= total else ''
+    console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')
 
   def save() -> None:
     log.drain()  # Raises if a step was not finite, before anything is saved.

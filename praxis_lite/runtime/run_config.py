@@ -32,9 +32,12 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-  keys = jax.random.split(jax.random.key(seed), 3)
-  replicated = NamedSharding(mesh, PartitionSpec())
-  return RunKeys(*(jax.device_put(key, replicated) for key in keys))
+
+  def make() -> RunKeys:
+    return RunKeys(*jax.random.split(jax.random.key(seed), 3))
+
+  # Made by a program on the mesh: with several processes none of them could put an array on all of it.
+  return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
 
 def check_intervals(settings: Any) -> None:

@@ -79,9 +79,10 @@ class TrainLog:
     """
     self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
     if step == self._first_step + 1:
-      self.drain()
+      jax.block_until_ready(out.weighted_loss)
       self._startup.mark('first step')
       self._console.line(self._startup.report())
+      self.drain()
       self.restart_clock(step)
     while len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
       self._look_at(self._in_flight.popleft())

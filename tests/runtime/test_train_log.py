@@ -1,0 +1,114 @@
+"""What the training loop looks at, and when."""
+
+from __future__ import annotations
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite.partitioning.steps import TrainStepOutput
+from praxis_lite.runtime import train_log
+from praxis_lite.runtime.startup import StartupTimes
+from praxis_lite.runtime.train_log import NonFiniteError, TrainLog
+
+
+class Value:
+  """A metric on a device: records when the host waits for it."""
+
+  def __init__(self, step: int, value: float, waited: list[int]):
+    self._step, self._value, self._waited = step, value, waited
+
+  def __float__(self) -> float:
+    self._waited.append(self._step)
+    return self._value
+
+  def __array__(self, dtype=None, copy=None):
+    self._waited.append(self._step)
+    return np.asarray(self._value, dtype)
+
+  def block_until_ready(self):
+    self._waited.append(self._step)
+    return self
+
+
+class Lines:
+  """Stands for the console and the writer."""
+
+  def __init__(self) -> None:
+    self.lines: list[str] = []
+    self.steps: list[int] = []
+    self.written: list[int] = []
+
+  def line(self, text):
+    self.lines.append(text)
+
+  def train_step(self, step, metrics, rates):
+    self.steps.append(step)
+
+  def write(self, step, split, metrics, summaries):
+    self.written.append(step)
+
+
+def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100):
+  settings = types.SimpleNamespace(log_interval_steps=interval, num_train_steps=total)
+  task = types.SimpleNamespace(train=settings, learner=types.SimpleNamespace(on_nonfinite=on_nonfinite))
+  mesh = types.SimpleNamespace(
+    devices=np.array([types.SimpleNamespace(device_kind='cpu', platform='cpu')], dtype=object)
+  )
+  partitioned = types.SimpleNamespace(jax_task=task, mesh=mesh)
+  batch = {'x': np.zeros((4, 2))}
+  return TrainLog(partitioned, batch, lines, lines, StartupTimes(0.0), first_step=first_step)
+
+
+def output(step, waited, skipped=0.0):
+  metrics = {name: (Value(step, value, waited), 1.0) for name, value in (('loss', 1.0), (train_log.SKIPPED, skipped))}
+  return TrainStepOutput(None, Value(step, 1.0, waited), metrics, None, {})
+
+
+@pytest.mark.parametrize('interval', [1, 10])
+def test_the_host_never_waits_for_the_steps_it_has_just_dispatched(interval):
+  lines, waited = Lines(), []
+  log = make_log(lines, interval=interval)
+  log.add(1, output(1, waited))  # the first step is waited for, to say how long starting took
+  for step in range(2, 40):
+    log.add(step, output(step, waited))
+    assert max(waited) <= max(step - train_log.MAX_STEPS_IN_FLIGHT, 1)
+    assert step - max(waited) <= train_log.MAX_STEPS_IN_FLIGHT  # nor does it run ahead without bound
+
+
+def test_lines_come_at_the_interval_and_for_the_first_and_the_last_step():
+  lines = Lines()
+  log = make_log(lines, interval=10, first_step=13, total=37)
+  for step in range(14, 38):
+    log.add(step, output(step, []))
+  log.drain()
+  assert lines.steps == lines.written == [14, 20, 30, 37]
+  assert lines.lines[0].startswith('first step after ')
+
+
+def test_skipped_steps_are_reported_between_the_lines_too():
+  lines = Lines()
+  log = make_log(lines, interval=10)
+  for step in range(1, 6):
+    log.add(step, output(step, [], skipped=float(step == 3)))
+  log.drain()
+  assert lines.lines[1:] == ['step 3: the loss or a gradient is not finite; the update was skipped']
+
+
+def test_a_learner_that_raises_does_so_before_a_save_of_that_step():
+  log = make_log(Lines(), on_nonfinite='raise')
+  for step in range(1, 6):
+    log.add(step, output(step, [], skipped=float(step == 5)))
+  with pytest.raises(NonFiniteError, match=r'step 5: .*not finite'):
+    log.drain()
+
+
+def test_summaries_of_steps_that_are_not_logged_are_let_go():
+  log = make_log(Lines(), interval=10)
+  summaries = {'big': jnp.zeros(3)}
+  log.add(1, output(1, [])._replace(summaries=summaries))
+  for step in (2, 3):
+    log.add(step, output(step, [])._replace(summaries=summaries))
+  assert all(not step.summaries for step in log._in_flight)

@@ -1,0 +1,85 @@
+"""A tiny regression task whose dimensions do not divide, its data, and its runs: quick to compile, noisy to train."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite.config import Config
+from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.inputs import ArrayInput
+from praxis_lite.learning import Learner
+from praxis_lite.models.base import BaseModel
+from praxis_lite.task import SingleTask
+from praxis_lite.weights import WeightHParams
+
+INPUTS, HIDDEN = 10, 7
+
+
+class TinyModel(BaseModel):
+  """y = tanh(x w) v, with noise on x in training: what is drawn must come back when a run resumes."""
+
+  noise: float = 0.1
+
+  def setup(self):
+    self.create_variable('w', WeightHParams((INPUTS, HIDDEN), tensor_split_dims_mapping=('data', None)))
+    self.create_variable('v', WeightHParams((HIDDEN,), tensor_split_dims_mapping=('data',)))
+
+  def compute_predictions(self, batch):
+    x = batch['x']
+    if not self.do_eval:
+      x = x + self.noise * jax.random.normal(self.next_prng_key(), x.shape)
+    self.add_summary('w_rms', jnp.sqrt(jnp.mean(self.theta.w**2)))
+    return jnp.tanh(x @ self.theta.w) @ self.theta.v
+
+  def compute_loss(self, predictions, batch):
+    errors, weights = (predictions - batch['y']) ** 2, batch['weights']
+    total = weights.sum()
+    return {'loss': ((errors * weights).sum() / jnp.maximum(total, 1), total)}, {'errors': errors}
+
+  def decode(self, batch):
+    predictions = jnp.tanh(batch['x'] @ self.theta.w) @ self.theta.v
+    return {'num_decoded': (batch['weights'].sum(), jnp.float32(1))}, {'y': predictions}
+
+
+class SlowInput(ArrayInput):
+  """Takes its time, so that a test can interrupt a run."""
+
+  seconds: float = 0.0
+
+  def rows(self, indices):
+    time.sleep(self.seconds)
+    return super().rows(indices)
+
+
+def examples(count: int, seed: int) -> dict[str, np.ndarray]:
+  rng = np.random.default_rng(seed)
+  x = rng.standard_normal((count, INPUTS)).astype(np.float32)
+  return {'x': x, 'y': np.sin(x.sum(1)).astype(np.float32)}
+
+
+def tiny_run(
+  devices: int = 1, *, noise: float = 0.1, seconds: float = 0.0, learner: dict[str, Any] | None = None, **train: Any
+):
+  """The configs of a run of 20 steps; batches of 6 do not divide by any number of devices that is tested."""
+  task = Config(
+    SingleTask, name='tiny', model=Config(TinyModel, noise=noise), mesh_axis_names=('data',), ici_mesh_shape=(devices,)
+  )
+  task.train.learner = Config(Learner, **{'optimizer': Config(optax.adam), 'learning_rate': 0.05, **(learner or {})})
+  task.train.set(**{'num_train_steps': 20, 'log_interval_steps': 1, 'save_interval_steps': 3, **train})
+  data = Config(SlowInput, name='train', arrays=examples(50, 0), batch_size=6, is_training=True, seconds=seconds)
+  valid = Config(ArrayInput, name='valid', arrays=examples(33, 1), batch_size=6)
+  prompts = Config(ArrayInput, name='prompts', arrays=examples(7, 2), batch_size=4)
+  return ExperimentConfig(task, [data, valid], [prompts])
+
+
+def expected_loss(variables: Any, count: int, seed: int) -> float:
+  """The loss on `examples(count, seed)`, in NumPy."""
+  w, v = (np.asarray(variables[name], np.float64) for name in ('w', 'v'))
+  data = examples(count, seed)
+  return float(np.mean((np.tanh(data['x'] @ w[:INPUTS]) @ v[:HIDDEN] - data['y']) ** 2))
