@@ -106,7 +106,7 @@ class SingleTask(Configurable):
       raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
     for section in ('train', 'evaluate', 'decode'):
       setattr(self, section, getattr(self, section).instantiate())
-    self.learner: Learner = self.train.learner.instantiate()
+    self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     model = self.model.instantiate(**{f: getattr(self, f) for f in inherited if getattr(self.model, f) is None})
     if not isinstance(model, BaseModel):
@@ -129,3 +129,12 @@ class SingleTask(Configurable):
   def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:
     names = self.mesh_axis_names or ('data',)
     return self.ici_mesh_shape or (1,) * len(names), self.dcn_mesh_shape, names
+
+
+def _with_total_steps(learner: Config, num_train_steps: int) -> Config:
+  """A schedule that ends with the run and does not say when gets the run's number of steps."""
+  schedule = learner.schedule
+  if getattr(schedule, 'total_steps', None) is REQUIRED:
+    learner = learner.clone()
+    learner.schedule.total_steps = num_train_steps
+  return learner

@@ -120,19 +120,16 @@ class _Warmup(BaseSchedule):
 
 
 class LinearWarmupCosine(_Warmup):
-  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`."""
+  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`; a shorter run only warms up.
+
+  A task fills in its number of train steps where `total_steps` is not set.
+  """
 
   total_steps: int = REQUIRED
   final_value: float = 0.1
 
-  def __post_init__(self) -> None:
-    if self.total_steps <= self.warmup_steps:
-      raise ConfigError(
-        f'LinearWarmupCosine.total_steps: {self.total_steps} must be more than warmup_steps, {self.warmup_steps}'
-      )
-
   def decay(self, step: jax.Array) -> jax.Array:
-    cosine = Cosine(total_steps=self.total_steps - self.warmup_steps, final_value=self.final_value)
+    cosine = Cosine(total_steps=max(self.total_steps - self.warmup_steps, 1), final_value=self.final_value)
     return cosine(step - self.warmup_steps)
 
 

@@ -16,7 +16,9 @@ def mesh():
 
 
 def compiled(mesh, fn, in_specs, out_spec, *shapes):
-  shard = lambda spec: NamedSharding(mesh, spec)
+  def shard(spec):
+    return NamedSharding(mesh, spec)
+
   structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
   return jax.jit(fn, in_shardings=[shard(s) for s in in_specs], out_shardings=shard(out_spec)).lower(*structs).compile()
 
