@@ -19,7 +19,7 @@ from praxis_lite.partitioning.steps import WeightedScalars
 
 
 class BaseModel(Layer):
-  """What a task trains and evaluates, and decodes if it overrides `decode`; the first two methods are always its own."""
+  """What a task trains and evaluates: subclasses define the first two methods, and `decode` if they decode."""
 
   def compute_predictions(self, batch: NestedDict) -> Any:
     """Returns what the loss is computed from, such as logits: any tree of arrays."""

@@ -1,0 +1,50 @@
+"""Embedding: vectors of ids.
+
+V number of ids, D dims of a vector.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.config import REQUIRED
+from praxis_lite.layer import Layer
+from praxis_lite.weights import SplitDimsMapping, WeightHParams
+
+
+class Embedding(Layer):
+  """y = w[ids], times sqrt(D) if asked for.
+
+  Attributes:
+    num_classes: V, such as the size of a vocabulary.
+    input_dims: D, the model dims.
+    scale_sqrt_depth: multiply by sqrt(D) (Vaswani et al., 2017).
+    weight_split_dims_mapping: `wt`, [V, D], of `w`.
+  """
+
+  num_classes: int = REQUIRED
+  input_dims: int = REQUIRED
+  scale_sqrt_depth: bool = False
+
+  def setup(self) -> None:
+    wt = self.weight_split_dims_mapping.wt
+    self.create_variable('w', embedding_weight(self.num_classes, self.input_dims, wt))
+
+  def __call__(self, ids: jax.Array) -> jax.Array:
+    """Returns [..., D] of integer ids [...]; an id that is not in [0, V) yields NaN, so that it does not go unnoticed."""
+    y = lookup(self.theta.w, ids)
+    if self.scale_sqrt_depth:
+      y *= self.input_dims**0.5
+    return self.shard(y, self.activation_split_dims_mapping.out)
+
+
+def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:
+  """Returns the declaration of a table [V, D]; its fan in is D, so that vectors have a norm of about 1."""
+  return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
+
+
+def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns rows [..., D] of a table; NaN for ids out of range."""
+  ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
+  return jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)

@@ -1,0 +1,156 @@
+"""Positions: sinusoidal and learned embeddings, rotary embeddings, and relative biases.
+
+B batch, T length, S length of the keys, D model dims, N heads, H dims per head, h = H / 2. Positions of -1 are padding:
+what is made of them is finite and means nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.config import REQUIRED
+from praxis_lite.errors import ConfigError
+from praxis_lite.layer import Layer
+from praxis_lite.layers.embeddings import embedding_weight, lookup
+from praxis_lite.weights import WeightHParams
+
+
+class SinusoidalPositions(Layer):
+  """sin and cos of positions at wavelengths from 2 pi min_timescale to 2 pi max_timescale (Vaswani et al., 2017).
+
+      y = [sin(pos / s_0), sin(pos / s_1), ..., cos(pos / s_0), cos(pos / s_1), ...],  s_i geometric
+
+  The sines come first, then the cosines, where the paper interleaves them; an odd D ends with a zero.
+
+  Attributes:
+    dims: D.
+    min_timescale, max_timescale: the first and the last s_i.
+  """
+
+  dims: int = REQUIRED
+  min_timescale: float = 1.0
+  max_timescale: float = 10_000.0
+
+  def __call__(self, pos_BT: jax.Array) -> jax.Array:
+    """Returns [B, T, D] of int32 positions [B, T]."""
+    count = self.dims // 2
+    growth = math.log(self.max_timescale / self.min_timescale) / max(count - 1, 1)
+    rates = jnp.exp(-growth * jnp.arange(count, dtype=jnp.float32)) / self.min_timescale
+    angle = pos_BT.astype(jnp.float32)[..., None] * rates
+    y_BTD = jnp.concatenate([jnp.sin(angle), jnp.cos(angle), jnp.zeros((*pos_BT.shape, self.dims % 2))], axis=-1)
+    return self.shard(y_BTD.astype(self.fprop_dtype), self.activation_split_dims_mapping.out)
+
+
+class LearnedPositions(Layer):
+  """y = w[pos].
+
+  Attributes:
+    max_len: number of positions.
+    dims: D.
+    weight_split_dims_mapping: `wt`, [max_len, D].
+  """
+
+  max_len: int = REQUIRED
+  dims: int = REQUIRED
+
+  def setup(self) -> None:
+    self.create_variable('w', embedding_weight(self.max_len, self.dims, self.weight_split_dims_mapping.wt))
+
+  def __call__(self, pos_BT: jax.Array) -> jax.Array:
+    """Returns [B, T, D] of int32 positions [B, T]; NaN from max_len on."""
+    return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)), self.activation_split_dims_mapping.out)
+
+
+class RotaryPositions(Layer):
+  """Rotates pairs of dims by angles that grow with the position, so that q . k depends on offsets alone (Su et al., 2021).
+
+      [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / max_timescale^(i / h)
+
+  The pairs are dims i and i + h, the two halves of a head, as in LLaMA.
+
+  Attributes:
+    dims: H, even.
+    max_timescale: the base of the wavelengths.
+  """
+
+  dims: int = REQUIRED
+  max_timescale: float = 10_000.0
+
+  def setup(self) -> None:
+    if self.dims % 2:
+      raise ConfigError(f'{self.path_name}.dims: rotary positions rotate pairs of dims, and {self.dims} is odd')
+
+  def __call__(self, x_BTNH: jax.Array, pos_BT: jax.Array | None = None) -> jax.Array:
+    """Returns `x_BTNH` rotated, in its dtype.
+
+    Args:
+      x_BTNH: queries or keys.
+      pos_BT: int32 positions; None is 0, 1, 2, ...
+    """
+    if pos_BT is None:
+      pos_BT = jnp.arange(x_BTNH.shape[1])[None]
+    half = self.dims // 2
+    rates_h = self.max_timescale ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * rates_h
+    sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
+    first, second = jnp.split(x_BTNH, 2, axis=-1)
+    rotated = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+
+
+class RelativeBias(Layer):
+  """A learned bias on attention logits for each head and bucket of offsets (T5, Raffel et al., 2020).
+
+  Attributes:
+    num_heads: N.
+    num_buckets: how many buckets offsets fall into.
+    max_distance: offsets from here on share the last bucket.
+    bidirectional: whether keys may come after the query; half of the buckets are then theirs.
+    weight_split_dims_mapping: `wt`, [num_buckets, N].
+    activation_split_dims_mapping: `out`, [B, N, T, S].
+  """
+
+  num_heads: int = REQUIRED
+  num_buckets: int = 32
+  max_distance: int = 128
+  bidirectional: bool = False
+
+  def setup(self) -> None:
+    exact = self.num_buckets // (4 if self.bidirectional else 2)
+    if exact < 1 or self.max_distance <= exact:
+      raise ConfigError(
+        f'{self.path_name}: {self.num_buckets} num_buckets hold {exact} exact offsets; '
+        'at least 1 is needed, and max_distance must be greater'
+      )
+    wt = self.weight_split_dims_mapping.wt
+    self.create_variable('w', WeightHParams((self.num_buckets, self.num_heads), tensor_split_dims_mapping=wt))
+
+  def __call__(self, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
+    """Returns [B, N, T, S] of int32 positions."""
+    offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
+    bucket_BTS = relative_position_bucket(offset_BTS, self.num_buckets, self.max_distance, self.bidirectional)
+    bias_BNTS = jnp.moveaxis(lookup(self.theta.w, bucket_BTS), -1, 1)
+    return self.shard(bias_BNTS, self.activation_split_dims_mapping.out)
+
+
+def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:
+  """Returns T5's bucket of each offset, key position - query position.
+
+  Of the buckets, the first half is for one offset each, the others for ranges that grow geometrically up to
+  `max_distance`. If bidirectional, offsets up to 0 take the first half of all buckets, and those above 0 the second;
+  otherwise offsets above 0 count as 0.
+  """
+  base = jnp.zeros_like(offset)
+  if bidirectional:
+    num_buckets //= 2
+    base = jnp.where(offset > 0, num_buckets, 0)
+    distance = jnp.abs(offset)
+  else:
+    distance = jnp.maximum(-offset, 0)
+  exact = num_buckets // 2
+  ratio = jnp.maximum(distance, 1).astype(jnp.float32) / exact
+  far = exact + (jnp.log(ratio) / math.log(max_distance / exact) * (num_buckets - exact)).astype(jnp.int32)
+  return base + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))
