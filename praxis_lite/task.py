@@ -85,8 +85,8 @@ class SingleTask(Configurable):
     ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None is one device.
     dcn_mesh_shape: how many slices along each axis; None is one slice.
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
-    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`: it places the weights that declare
-      no mapping.
+    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`: it places the weights that
+      declare no mapping.
     train, evaluate, decode: see the classes.
   """
 

@@ -25,8 +25,10 @@ from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 # Optimizers each of whose updates depends on one element of the gradient and its own slots.
 _ELEMENTWISE = frozenset(
-  """adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw radam rmsprop rprop sgd
-  sign_sgd yogi""".split()
+  [
+    *('adabelief', 'adadelta', 'adagrad', 'adam', 'adamax', 'adamaxw', 'adamw', 'adan', 'amsgrad'),
+    *('lion', 'nadam', 'nadamw', 'radam', 'rmsprop', 'rprop', 'sgd', 'sign_sgd', 'yogi'),
+  ]
 )
 _MASK_ARGUMENTS = ('mask', 'weight_decay_mask')
 
