@@ -32,7 +32,7 @@ class Embedding(Layer):
     self.create_variable('w', embedding_weight(self.num_classes, self.input_dims, wt))
 
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns [..., D] of integer ids [...]; an id that is not in [0, V) yields NaN, so that it does not go unnoticed."""
+    """Returns [..., D] of integer ids [...]; NaN for an id that is not in [0, V), so that it shows."""
     y = lookup(self.theta.w, ids)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5

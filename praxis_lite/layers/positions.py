@@ -65,7 +65,7 @@ class LearnedPositions(Layer):
 
 
 class RotaryPositions(Layer):
-  """Rotates pairs of dims by angles that grow with the position, so that q . k depends on offsets alone (Su et al., 2021).
+  """Rotates pairs of dims by angles that grow with the position: q . k depends on offsets alone (Su et al., 2021).
 
       [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / max_timescale^(i / h)
 
