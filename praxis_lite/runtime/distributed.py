@@ -12,8 +12,8 @@ import jax
 
 from praxis_lite.errors import ConfigError
 
-# A program that compiles faster than this is cheaper to compile than to look up, on a slow disk.
-_MIN_CACHED_COMPILE_SECONDS = 0.3
+# A program that compiles faster than this is not worth a file.
+_MIN_CACHED_COMPILE_SECONDS = 0.1
 
 
 def simulate_cpu_devices(count: int) -> None:

@@ -10,6 +10,7 @@ step, and a checkpoint holds the position in the input as of its own step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -71,107 +72,107 @@ def run_train(
     UserError: the config, the data, the directory or the checkpoint in it will not do.
     NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
   """
-  # ---- what is trained, where, and on what
   startup = StartupTimes()
-  directory = prepare_job_log_dir(job_log_dir)
-  task = config.task.instantiate()
-  settings = task.train
-  check_intervals(settings)
-  tasks = PartitionedTasks(task, task.create_mesh(devices))
-  keys = run_keys(seed, tasks.mesh)
-  startup.mark('task')
-  datasets = build_datasets(config.datasets)
-  train_input = datasets.the_training_input()
-  decode_inputs = build_inputs(config.decode_datasets, 'decode_datasets()')
-  batch_struct = train_input.batch_struct()
-  startup.mark('data')
-  partitioned = tasks.taking(train_input)
-  startup.mark('task')
+  with contextlib.ExitStack() as to_close:
+    # ---- what is trained, where, and on what
+    directory = prepare_job_log_dir(job_log_dir)
+    task = config.task.instantiate()
+    settings = task.train
+    check_intervals(settings)
+    tasks = PartitionedTasks(task, task.create_mesh(devices))
+    keys = run_keys(seed, tasks.mesh)
+    startup.mark('task')
+    datasets = build_datasets(config.datasets)
+    train_input = datasets.the_training_input()
+    decode_inputs = build_inputs(config.decode_datasets, 'decode_datasets()')
+    batch_struct = train_input.batch_struct()
+    startup.mark('data')
+    partitioned = tasks.taking(train_input)
+    startup.mark('task')
 
-  # ---- where it starts: the first that applies of
-  #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-  #   2. first values from the seed, and the input from its beginning
-  checkpointer = Checkpointer(
-    directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
-  )
-  is_restored = checkpointer.latest_step() is not None
-  if is_restored:
-    state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
-    input_state = checkpointer.input_state()
-    if restore_input and input_state is not None:
-      train_input.set_state(input_state)
-    startup.mark('restore')
-  else:
-    state = jax.block_until_ready(partitioned.init_state(keys.init))
-    startup.mark('init')
-  step, total = int(state.step), settings.num_train_steps
+    # ---- where it starts: the first that applies of
+    #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
+    #   2. first values from the seed, and the input from its beginning
+    checkpointer = Checkpointer(
+      directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
+    )
+    to_close.callback(checkpointer.close)
+    is_restored = checkpointer.latest_step() is not None
+    if is_restored:
+      state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
+      input_state = checkpointer.input_state()
+      if restore_input and input_state is not None:
+        train_input.set_state(input_state)
+      startup.mark('restore')
+    else:
+      state = jax.block_until_ready(partitioned.init_state(keys.init))
+      startup.mark('init')
+    step, total = int(state.step), settings.num_train_steps
 
-  # ---- what it reports, and what runs beside training
-  console = make_console(total, first_step=step, enabled=is_primary_process())
-  writer = SummaryWriter(directory, resumed_step=step, enabled=is_primary_process())
-  log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=step)
-  stop = StopSignals()
-  evaluation = [EvalProgram(tasks.taking(i).eval_step, i, keys.evaluate, task.evaluate) for i in datasets.evaluation]
-  decoding = [
-    DecodeProgram(tasks.taking(i).decode_step, i, keys.evaluate, task.decode, directory) for i in decode_inputs
-  ]
-  programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
-  console.line(_introduction(task.name, partitioned))
-  if is_restored:
-    nothing_left = '; all steps are taken' if step >= total else ''
-    console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')
+    # ---- what it reports, and what runs beside training
+    console = make_console(total, first_step=step, enabled=is_primary_process())
+    to_close.callback(console.close)
+    writer = SummaryWriter(directory, resumed_step=step, enabled=is_primary_process())
+    to_close.callback(writer.close)
+    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=step)
+    stop = StopSignals()
+    evaluation = [EvalProgram(tasks.taking(i).eval_step, i, keys.evaluate, task.evaluate) for i in datasets.evaluation]
+    decoding = [
+      DecodeProgram(tasks.taking(i).decode_step, i, keys.evaluate, task.decode, directory) for i in decode_inputs
+    ]
+    programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
+    console.line(_introduction(task.name, partitioned))
+    if is_restored:
+      nothing_left = '; all steps are taken' if step >= total else ''
+      console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')
 
-  def save() -> None:
-    log.drain()  # Raises if a step was not finite, before anything is saved.
-    checkpointer.save(step, state, partitioned.unpadded_state_shapes, batches.get_state())
+    def save() -> None:
+      log.drain()  # Raises if a step was not finite, before anything is saved.
+      checkpointer.save(step, state, partitioned.unpadded_state_shapes, batches.get_state())
 
-  def do_what_is_due() -> None:
-    # Saving comes first: the disk is busy while the devices evaluate, and a run killed in an evaluation loses no
-    # training.
-    if is_due(step, settings.save_interval_steps):
-      save()
-    if is_due(step, settings.eval_interval_steps):
-      log.drain()
-      programs.evaluate(step, state)
-      log.restart_clock(step)
-    if is_due(step, settings.decode_interval_steps):
-      log.drain()
-      programs.decode(step, state)
-      log.restart_clock(step)
-
-  # ---- train
-  ended_by = 'done'
-  with PrefetchIterator(train_input, partitioned.train_step.put_inputs) as batches, stop:
-    try:
-      if step < total:
-        times = partitioned.train_step.compile()
-        startup.mark_parts({'trace+lower': times.trace + times.lower, 'compile': times.compile})
-      if is_restored:
-        do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
-      while step < total and not stop.requested_at(step):
-        batch = next(batches, None)
-        if batch is None:
-          ended_by = 'data'
-          console.line(f'the training data is over after {step} of {total} steps')
-          break
-        out = partitioned.train_step(state, keys.train, batch)
-        state, step = out.state, step + 1
-        log.add(step, out)
-        do_what_is_due()
-
-      # ---- the end
-      save()
-      if stop.received is None:
+    def do_what_is_due() -> None:
+      # Saving comes first: the disk is busy while the devices evaluate, and a run killed in an evaluation loses no
+      # training.
+      if is_due(step, settings.save_interval_steps):
+        save()
+      if is_due(step, settings.eval_interval_steps):
+        log.drain()
         programs.evaluate(step, state)
-        if settings.decode_interval_steps is not None:
-          programs.decode(step, state)
-      checkpointer.wait()
-      console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
-    finally:
-      console.close()
-      writer.close()
-      checkpointer.close()
-  return TrainResult(step, state, programs.metrics, stop.received or ended_by)
+        log.restart_clock(step)
+      if is_due(step, settings.decode_interval_steps):
+        log.drain()
+        programs.decode(step, state)
+        log.restart_clock(step)
+
+    # ---- train
+    ended_by = 'done'
+    batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
+    to_close.enter_context(stop)
+    if step < total:
+      times = partitioned.train_step.compile()
+      startup.mark_parts({'trace+lower': times.trace + times.lower, 'compile': times.compile})
+    if is_restored:
+      do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
+    while step < total and not stop.requested_at(step):
+      batch = next(batches, None)
+      if batch is None:
+        ended_by = 'data'
+        console.line(f'the training data is over after {step} of {total} steps')
+        break
+      out = partitioned.train_step(state, keys.train, batch)
+      state, step = out.state, step + 1
+      log.add(step, out)
+      do_what_is_due()
+
+    # ---- the end
+    save()
+    if stop.received is None:
+      programs.evaluate(step, state)
+      if settings.decode_interval_steps is not None:
+        programs.decode(step, state)
+    checkpointer.wait()
+    console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
+    return TrainResult(step, state, programs.metrics, stop.received or ended_by)
 
 
 def _introduction(name: str, partitioned: PartitionedTask) -> str:

@@ -169,4 +169,10 @@ def _examples(decoded: Any, batch: Any) -> Iterator[dict[str, Any]]:
   rows = min((len(x) for _, x in leaves), default=0)
   for row in range(rows):
     if np.any(weights[row] != 0):
-      yield {name: np.asarray(x[row]).tolist() for name, (_, x) in zip(names, leaves)}
+      yield {name: _as_json(x[row]) for name, (_, x) in zip(names, leaves)}
+
+
+def _as_json(x: Any) -> Any:
+  array = np.asarray(x)
+  # NumPy does not know bfloat16 and its like, and calls them void.
+  return (array.astype(np.float32) if array.dtype.kind == 'V' else array).tolist()

@@ -67,9 +67,8 @@ def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
   assert reader.all_steps() == [15, 18, 20]
 
 
-@pytest.mark.parametrize('seed', [0, 1])
-def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run, seed):
-  steps = sorted(random.Random(seed).sample(range(2, 19), 2))
+def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run):
+  steps = sorted(random.sample(range(2, 19), 2))
   for kill_at in steps:
     process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', devices=DEVICES)
     for line in process.stdout:
