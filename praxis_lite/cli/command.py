@@ -56,6 +56,25 @@ def job_log_dir_flag(values: flags.FlagValues) -> None:
   )
 
 
+def compilation_cache_flag(values: flags.FlagValues) -> None:
+  """Adds --compilation_cache."""
+  flags.DEFINE_boolean(
+    'compilation_cache',
+    True,
+    'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache',
+    flag_values=values,
+  )
+
+
+def checkpoint_flags(values: flags.FlagValues) -> None:
+  """Adds the flags of commands that read a checkpoint."""
+  job_log_dir_flag(values)
+  compilation_cache_flag(values)
+  flags.DEFINE_integer(
+    'step', None, 'Which checkpoint; the newest by default. Example: --step=500', lower_bound=0, flag_values=values
+  )
+
+
 def help_text(command: Command) -> str:
   """The help of one command: what it does, an example, and its flags."""
   lines = [f'praxis-lite {command.name}: {command.description}', '', 'Example:', f'  {command.example}', '', 'Flags:']

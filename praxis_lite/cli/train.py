@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, experiment_flags, job_log_dir_flag
+from praxis_lite.cli.command import Command, compilation_cache_flag, experiment_flags, job_log_dir_flag
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -36,12 +36,7 @@ def _flags() -> flags.FlagValues:
     'Example: --norestore_input',
     flag_values=values,
   )
-  flags.DEFINE_boolean(
-    'compilation_cache',
-    True,
-    'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache',
-    flag_values=values,
-  )
+  compilation_cache_flag(values)
   flags.DEFINE_string(
     'coordinator_address',
     None,

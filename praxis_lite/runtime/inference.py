@@ -47,7 +47,7 @@ def run_eval(
   inputs = build_datasets(config.datasets).evaluation
   if not inputs:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
-  model = _restore(config, job_log_dir, devices, step, seed, inputs, 'evaluate')
+  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'evaluate')
   settings = model.tasks.jax_task.evaluate
   return _run([EvalProgram(model.tasks.taking(i).eval_step, i, model.key, settings) for i in inputs], model)
 
@@ -64,21 +64,23 @@ def run_decode(
   inputs = build_inputs(config.decode_datasets, 'decode_datasets()')
   if not inputs:
     raise ConfigError('decode_datasets(): there is no input to decode')
-  model = _restore(config, job_log_dir, devices, step, seed, inputs, 'decode')
+  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'decode')
   directory = prepare_job_log_dir(job_log_dir)
   settings = model.tasks.jax_task.decode
   programs = [DecodeProgram(model.tasks.taking(i).decode_step, i, model.key, settings, directory) for i in inputs]
   return _run(programs, model)
 
 
-class _Restored(NamedTuple):
+class RestoredModel(NamedTuple):
+  """A model ready to run: its steps, its variables and the step of its checkpoint, and a key to draw with."""
+
   tasks: PartitionedTasks
   variables: Any
   step: jax.Array
   key: jax.Array
 
 
-def _restore(
+def restore_for_inference(
   config: RunConfig,
   job_log_dir: str | Path,
   devices: Sequence[jax.Device] | None,
@@ -86,7 +88,8 @@ def _restore(
   seed: int,
   inputs: Sequence[BaseInput],
   section: str,
-) -> _Restored:
+) -> RestoredModel:
+  """Restores a checkpoint for the batches of `inputs`; `section` of the task, 'evaluate' or 'decode', says of what."""
   checkpointer = Checkpointer(job_log_dir, read_only=True)
   checkpointer.existing_step(step)  # Before anything slow.
   task = config.task.instantiate()
@@ -94,10 +97,10 @@ def _restore(
   use_ema: bool = getattr(task, section).use_ema
   variables, global_step = restore_variables(checkpointer, tasks.taking(inputs[0]), use_ema=use_ema, step=step)
   checkpointer.close()
-  return _Restored(tasks, variables, global_step, run_keys(seed, tasks.mesh).evaluate)
+  return RestoredModel(tasks, variables, global_step, run_keys(seed, tasks.mesh).evaluate)
 
 
-def _run(programs: Sequence[Program], model: _Restored) -> dict[str, HostMetrics]:
+def _run(programs: Sequence[Program], model: RestoredModel) -> dict[str, HostMetrics]:
   metrics: dict[str, HostMetrics] = {}
   for program in programs:
     result = program.run(model.variables, model.step)
