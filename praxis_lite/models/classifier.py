@@ -1,0 +1,86 @@
+"""ClassificationModel: a network, and a softmax over classes.
+
+B batch, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.call import NestedDict
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import DataError, did_you_mean
+from praxis_lite.layers.image_networks import Mlp
+from praxis_lite.layers.softmax import FullSoftmax
+from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
+
+
+class ClassPredictions(NamedTuple):
+  """What a classifier predicts.
+
+  Attributes:
+    logits: [B, V] float32.
+    xent: [B] float32 cross entropy of the labels, in nats.
+  """
+
+  logits: jax.Array
+  xent: jax.Array
+
+
+class ClassificationModel(BaseModel):
+  """Classifies inputs such as images: batches have the leaves `label`, [B] int32, `weights`, [B], and the input.
+
+  Attributes:
+    num_classes: V.
+    network_tpl: of the child `network`, from (input, weights) to features [B, F], with F as property `output_dims`.
+    softmax_tpl: of the child `softmax`.
+    input_name: which leaf of the batch the network takes.
+  """
+
+  num_classes: int = REQUIRED
+  network_tpl: Config = template(Mlp)
+  softmax_tpl: Config = template(FullSoftmax, use_bias=True)
+  input_name: str = 'image'
+
+  def setup(self) -> None:
+    self.create_child('network', self.network_tpl)
+    softmax = self.softmax_tpl.clone(input_dims=self.network.output_dims, num_classes=self.num_classes)
+    self.create_child('softmax', softmax)
+
+  def compute_predictions(self, batch: NestedDict) -> ClassPredictions:
+    """Returns logits and cross entropy."""
+    labels, weights = self._leaf(batch, 'label'), self._leaf(batch, 'weights')
+    return ClassPredictions(*self.softmax(self._features(batch), labels, weights))
+
+  def compute_loss(self, predictions: ClassPredictions, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns the metrics `loss`, cross entropy in nats, and `accuracy`; each example's `loss` and `prediction`."""
+    predicted = jnp.argmax(predictions.logits, axis=-1).astype(jnp.int32)
+    correct = predicted == batch['label']
+    metrics = {
+      'loss': weighted_mean(predictions.xent, batch['weights']),
+      'accuracy': weighted_mean(correct, batch['weights']),
+    }
+    return metrics, {'loss': predictions.xent, 'prediction': predicted}
+
+  def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns each example's `prediction` and `probabilities`, [B, V]; the batch needs no labels.
+
+    Its metric is `confidence`, the mean probability of the predictions.
+    """
+    probabilities = jax.nn.softmax(self.softmax.get_logits(self._features(batch)))
+    predicted = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
+    confidence = weighted_mean(jnp.max(probabilities, axis=-1), self._leaf(batch, 'weights'))
+    return {'confidence': confidence}, {'prediction': predicted, 'probabilities': probabilities}
+
+  def _features(self, batch: NestedDict) -> jax.Array:
+    return self.network(self._leaf(batch, self.input_name), self._leaf(batch, 'weights'))
+
+  def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
+    if name not in batch:
+      raise DataError(
+        f'{self.path_name}: the batch has no leaf {name!r}.{did_you_mean(name, batch)} Its leaves: {", ".join(batch)}'
+      )
+    return batch[name]
