@@ -1,6 +1,7 @@
 """Learner: what a gradient does to the variables.
 
-    gradient -> L2 -> clipping -> optimizer -> decoupled weight decay -> new variables -> moving averages
+    gradient -> clipping: by value, by each variable's norm, by the global norm
+             -> L2 -> optimizer -> decoupled weight decay -> new variables -> moving averages
 
 A step whose loss or gradient is not finite leaves variables, slots and averages as they were.
 """
@@ -17,10 +18,12 @@ import optax
 from praxis_lite.call import path_name
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.learning.optimizer import GroupedOptimizer
+from praxis_lite.learning.optimizer import GroupedOptimizer, is_regularized
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.learning.subtrees import leaves, merge, select
-from praxis_lite.weights import WeightHParams, WeightHParamsCollection
+from praxis_lite.weights import WeightHParams
+
+_ON_NONFINITE = ('skip', 'raise', 'ignore')
 
 
 class LearnerUpdate(NamedTuple):
@@ -30,8 +33,8 @@ class LearnerUpdate(NamedTuple):
     mdl_vars: all variables, the trained ones updated.
     opt_states: new optimizer state.
     ema_vars: new moving averages, or None.
-    stats: float32 scalars: learning_rate, grad_norm (of the whole gradient, before clipping), and skipped (0 or 1)
-      unless steps that are not finite are ignored.
+    stats: float32 scalars: learning_rate, grad_norm (of the whole gradient, before clipping), skipped (0 or 1) unless
+      steps that are not finite are ignored, and param_norm if it is asked for.
     finite: whether the step counts; None where it always does.
   """
 
@@ -46,8 +49,9 @@ class Learner(Configurable):
   """Optimizer, schedule and all that is done to gradients.
 
   Attributes:
-    optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`. Learning rate and weight
-      decay mask are filled in where it takes them and they are not set.
+    optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`, or of a function that
+      returns an optax transformation. Learning rate and weight decay mask are filled in where it, or a config nested
+      in it, takes them and they are not set.
     learning_rate: multiplied with the schedule.
     schedule: config of a schedule: a function of the step.
     clip_gradient_norm_to_value: the gradient is scaled down to this global norm; 0 does not.
@@ -58,9 +62,13 @@ class Learner(Configurable):
     bprop_variable_inclusion: regexes of variable paths, matched whole; only these are trained. Empty: all.
     bprop_variable_exclusion: regexes of variable paths, matched whole; these are not trained, and have no slots.
     ema_decay: of moving averages of the trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0 keeps
-    none. num_microbatches: gradients are accumulated over so many parts of each batch.
-    on_nonfinite: 'skip' leaves all as it was after a step that is not finite; 'raise' does too and ends the run;
-      'ignore' does not look.
+      none.
+    num_microbatches: gradients are accumulated over so many parts of each batch.
+    on_nonfinite: 'skip' leaves all as it was after a step whose loss or gradient norm is not finite in float32; 'raise'
+      does too and ends the run; 'ignore' does not look.
+    per_layer_statistics: whether the optimizer updates each layer of a repeated one by itself. None: unless it is known
+      to make no difference.
+    report_param_norm: adds the norm of the trained variables to the stats.
 
   Variables marked to skip regularization are spared both kinds of decay, and the optimizer's own.
 
@@ -81,12 +89,23 @@ class Learner(Configurable):
   ema_decay: float = 0.0
   num_microbatches: int = 1
   on_nonfinite: str = 'skip'
+  per_layer_statistics: bool | None = None
+  report_param_norm: bool = False
 
   def __post_init__(self) -> None:
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
-    if self.on_nonfinite not in ('skip', 'raise', 'ignore'):
-      raise ConfigError(f"learner.on_nonfinite: expected 'skip', 'raise' or 'ignore', got {self.on_nonfinite!r}")
+    if self.on_nonfinite not in _ON_NONFINITE:
+      close = did_you_mean(str(self.on_nonfinite), _ON_NONFINITE)
+      raise ConfigError(
+        f"learner.on_nonfinite: expected 'skip', 'raise' or 'ignore', got {self.on_nonfinite!r}.{close}"
+      )
+    for field in ('optimizer', 'schedule'):
+      if not isinstance(getattr(self, field), Config):
+        raise ConfigError(f'learner.{field}: expected a Config, got {type(getattr(self, field)).__name__}')
+    for field in ('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value'):
+      if not getattr(self, field) >= 0:
+        raise ConfigError(f'learner.{field}: expected a limit above 0, or 0 for none, got {getattr(self, field)}')
     if not 0 <= self.ema_decay < 1:
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')
     if self.num_microbatches < 1:
@@ -103,25 +122,34 @@ class Learner(Configurable):
       weights: their declarations.
 
     Raises:
-      ConfigError: a regex is not valid, or matches no variable.
+      ConfigError: a regex is not valid, or matches no variable, or no variable is left.
     """
     declared = leaves(weights)
     included = self._matching(declared, 'bprop_variable_inclusion')
     excluded = self._matching(declared, 'bprop_variable_exclusion')
 
-    def is_trained(path: tuple[str, ...]) -> bool:
-      wanted = path in included or not self.bprop_variable_inclusion
-      return declared[path].trainable and wanted and path not in excluded
-
-    return select(tree, is_trained), select(tree, lambda path: not is_trained(path))
+    trained = {
+      path
+      for path, weight in declared.items()
+      if weight.trainable and (path in included or not self.bprop_variable_inclusion) and path not in excluded
+    }
+    if not trained and any(weight.trainable for weight in declared.values()):
+      raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
+    return select(tree, trained.__contains__), select(tree, lambda path: path not in trained)
 
   def trained(self, tree: Any, weights: Any) -> Any:
     """Returns the part of `tree` that is trained; see `split`."""
     return self.split(tree, weights)[0]
 
+  def trainable_mask(self, weights: Any) -> Any:
+    """Returns for each variable whether it is trained: a tree of the structure of `weights`, the declarations."""
+    trained = leaves(self.trained(weights, weights))
+    return jax.tree_util.tree_map_with_path(lambda path, _: tuple(entry.key for entry in path) in trained, weights)
+
   def _matching(self, declared: dict[tuple[str, ...], WeightHParams], field: str) -> set[tuple[str, ...]]:
     matching: set[tuple[str, ...]] = set()
-    for pattern in getattr(self, field):
+    patterns = getattr(self, field)
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
       try:
         matched = {path for path in declared if re.fullmatch(pattern, path_name(path))}
       except re.error as error:
@@ -136,7 +164,8 @@ class Learner(Configurable):
 
   def init(self, mdl_vars: Any, weights: Any) -> Any:
     """Returns the first optimizer state: slots for the trained variables only."""
-    return GroupedOptimizer(self.optimizer, self.trained(weights, weights)).init(self.trained(mdl_vars, weights))
+    optimizer = self._optimizer(self.trained(weights, weights), self.learning_rate_at(0))
+    return optimizer.init(self.trained(mdl_vars, weights))
 
   def init_ema(self, mdl_vars: Any, weights: Any) -> Any:
     """Returns the first moving averages, copies of the trained variables; None where none are kept."""
@@ -145,6 +174,9 @@ class Learner(Configurable):
   def learning_rate_at(self, step: jax.Array | int) -> jax.Array:
     """Returns the learning rate of the step after `step` steps, a float32 scalar."""
     return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
+
+  def _optimizer(self, declared: Any, rate: jax.Array) -> GroupedOptimizer:
+    return GroupedOptimizer(self.optimizer, declared, rate, self.per_layer_statistics)
 
   # ---------------------------------------------------------------- the update
 
@@ -160,19 +192,21 @@ class Learner(Configurable):
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
       weights: declarations of all variables.
+
+    Raises:
+      ConfigError: the optimizer cannot be what its config says, or needs what a step does not have.
     """
     declared = self.trained(weights, weights)
     variables = self.trained(mdl_vars, weights)
-    grad_norm = optax.global_norm(gradients)
+    grad_norm = _global_norm(gradients)
     rate = self.learning_rate_at(step)
     finite = None if self.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    updates, new_states = GroupedOptimizer(self.optimizer, declared).update(
-      self._prepared(gradients, grad_norm, variables, declared), opt_states, variables, rate
-    )
+    gradients = self._regularized(self._clipped(gradients, grad_norm, declared), variables, declared)
+    updates, new_states = self._optimizer(declared, rate).update(gradients, opt_states, variables, loss)
     if self.decoupled_weight_decay:
       updates = jax.tree.map(
-        lambda u, v, w: u - rate * self.decoupled_weight_decay * v if _is_regularized(w) else u,
+        lambda u, v, w: u - rate * self.decoupled_weight_decay * v if is_regularized(w) else u,
         updates,
         variables,
         declared,
@@ -186,23 +220,28 @@ class Learner(Configurable):
     stats = {'learning_rate': rate, 'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
+    if self.report_param_norm:
+      stats['param_norm'] = _global_norm(new_variables)
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
-  def _prepared(self, gradients: Any, grad_norm: jax.Array, variables: Any, declared: Any) -> Any:
+  def _clipped(self, gradients: Any, norm: jax.Array, declared: Any) -> Any:
     original = gradients
-    if self.l2_regularizer_weight:
-      gradients = jax.tree.map(
-        lambda g, v, w: g + self.l2_regularizer_weight * v if _is_regularized(w) else g, gradients, variables, declared
-      )
     if self.clip_gradient_value:
       gradients = jax.tree.map(lambda g: jnp.clip(g, -self.clip_gradient_value, self.clip_gradient_value), gradients)
     if self.clip_gradient_single_norm_to_value:
       gradients = jax.tree.map(self._clip_single_norm, gradients, declared)
     if self.clip_gradient_norm_to_value:
-      norm = grad_norm if gradients is original else optax.global_norm(gradients)
+      norm = norm if gradients is original else _global_norm(gradients)
       limit = self.clip_gradient_norm_to_value
       gradients = jax.tree.map(lambda g: g * (limit / jnp.maximum(norm, limit)).astype(g.dtype), gradients)
     return gradients
+
+  def _regularized(self, gradients: Any, variables: Any, declared: Any) -> Any:
+    if not self.l2_regularizer_weight:
+      return gradients
+    return jax.tree.map(
+      lambda g, v, w: g + self.l2_regularizer_weight * v if is_regularized(w) else g, gradients, variables, declared
+    )
 
   def _clip_single_norm(self, gradient: jax.Array, weight: WeightHParams) -> jax.Array:
     """Clips the norm of each layer's gradient, where a variable holds a stack of them."""
@@ -216,5 +255,7 @@ class Learner(Configurable):
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def _is_regularized(weight: WeightHParams) -> bool:
-  return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
+def _global_norm(tree: Any) -> jax.Array:
+  """The norm of all arrays of a tree as one vector, in float32 whatever their dtype."""
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

@@ -59,6 +59,9 @@ class Cosine(BaseSchedule):
   initial_value: float = 1.0
   final_value: float = 0.0
 
+  def __post_init__(self) -> None:
+    _check_positive(self, 'total_steps')
+
   def __call__(self, step: jax.Array | int) -> jax.Array:
     done = jnp.clip(_float(step) / self.total_steps, 0.0, 1.0)
     return self.final_value + (self.initial_value - self.final_value) * 0.5 * (1 + jnp.cos(math.pi * done))
@@ -70,6 +73,11 @@ class Exponential(BaseSchedule):
   start: int = 0
   end: int = REQUIRED
   limit: float = 0.01
+
+  def __post_init__(self) -> None:
+    if self.end <= self.start:
+      raise ConfigError(f'Exponential.end: step {self.end} must come after start, {self.start}')
+    _check_positive(self, 'limit')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     done = jnp.clip((_float(step) - self.start) / (self.end - self.start), 0.0, 1.0)
@@ -88,6 +96,8 @@ class PiecewiseConstant(BaseSchedule):
         f'PiecewiseConstant.values: {len(self.boundaries)} boundaries need {len(self.boundaries) + 1} values, '
         f'got {len(self.values)}'
       )
+    if any(a >= b for a, b in zip(self.boundaries, self.boundaries[1:])):
+      raise ConfigError(f'PiecewiseConstant.boundaries: steps must increase, got {tuple(self.boundaries)}')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     passed = jnp.sum(jnp.asarray(step) >= jnp.asarray(self.boundaries))
@@ -100,15 +110,22 @@ class Transformer(BaseSchedule):
   model_dims: int = REQUIRED
   warmup_steps: int = 4000
 
+  def __post_init__(self) -> None:
+    _check_positive(self, 'model_dims', 'warmup_steps')
+
   def __call__(self, step: jax.Array | int) -> jax.Array:
     count = _float(step) + 1
     return self.model_dims**-0.5 * jnp.minimum(count * self.warmup_steps**-1.5, count**-0.5)
 
 
 class _Warmup(BaseSchedule):
-  """From 0 at step 0 in a straight line to 1 at step `warmup_steps`; then `decay`."""
+  """In a straight line, (step + 1) / warmup_steps, to 1 at the end of the warm-up; from there on `decay`."""
 
   warmup_steps: int = REQUIRED
+
+  def __post_init__(self) -> None:
+    if self.warmup_steps < 0:
+      raise ConfigError(f'{type(self).__name__}.warmup_steps: expected at least 0, got {self.warmup_steps}')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     warm = jnp.minimum((_float(step) + 1) / max(self.warmup_steps, 1), 1.0)
@@ -134,20 +151,31 @@ class LinearWarmupCosine(_Warmup):
 
 
 class LinearWarmupSqrtDecay(_Warmup):
-  """Linear warm-up to 1, then sqrt(warmup_steps / step)."""
+  """Linear warm-up to 1, then the inverse square root of the step: sqrt(warmup_steps / step)."""
 
   def decay(self, step: jax.Array) -> jax.Array:
     return jnp.sqrt(max(self.warmup_steps, 1) / jnp.maximum(step, 1))
 
 
 class LinearWarmupExponentialDecay(_Warmup):
-  """Linear warm-up to 1, then equal factors down to `final_value` at step `total_steps`."""
+  """Linear warm-up to 1, then equal factors to `final_value` at step `total_steps`; a shorter run only warms up."""
 
   total_steps: int = REQUIRED
   final_value: float = 0.01
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    _check_positive(self, 'final_value')
+
   def decay(self, step: jax.Array) -> jax.Array:
-    return Exponential(start=self.warmup_steps, end=self.total_steps, limit=self.final_value)(step)
+    end = max(self.total_steps, self.warmup_steps + 1)
+    return Exponential(start=self.warmup_steps, end=end, limit=self.final_value)(step)
+
+
+def _check_positive(schedule: BaseSchedule, *fields: str) -> None:
+  for field in fields:
+    if not getattr(schedule, field) > 0:
+      raise ConfigError(f'{type(schedule).__name__}.{field}: expected more than 0, got {getattr(schedule, field)}')
 
 
 def _float(step: Any) -> jax.Array:
