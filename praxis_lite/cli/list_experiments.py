@@ -12,7 +12,7 @@ def _run(values: flags.FlagValues) -> int:
 
   registry.load_all()
   wanted = values.match.lower()
-  rows = [(name, _summary(registry.get(name))) for name in registry.names()]
+  rows = [(registry.short_name(name), _summary(registry.get(name))) for name in registry.names()]
   rows = [row for row in rows if wanted in ' '.join(row).lower()]
   width = max((len(name) for name, _ in rows), default=0)
   for name, summary in rows:

@@ -1,0 +1,1 @@
+"""Registered experiments. `praxis-lite list` prints them."""

@@ -1,0 +1,85 @@
+"""Handwritten digits: the 1,797 images of 8 x 8 pixels that scikit-learn ships (`pip install praxis_lite[digits]`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from praxis_lite import registry
+from praxis_lite.config import Config
+from praxis_lite.errors import DataError
+from praxis_lite.experiment import BaseExperiment
+from praxis_lite.inputs import ArrayInput
+from praxis_lite.layers import ConvNet, Mlp
+from praxis_lite.models import ClassificationModel
+from tasks.image_classification import ImageClassificationTask
+
+_NUM_TRAIN = 1437  # Four fifths; the rest is for validation.
+
+
+def digits(split: str) -> dict[str, np.ndarray]:
+  """Returns `image` [N, 8, 8, 1] in [0, 1] and `label` [N] of the 'train' or the 'validation' split."""
+  try:
+    from sklearn import datasets
+  except ImportError:
+    raise DataError('the digits come with scikit-learn, which is missing: pip install praxis_lite[digits]') from None
+  images, labels = datasets.load_digits(return_X_y=True)
+  order = np.random.Generator(np.random.PCG64(0)).permutation(len(labels))
+  rows = order[:_NUM_TRAIN] if split == 'train' else order[_NUM_TRAIN:]
+  return {'image': (images[rows] / 16).astype(np.float32).reshape(-1, 8, 8, 1), 'label': labels[rows].astype(np.int32)}
+
+
+class _Digits(BaseExperiment):
+  batch_size = 64
+
+  def datasets(self) -> list[Config]:
+    train = Config(ArrayInput, name='train', arrays=Config(digits, split='train'), is_training=True)
+    validation = Config(ArrayInput, name='validation', arrays=Config(digits, split='validation'))
+    return [train.set(batch_size=self.batch_size), validation.set(batch_size=self.batch_size)]
+
+  def network(self) -> Config:
+    raise NotImplementedError
+
+  def task(self) -> Config:
+    task = Config(ImageClassificationTask)
+    task.model = Config(ClassificationModel, num_classes=10, network_tpl=self.network())
+    task.train.set(num_train_steps=500, log_interval_steps=50, eval_interval_steps=250, save_interval_steps=250)
+    return task
+
+
+@registry.register
+class DigitsMlp(_Digits):
+  """Digits by an MLP of one hidden layer; a few seconds on a CPU."""
+
+  def network(self) -> Config:
+    return Config(Mlp, input_dims=64, hidden_dims=(128,))
+
+
+@registry.register
+class DigitsConvNet(_Digits):
+  """Digits by a small convolutional network with batch norm."""
+
+  def network(self) -> Config:
+    return Config(ConvNet, input_channels=1, channels=(16, 32))
+
+
+@registry.register
+class DigitsMlpSharded(DigitsMlp):
+  """Digits on 8 devices, the batch and the hidden layer split; neither 10 classes nor a batch of 50 divide."""
+
+  batch_size = 50
+  ici_mesh_shape = (2, 4)
+  mesh_axis_names = ('data', 'mdl')
+
+  def network(self) -> Config:
+    network: Any = super().network().set(hidden_dims=(126,))
+    network.linear_tpl.weight_split_dims_mapping.wt = ('data', 'mdl')
+    network.linear_tpl.activation_split_dims_mapping.out = ('data', 'mdl')
+    return network
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_4d': ('data', None, None, None)}
+    task.model.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+    return task

@@ -1,0 +1,27 @@
+"""The Python blocks of the guides run, each guide top to bottom in one namespace."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.read_text()]
+BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
+def test_guide_runs(guide, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  text = guide.read_text()
+  namespace = {'__name__': f'guide_{guide.stem}'}
+  for match in BLOCK.finditer(text):
+    # Blank lines before the code make line numbers in a traceback those of the guide.
+    code = '\n' * text[: match.start(1)].count('\n') + match[1]
+    exec(compile(code, str(guide), 'exec'), namespace)
+
+
+def test_links_between_documents_lead_somewhere():
+  for document in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
+    for target in re.findall(r'\]\((?!https?:|#)([^)#]+)', document.read_text()):
+      assert (document.parent / target).exists(), f'{document.name} links to {target}'
