@@ -21,7 +21,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.dot_product import AttentionImplementation, dot_product_attention
 from praxis_lite.layers.masks import cache_mask, combine_masks, segment_mask
-from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightInit
+from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
 class ProjectionWeightSplit(WeightSplit):
@@ -55,11 +55,16 @@ class Projection(Layer):
     self.create_variable('w', weight)
     if self.use_bias:
       split = self.weight_split_dims_mapping.bias
-      bias = WeightHParams(self.out_shape, init=WeightInit.Constant(0.0), tensor_split_dims_mapping=split)
+      bias = WeightHParams(
+        self.out_shape,
+        init=WeightInit.Constant(0.0),
+        tensor_split_dims_mapping=split,
+        collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
+      )
       self.create_variable('b', bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    y = jnp.tensordot(x, self.theta.w, axes=len(self.in_shape))
+    y = jnp.tensordot(x.astype(self.fprop_dtype), self.theta.w, axes=len(self.in_shape))
     return y + self.theta.b if self.use_bias else y
 
 

@@ -13,7 +13,7 @@ from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear
-from praxis_lite.weights import SplitDimsMapping
+from praxis_lite.weights import SplitDimsMapping, WeightInit
 
 
 class FeedForwardWeightSplit(WeightSplit):
@@ -38,6 +38,7 @@ class FeedForward(Layer):
     use_bias: whether the linear layers have biases.
     proj_tpl: of the children `up` and `down`.
     dropout_tpl: of the child `dropout`, on the hidden layer.
+    out_init: initializer of the weight out of the hidden layer; None is as of the others.
   """
 
   input_dims: int = REQUIRED
@@ -46,6 +47,7 @@ class FeedForward(Layer):
   use_bias: bool = True
   proj_tpl: Config = template(Linear)
   dropout_tpl: Config = template(Dropout)
+  out_init: WeightInit | None = None
   weight_split_dims_mapping: Config = template(FeedForwardWeightSplit)
   activation_split_dims_mapping: Config = template(FeedForwardActivationSplit)
 
@@ -61,6 +63,8 @@ class FeedForward(Layer):
       up.weight_split_dims_mapping.wt = wt
     if down_wt is not None:
       down.weight_split_dims_mapping.wt = down_wt
+    if self.out_init is not None:
+      down.params_init = self.out_init
     self.create_children(*self._inward(), template=up)
     self.create_child('dropout', self.dropout_tpl)
     self.create_child('down', down)

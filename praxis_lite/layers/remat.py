@@ -7,8 +7,8 @@
     save_names                         what is tagged with one of the given names
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
-layers: query_proj, key_proj, value_proj, context, out_proj (attention). Names given with another policy are saved in
-addition.
+layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward). Names
+given with another policy are saved in addition.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""LanguageModel: trains, evaluates and decodes a network that predicts the next token.
+
+B batch, T length, V vocabulary, P length of prompts, M most tokens to decode.
+
+A batch holds, each [B, T]: `ids`, `labels` (the next tokens) int32, `weights` float32, where rows are packed
+`segment_ids` and `segment_pos` int32, and where tokens are not bytes `bytes` float32, the bytes of text of each label.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.call import NestedDict
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.decoding import Sampler
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.softmax import SoftmaxOutput
+from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
+from praxis_lite.layers.transformer_lm import TransformerLm
+
+_SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
+
+
+class LanguageModel(BaseModel):
+  """A language model over any network with the interface of `TransformerLm`.
+
+  Attributes:
+    vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head, hidden_dims: sizes of the network, set
+      here or in `lm_tpl`; None leaves what is there.
+    lm_tpl: the network, the child `lm`.
+    packed: rows may hold several segments, told apart by `segment_ids`. False takes each row for one segment with
+      padding at its end only, whatever the batch says; attention then needs no mask but the causal one.
+    tokens_are_bytes: each token is a byte of text; adds the metric `nats_per_byte` to batches without `bytes`.
+    decoder_tpl: how prompts are continued.
+  """
+
+  vocab_size: int | None = None
+  model_dims: int | None = None
+  num_layers: int | None = None
+  num_heads: int | None = None
+  num_kv_heads: int | None = None
+  dims_per_head: int | None = None
+  hidden_dims: int | None = None
+  lm_tpl: Config = template(TransformerLm)
+  packed: bool = True
+  tokens_are_bytes: bool = False
+  decoder_tpl: Config = template(Sampler)
+
+  def setup(self) -> None:
+    lm = self.lm_tpl.clone()
+    for name in _SIZES:
+      own = getattr(self, name)
+      if own is None:
+        continue
+      there = getattr(lm, name)
+      if there is not None and there is not REQUIRED and there != own:
+        raise ConfigError(
+          f'{self.path_name}.{name} is {own}, but {self.path_name}.lm_tpl.{name} is {there}; set one of them'
+        )
+      setattr(lm, name, own)
+    self.create_child('lm', lm)
+    self.decoder: Sampler = self.decoder_tpl.instantiate()
+
+  # ---------------------------------------------------------------- training and evaluation
+
+  def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
+    """Returns logits [B, T, V] and cross entropies [B, T]."""
+    segments: dict[str, Any] = {}
+    if self.packed:
+      segments = {'segment_ids': batch.get('segment_ids'), 'segment_pos': batch.get('segment_pos')}
+    return self.lm(batch['ids'], batch['labels'], batch['weights'], **segments)
+
+  def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns metrics and per-example outputs.
+
+    Metrics: `loss`, nats per token; `nats_per_byte` where the bytes are known; in evaluation `accuracy`, the fraction
+    of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
+    """
+    xent_BT, weights_BT = predictions.xent, batch['weights']
+    loss, num_tokens = weighted_mean(xent_BT, weights_BT)
+    metrics = {'loss': (loss, num_tokens)}
+    if 'bytes' in batch:
+      num_bytes = jnp.sum(batch['bytes'] * weights_BT)
+      metrics['nats_per_byte'] = (loss * num_tokens / jnp.maximum(num_bytes, 1.0), num_bytes)
+    elif self.tokens_are_bytes:
+      metrics['nats_per_byte'] = metrics['loss']
+    if self.do_eval:
+      correct_BT = jnp.argmax(predictions.logits, axis=-1) == batch['labels']
+      metrics['accuracy'] = weighted_mean(correct_BT, weights_BT)
+    loss_B, weights_B = jax.vmap(weighted_mean)(xent_BT, weights_BT)
+    return metrics, {'loss': loss_B, 'weights': weights_B}
+
+  # ---------------------------------------------------------------- decoding
+
+  def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Continues prompts.
+
+    Args:
+      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, of which 0 is a row of padding.
+
+    Returns:
+      Metrics: `decoded_length`, tokens a row, and `log_prob`, nats a token. Outputs: `ids` [B, M], `lengths` [B] and
+      `log_probs` [B, M] as of `Decoded`, and `prompt_ids`, `prompt_lengths` as they came.
+    """
+    prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
+    batch_size, prompt_length = prompt_ids_BP.shape
+    variables = self.lm.variables
+
+    def step(ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+      logits_BV, side = self.lm.apply(variables, ids_BT, pos_BT, last_B, decode_state=state, method='extend_step')
+      return logits_BV, side.decode_state
+
+    cache_length = self.decoder.cache_length(prompt_length)
+    _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
+    key = jax.random.key(0) if self.decoder.temperature == 0 else self.next_prng_key()
+    decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key)
+    metrics = {
+      'decoded_length': weighted_mean(decoded.lengths, prompt_lengths_B > 0),
+      'log_prob': weighted_mean(decoded.log_probs, jnp.arange(decoded.ids.shape[1]) < decoded.lengths[:, None]),
+    }
+    return metrics, {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}

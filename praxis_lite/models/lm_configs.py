@@ -1,0 +1,139 @@
+"""Configs of language models: the usual kinds, and the usual ways to split them over a mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
+from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
+from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer
+from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.weights import WeightInit
+
+
+def transformer_lm(
+  *,
+  vocab_size: int,
+  model_dims: int,
+  num_layers: int,
+  num_heads: int,
+  num_kv_heads: int | None = None,
+  dims_per_head: int | None = None,
+  hidden_dims: int | None = None,
+  style: str = 'llama',
+  max_len: int = 1024,
+  rotary_base: float = 10_000.0,
+  tie_embeddings: bool | None = None,
+  dropout: float = 0.0,
+  repeat: bool = True,
+  remat: str = 'none',
+  fprop_dtype: DTypeLike | None = None,
+) -> Config[LanguageModel]:
+  """Returns the config of a language model.
+
+  Args:
+    vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head: see `TransformerLm`.
+    hidden_dims: of the feed-forward layers; None is 4 D for 'gpt2', and for 'llama' 8/3 D, which makes as many
+      weights, rounded up to a multiple of 64.
+    style: 'llama' has RMSNorm, rotary positions, a gated feed-forward layer, no biases, and a softmax of its own
+      (Touvron et al., 2023); 'gpt2' has LayerNorm, learned positions, GELU, biases, and a softmax that shares the
+      embedding (Radford et al., 2019).
+    max_len: of the learned positions of 'gpt2'.
+    rotary_base: longest wavelength of the rotary positions of 'llama', over 2 pi.
+    tie_embeddings: whether softmax and embedding share a table; None is as the style has it.
+    dropout: rate on embeddings and on what is added to the residual stream.
+    repeat: scan over one block; False makes each block a layer of its own.
+    remat: see `layers/remat.py`.
+    fprop_dtype: dtype to compute in, such as jnp.bfloat16; None is that of the weights, float32.
+  """
+  if style not in ('llama', 'gpt2'):
+    raise ConfigError(f"transformer_lm: style is 'llama' or 'gpt2', got {style!r}")
+  gpt2 = style == 'gpt2'
+  if hidden_dims is None:
+    hidden_dims = 4 * model_dims if gpt2 else math.ceil(8 * model_dims / 3 / 64) * 64
+  lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
+  lm.transformer_tpl = Config(RepeatedTransformer if repeat else StackedTransformer, remat=remat)
+  block = lm.transformer_tpl.layers_tpl
+  # Each block adds twice to the residual stream: its variance stays that of one block.
+  residual_init = WeightInit.Gaussian(0.02 / math.sqrt(2 * num_layers))
+  if gpt2:
+    norm: Config[Any] = Config(LayerNorm, epsilon=1e-5)
+    lm.position_tpl = Config(LearnedPositions, max_len=max_len)
+    block.attention_tpl.use_bias = True
+    block.ff_tpl = Config(FeedForward, activation='gelu_tanh', use_bias=True, out_init=residual_init)
+  else:
+    norm = Config(RMSNorm, epsilon=1e-5)
+    block.attention_tpl.rotary_tpl = Config(RotaryPositions, max_timescale=rotary_base)
+    block.ff_tpl = Config(GatedFeedForward, out_init=residual_init)
+  block.attention_tpl.out_tpl.params_init = residual_init
+  block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
+  lm.dropout_tpl = Config(Dropout, rate=dropout)
+  block.dropout_tpl = Config(Dropout, rate=dropout)
+  if tie_embeddings if tie_embeddings is not None else gpt2:
+    lm.softmax_tpl = Config(SharedEmbeddingSoftmax)
+  else:
+    lm.embedding_tpl, lm.softmax_tpl = Config(Embedding), Config(FullSoftmax)
+  return Config(
+    LanguageModel,
+    vocab_size=vocab_size,
+    model_dims=model_dims,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    dims_per_head=dims_per_head,
+    hidden_dims=hidden_dims,
+    lm_tpl=lm,
+    fprop_dtype=fprop_dtype,
+  )
+
+
+def set_sharding(
+  config: Config[Any],
+  *,
+  batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
+  data_axis: str | None = 'data',
+  mdl_axis: str | None = 'mdl',
+) -> Config[Any]:
+  """Sets the split mappings of a language model, in place, and returns it.
+
+      activations of D            batch over `batch_axes`
+      of heads, hidden, classes   the same, and heads, hidden dims or classes over `mdl_axis` (tensor parallel)
+      weights                     heads, hidden dims or classes over `mdl_axis`, D over `data_axis` (fully sharded)
+
+  A block then has two reductions over `mdl_axis` in its forward pass (Shoeybi et al., 2019), and gathers its weights
+  over `data_axis` where it uses them (Rajbhandari et al., 2020). Norms and learned positions are whole on each device.
+
+  Args:
+    config: of a `LanguageModel` or a `TransformerLm`.
+    batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
+  """
+  lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
+  block = lm.transformer_tpl.layers_tpl
+  bld, blf = (batch_axes, None, None), (batch_axes, None, mdl_axis)
+  blnh = (batch_axes, None, mdl_axis, None)
+  for layer in (lm, block):
+    layer.activation_split_dims_mapping.out = bld
+  block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+  block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+  block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+  block.ff_tpl.activation_split_dims_mapping.set(hidden=blf, out=bld)
+  table = (mdl_axis, data_axis)
+  lm.softmax_tpl.activation_split_dims_mapping.out = blf
+  if lm.embedding_tpl is None:
+    lm.softmax_tpl.weight_split_dims_mapping.wt = table
+    lm.softmax_tpl.activation_split_dims_mapping.emb = bld
+  else:
+    lm.softmax_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    lm.embedding_tpl.weight_split_dims_mapping.wt = table
+    lm.embedding_tpl.activation_split_dims_mapping.out = bld
+  return config

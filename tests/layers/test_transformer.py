@@ -1,0 +1,141 @@
+"""Blocks against their formula; stacks against each other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.feedforward import FeedForward
+from praxis_lite.layers.normalizations import LayerNorm
+from praxis_lite.layers.remat import REMAT_POLICIES
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+
+B, T, D, LAYERS = 2, 5, 8, 3
+
+
+def block(**fields):
+  config = Config(TransformerBlock, **{'input_dims': D, 'hidden_dims': 12, 'num_heads': 2, **fields})
+  config.attention_tpl.causal = True
+  return config
+
+
+def stack(cls, layers=None, **fields):
+  return Config(cls, layers_tpl=layers or block(), num_layers=LAYERS, **fields).instantiate()
+
+
+def stacked_variables(variables):
+  """Variables of a `StackedTransformer` as those of a `RepeatedTransformer`."""
+  layers = [variables[f'layers_{i}'] for i in range(LAYERS)]
+  return {'layers': jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}
+
+
+def x_BTD():
+  return jax.random.normal(jax.random.key(3), (B, T, D))
+
+
+def rms(x):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize('policy', ['pre', 'post'])
+def test_block_is_its_formula(policy):
+  layer = block(norm_policy=policy).instantiate()
+  variables, x = layer.init(jax.random.key(0)), np.asarray(x_BTD())
+  y, _ = jax.jit(layer.apply)(variables, x)
+
+  def attention(x):
+    return np.asarray(layer.attention.apply(variables['attention'], x)[0])
+
+  def feed_forward(x):
+    gate, up, down = (np.asarray(variables['ff'][name]['w']) for name in ('gate', 'up', 'down'))
+    return (x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
+
+  if policy == 'pre':
+    x = x + attention(rms(x))
+    expected = x + feed_forward(rms(x))
+  else:
+    x = rms(x + attention(x))
+    expected = rms(x + feed_forward(x))
+  np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+def test_norm_and_feed_forward_can_be_others():
+  config = block(norm_tpl=Config(LayerNorm), ff_tpl=Config(FeedForward))
+  weights = config.instantiate().abstract_init()
+  assert set(weights['attention_norm']) == {'scale', 'bias'}
+  assert set(weights['ff']) == {'up', 'down'}
+
+
+def test_stacked_equals_repeated_with_the_same_weights():
+  stacked, repeated = stack(StackedTransformer), stack(RepeatedTransformer)
+  variables = stacked.init(jax.random.key(0))
+  segment_ids = jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+
+  def run(layer, variables):
+    def loss(v, x):
+      return jnp.sum(layer.apply(v, x, segment_ids=segment_ids)[0] ** 2)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, x_BTD())
+
+  value, (grads, grad_x) = run(stacked, variables)
+  got = run(repeated, stacked_variables(variables))
+  expected = (value, (stacked_variables(grads), grad_x))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
+
+
+@pytest.mark.parametrize('cls', [StackedTransformer, RepeatedTransformer])
+def test_no_remat_policy_changes_values_or_gradients(cls):
+  layers = block(dropout_tpl=Config(Dropout, rate=0.2))
+  variables = stack(cls, layers).init(jax.random.key(0))
+
+  def run(policy):
+    names = ('query_proj', 'context', 'ffn_up') if policy == 'save_names' else ()
+    layer = stack(cls, layers, remat=policy, remat_save_names=names)
+
+    def loss(v):
+      return jnp.sum(layer.apply(v, x_BTD(), key=jax.random.key(1))[0] ** 2)
+
+    return jax.jit(jax.value_and_grad(loss))(variables)
+
+  expected = run('none')
+  for policy in REMAT_POLICIES[1:]:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(policy), expected)
+
+
+@pytest.mark.parametrize('cls', [StackedTransformer, RepeatedTransformer])
+@pytest.mark.parametrize('policy', ['pre', 'post'])
+def test_incremental_equals_full(cls, policy):
+  layer = stack(cls, block(num_kv_heads=1, norm_policy=policy))
+  variables, x = layer.init(jax.random.key(0)), x_BTD()
+  full, _ = jax.jit(layer.apply)(variables, x)
+  _, side = layer.apply(variables, B, T, method='init_decode_state')
+
+  @jax.jit
+  def extend(x, pos, state):
+    return layer.apply(variables, x, pos, decode_state=state, method='extend_step')
+
+  y, side = extend(x[:, :3], jnp.tile(jnp.arange(3), (B, 1)), side.decode_state)
+  steps = [y]
+  for t in range(3, T):
+    y, side = extend(x[:, t : t + 1], jnp.full((B, 1), t), side.decode_state)
+    steps.append(y)
+  np.testing.assert_allclose(jnp.concatenate(steps, axis=1), full, atol=1e-5)
+
+
+def test_dropout_is_of_training_only():
+  layer = stack(RepeatedTransformer, block(dropout_tpl=Config(Dropout, rate=0.5)))
+  variables, x = layer.init(jax.random.key(0)), x_BTD()
+  key = jax.random.key(1)
+  plain, _ = stack(RepeatedTransformer).apply(variables, x)
+  np.testing.assert_array_equal(layer.apply(variables, x, key=key, do_eval=True)[0], plain)
+  assert not np.allclose(layer.apply(variables, x, key=key)[0], plain)
+
+
+def test_unknown_norm_policy_is_named():
+  with pytest.raises(ConfigError, match=r"norm_policy: expected 'pre' or 'post', got 'sandwich'"):
+    block(norm_policy='sandwich').instantiate()
