@@ -13,16 +13,18 @@ to fill in.
     ff.norm_tpl.epsilon = 1e-5
     layer = ff.instantiate()
 
-Editing by path, text dumps, JSON and diffs of configs are in `config_text.py` and `overrides.py`.
+Editing by path is in `overrides.py`, text dumps and diffs in `config_text.py`, JSON in `config_json.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NoReturn, Self, TypeVar, dataclass_transform
 
 import fiddle as fdl
@@ -73,7 +75,7 @@ class Config(fdl.Config[T], Generic[T]):
         if known is not None and name not in known:
           raise UnknownFieldError(_unknown_field(fn_or_cls, name, known))
       super().__init__(fn_or_cls, *args, **kwargs)
-      for name, factory in _default_factories(fn_or_cls):
+      for name, factory in _default_factories(fn_or_cls):  # So each of these fields is always in __arguments__.
         if name not in self.__arguments__:
           setattr(self, name, factory())
 
@@ -90,7 +92,30 @@ class Config(fdl.Config[T], Generic[T]):
     except AttributeError:
       if name.startswith('__'):
         raise
+      if name in (_field_names(fdl.get_callable(self)) or ()):
+        return REQUIRED
       raise self._unknown(name) from None
+
+  def __delattr__(self, name: str) -> None:
+    with history.suspend_tracking():
+      super().__delattr__(name)
+      for field, factory in _default_factories(fdl.get_callable(self)):
+        if field == name:
+          setattr(self, name, factory())
+
+  def __eq__(self, other: object) -> bool:
+    """Whether both would make the same call, defaults included. One pass, where Fiddle's grows with the depth."""
+    if self is other:
+      return True
+    if not isinstance(other, Config):
+      return NotImplemented
+    if fdl.get_callable(self) != fdl.get_callable(other):
+      return False
+    if self.__arguments__.keys() == other.__arguments__.keys():
+      return self.__arguments__ == other.__arguments__
+    return config_values(self) == config_values(other)
+
+  __hash__ = None  # type: ignore[assignment]  # A config changes, and is equal to others while it does.
 
   def _unknown(self, name: str) -> UnknownFieldError:
     target = fdl.get_callable(self)
@@ -151,35 +176,64 @@ def instantiate(config: Config[T], **fields: Any) -> T:
   target = fdl.get_callable(config)
   keep_nested = isinstance(target, type) and issubclass(target, Configurable)
   arguments = dict(config.__arguments__, **fields)
-  missing = sorted(_missing_fields(target, arguments))
+  missing = sorted(str(name) for name, value in _values(config, arguments).items() if value is REQUIRED)
   if missing:
-    raise ConfigError(f'{target.__qualname__}.{missing[0]}: a value is required and none is set')
+    raise ConfigError(f'{getattr(target, "__qualname__", target)}.{missing[0]}: a value is required and none is set')
   convert = _copy_nested if keep_nested else _build_nested
   positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
   return target(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
 
 
+def config_values(config: Config) -> dict[str | int, Any]:
+  """Returns all fields of `config` in the order of their declaration, defaults included.
+
+  A parameter that has no default and is not set is REQUIRED. Positional-only arguments have their position as key.
+  """
+  return _values(config, config.__arguments__)
+
+
+def field_names(config: Config) -> list[str] | None:
+  """Returns the names that may be set on `config`, or None where its target takes any keyword."""
+  return _field_names(fdl.get_callable(config))
+
+
 def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
-  """Returns the resolved annotation of each field of a config's target; empty if they cannot be resolved."""
-
-  target = (
-    fn_or_cls
-    if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls)
-    else getattr(fn_or_cls, '__init__', fn_or_cls)
-    if isinstance(fn_or_cls, type)
-    else fn_or_cls
-  )
+  """Returns the resolved annotation of each field of a config's target, without those that cannot be resolved."""
+  if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
+    annotated: list[Any] = list(fn_or_cls.__mro__)
+  else:
+    function: Any = getattr(fn_or_cls, '__init__', None) if isinstance(fn_or_cls, type) else fn_or_cls
+    annotated = [inspect.unwrap(function)]
   try:
-    return typing.get_type_hints(target)
-  except (NameError, TypeError, AttributeError):
-    return {}
+    return typing.get_type_hints(annotated[0])
+  except (NameError, TypeError, AttributeError, SyntaxError):
+    pass  # One of them cannot be resolved, such as a name imported for type checkers only.
+  hints: dict[str, Any] = {}
+  for owner in reversed(annotated):
+    module = sys.modules.get(getattr(owner, '__module__', None) or '')
+    for name, annotation in inspect.get_annotations(owner).items():
+      hints.pop(name, None)
+      stand_in = type('_', (), {'__annotations__': {name: annotation}})
+      with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError):
+        hints.update(typing.get_type_hints(stand_in, getattr(owner, '__globals__', None) or vars(module)))
+  return hints
 
 
-def _missing_fields(target: Callable[..., Any], arguments: dict[Any, Any]) -> list[str]:
-  missing = [k for k, v in arguments.items() if v is REQUIRED]
-  if isinstance(target, type) and dataclasses.is_dataclass(target):
-    missing += [f.name for f in dataclasses.fields(target) if f.name not in arguments and f.default is REQUIRED]
-  return missing
+def _values(config: Config, arguments: Mapping[Any, Any]) -> dict[str | int, Any]:
+  values: dict[str | int, Any] = {}
+  for position, (name, parameter) in enumerate(config.__signature_info__.parameters.items()):
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+      continue
+    key = position if parameter.kind is parameter.POSITIONAL_ONLY else name
+    if key in arguments:
+      values[key] = arguments[key]
+    elif parameter.default is parameter.empty:
+      values[key] = REQUIRED
+    else:
+      values[key] = parameter.default
+  for key, value in arguments.items():
+    values.setdefault(key, value)
+  return values
 
 
 def _copy_nested(value: Any) -> Any:
