@@ -1,0 +1,601 @@
+"""The contract of a layer: inheritance, variables, the pure call, randomness, state, sharding, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
+
+KEY = jax.random.key(0)
+
+
+class Scale(Layer):
+  """y = x * s, with noise if asked for."""
+
+  dims: int = 3
+  noise: float = 0.0
+
+  def setup(self):
+    self.create_variable('s', WeightHParams((self.dims,)))
+
+  def __call__(self, x):
+    if self.noise:
+      x = x + self.noise * jax.random.normal(self.next_prng_key(), x.shape)
+    return x * self.theta.s
+
+
+class Pair(Layer):
+  """Two children one after the other, and a third in between if asked for."""
+
+  first_tpl: Config = template(Scale)
+  second_tpl: Config = template(Scale)
+  between: bool = False
+
+  def setup(self):
+    self.create_child('first', self.first_tpl)
+    if self.between:
+      self.create_child('between_layer', Config(Scale, noise=0.5))
+    self.create_child('second', self.second_tpl)
+
+  def __call__(self, x):
+    x = self.first(x)
+    if self.between:
+      self.between_layer(x)
+    return self.second(x)
+
+
+class Counter(Layer):
+  """Counts calls, and logs; `seen` is what a read after the update gives."""
+
+  def setup(self):
+    self.create_variable('n', WeightHParams((), init=WeightInit.Constant(0.0)), trainable=False)
+    self.create_variable('w', WeightHParams((), init=WeightInit.Constant(2.0)))
+
+  def __call__(self, x):
+    self.update_var('n', self.theta.n + 1)
+    seen = self.theta.n
+    self.add_summary('x_mean', jnp.mean(x))
+    self.add_aux_loss('penalty', self.theta.w**2, weight=0.5)
+    return x * self.theta.w + seen
+
+
+class Cached(Layer):
+  """The sum of all that it was given so far."""
+
+  def __call__(self, x):
+    return x
+
+  def extend_step(self, x):
+    total = self.get_decode_state('total')
+    self.update_decode_state('total', x if total is None else total + x)
+    return self.get_decode_state('total')
+
+
+class Wrapper(Layer):
+  """One child `sub`, and the child's path below it."""
+
+  sub_tpl: Config = REQUIRED
+
+  def setup(self):
+    self.create_child('sub', self.sub_tpl)
+
+  def __call__(self, x):
+    return self.sub(x)
+
+
+def build(cls, **fields):
+  return Config(cls, **fields).instantiate()
+
+
+def wrapped(cls, **fields):
+  return build(Wrapper, sub_tpl=Config(cls, **fields))
+
+
+def x_BD(rows=2, dims=3):
+  return jnp.arange(rows * dims, dtype=jnp.float32).reshape(rows, dims) + 1
+
+
+# ---------------------------------------------------------------- variables
+
+
+def test_variable_tree_has_the_paths_of_the_layer_tree():
+  layer = build(Wrapper, sub_tpl=Config(Pair))
+  variables = layer.init(KEY)
+  assert jax.tree.map(jnp.shape, variables) == {'sub': {'first': {'s': (3,)}, 'second': {'s': (3,)}}}
+  assert layer.sub.second.path == ('sub', 'second')
+  assert [child.path_name for child in layer.descendants()] == ['Wrapper', 'sub', 'sub.first', 'sub.second']
+
+
+def test_abstract_init_is_the_shapes_and_dtypes_of_init():
+  layer = build(Pair, first_tpl=Config(Scale, dims=5, dtype=jnp.bfloat16))
+  structs = jax.tree.map(lambda w: w.as_struct(), layer.abstract_init())
+  assert structs == jax.eval_shape(layer.init, KEY)
+  assert structs['first']['s'].dtype == jnp.bfloat16
+
+
+def test_children_inherit_what_they_do_not_set():
+  own = WeightInit.Constant(7.0)
+  layer = build(
+    Pair,
+    dtype=jnp.bfloat16,
+    fprop_dtype=jnp.float16,
+    params_init=WeightInit.Constant(3.0),
+    mesh_axis_names=('data',),
+    second_tpl=Config(Scale, dtype=jnp.float32, fprop_dtype=jnp.float32, params_init=own, mesh_axis_names=('mdl',)),
+  )
+  assert (layer.first.dtype, layer.first.fprop_dtype, layer.first.mesh_axis_names) == (
+    jnp.bfloat16,
+    jnp.float16,
+    ('data',),
+  )
+  assert (layer.second.dtype, layer.second.fprop_dtype, layer.second.mesh_axis_names) == (
+    jnp.float32,
+    jnp.float32,
+    ('mdl',),
+  )
+  variables = layer.init(KEY)
+  np.testing.assert_array_equal(variables['first']['s'], np.full(3, 3))
+  np.testing.assert_array_equal(variables['second']['s'], np.full(3, 7))
+  assert variables['first']['s'].dtype == jnp.bfloat16
+
+
+def test_inheritance_passes_through_layers_that_set_nothing():
+  layer = build(Wrapper, fprop_dtype=jnp.bfloat16, sub_tpl=Config(Pair))
+  assert layer.sub.second.fprop_dtype == jnp.bfloat16
+
+
+def test_dtypes_at_the_root():
+  layer = build(Scale)
+  assert (layer.dtype, layer.fprop_dtype) == ('float32', 'float32')
+  assert build(Scale, dtype=jnp.bfloat16).fprop_dtype == jnp.bfloat16
+  assert build(Scale, fprop_dtype=jnp.bfloat16).dtype == 'float32'
+
+
+def test_a_template_is_copied_so_its_owner_may_reuse_it():
+  shared = Config(Scale)
+  layer = build(Pair, first_tpl=shared, second_tpl=shared, dtype=jnp.bfloat16)
+  assert shared.dtype is None
+  assert layer.first.name == 'first' and layer.second.name == 'second'
+
+
+def test_theta_is_in_the_compute_dtype_unless_marked_or_integer():
+  class Mixed(Layer):
+    def setup(self):
+      keep = frozenset({WeightHParamsCollection.KEEP_FLOAT32})
+      self.create_variable('w', WeightHParams((2,)))
+      self.create_variable('kept', WeightHParams((2,), collections=keep))
+      self.create_variable('ids', WeightHParams((2,), dtype=jnp.int32, init=WeightInit.Constant(1)))
+
+    def __call__(self):
+      return self.theta.w, self.theta.kept, self.theta.ids
+
+  layer = build(Mixed, fprop_dtype=jnp.bfloat16)
+  values, _ = layer.apply(layer.init(KEY))
+  assert [v.dtype for v in values] == [jnp.bfloat16, jnp.float32, jnp.int32]
+
+
+def test_one_child_used_twice_shares_its_weights():
+  class Twice(Layer):
+    def setup(self):
+      self.create_child('scale', Config(Scale))
+
+    def __call__(self, x):
+      return self.scale(self.scale(x))
+
+  layer = build(Twice)
+  variables = {'scale': {'s': jnp.array([2.0, 3.0, 5.0])}}
+  assert jax.tree.structure(layer.abstract_init()) == jax.tree.structure(variables)
+  gradient = jax.grad(lambda v: layer.apply(v, x_BD(1))[0].sum())(variables)
+  np.testing.assert_allclose(gradient['scale']['s'], 2 * np.array([2.0, 3.0, 5.0]) * [1, 2, 3])
+
+
+def test_children_from_one_template_and_from_a_list():
+  class Many(Layer):
+    def setup(self):
+      left, right = self.create_children('left', 'right', template=Config(Scale))
+      stack = self.create_children('stack', templates=[Config(Scale, dims=d) for d in (4, 5)])
+      assert left is self.left and right is self.right and stack == self.stack
+
+    def __call__(self, x):
+      return x
+
+  layer = build(Many)
+  assert jax.tree.map(lambda w: w.shape, layer.abstract_init()) == {
+    'left': {'s': (3,)},
+    'right': {'s': (3,)},
+    'stack_0': {'s': (4,)},
+    'stack_1': {'s': (5,)},
+  }
+  assert [name for name, _ in layer.children()] == ['left', 'right', 'stack_0', 'stack_1']
+  assert layer.stack[1].path_name == 'stack_1'
+
+
+# ---------------------------------------------------------------- randomness
+
+
+def test_adding_a_layer_changes_neither_the_first_values_nor_the_noise_of_others():
+  noisy = Config(Scale, noise=1.0)
+  plain = build(Pair, first_tpl=noisy, second_tpl=noisy)
+  more = build(Pair, first_tpl=noisy, second_tpl=noisy, between=True)
+  variables, variables_more = plain.init(KEY), more.init(KEY)
+  between = variables_more.pop('between_layer')
+  jax.tree.map(np.testing.assert_array_equal, variables, variables_more)
+  y, _ = plain.apply(variables, x_BD(), key=jax.random.key(1))
+  y_more, _ = more.apply({**variables, 'between_layer': between}, x_BD(), key=jax.random.key(1))
+  np.testing.assert_array_equal(y, y_more)
+
+
+def test_noise_is_a_function_of_the_key_and_differs_between_layers_and_draws():
+  class Noise(Layer):
+    def __call__(self):
+      return jnp.stack([jax.random.normal(self.next_prng_key()) for _ in range(2)])
+
+  class Two(Layer):
+    def setup(self):
+      self.create_children('a', 'b', template=Config(Noise))
+
+    def __call__(self):
+      return jnp.concatenate([self.a(), self.b()])
+
+  layer = build(Two)
+  drawn, _ = layer.apply({}, key=KEY)
+  assert len(set(drawn.tolist())) == 4
+  np.testing.assert_array_equal(drawn, layer.apply({}, key=KEY)[0])
+  assert not np.isin(layer.apply({}, key=jax.random.key(1))[0], drawn).any()
+
+
+def test_sibling_weights_of_one_shape_get_different_first_values():
+  variables = build(Pair).init(KEY)
+  assert not np.array_equal(variables['first']['s'], variables['second']['s'])
+
+
+def test_drawing_without_a_key_names_the_layer_and_the_remedy():
+  layer = wrapped(Scale, noise=1.0)
+  with pytest.raises(ConfigError, match=r'^sub draws random numbers; pass key='):
+    layer.apply(layer.init(KEY), x_BD())
+
+
+# ---------------------------------------------------------------- the pure call
+
+
+def test_apply_is_pure_and_works_under_jax_transforms():
+  layer = build(Pair)
+  variables, x = layer.init(KEY), x_BD()
+  expected = x * variables['first']['s'] * variables['second']['s']
+
+  def call(variables, x):
+    return layer.apply(variables, x)[0]
+
+  np.testing.assert_allclose(call(variables, x), expected, rtol=1e-6)
+  np.testing.assert_allclose(jax.jit(call)(variables, x), expected, rtol=1e-6)
+  np.testing.assert_allclose(jax.vmap(call, in_axes=(None, 0))(variables, x), expected, rtol=1e-6)
+  np.testing.assert_allclose(jax.checkpoint(call)(variables, x), expected, rtol=1e-6)
+  gradient = jax.grad(lambda v: call(v, x).sum())(variables)
+  np.testing.assert_allclose(gradient['first']['s'], x.sum(0) * variables['second']['s'], rtol=1e-5)
+
+
+def test_scan_over_apply_is_a_loop_over_apply():
+  layer = wrapped(Counter)
+  stacked = {'sub': {'n': jnp.arange(3.0), 'w': jnp.array([2.0, 3.0, 5.0])}}
+
+  def body(x, v):
+    return layer.apply(v, x)
+
+  x = jnp.float32(1.0)
+  scanned, side = jax.jit(lambda x: jax.lax.scan(body, x, stacked))(x)
+  looped = []
+  for n, w in zip(stacked['sub']['n'], stacked['sub']['w']):
+    x, s = layer.apply({'sub': {'n': n, 'w': w}}, x)
+    looped.append(s)
+  np.testing.assert_allclose(scanned, x)
+  jax.tree.map(np.testing.assert_allclose, side, jax.tree.map(lambda *v: jnp.stack(v), *looped))
+
+
+def test_a_layer_runs_a_child_in_a_transform_and_absorbs_what_it_yields_aside():
+  class InJit(Wrapper):
+    def __call__(self, x):
+      y, side = jax.checkpoint(self.sub.apply)(self.sub.variables, x)
+      self.sub.absorb(side)
+      return y
+
+  plain, inside = wrapped(Counter), build(InJit, sub_tpl=Config(Counter))
+  variables = plain.init(KEY)
+  jax.tree.map(np.testing.assert_array_equal, plain.apply(variables, x_BD()), inside.apply(variables, x_BD()))
+
+
+def test_side_outputs_are_named_by_path():
+  layer = wrapped(Counter)
+  y, side = layer.apply(layer.init(KEY), x_BD())
+  np.testing.assert_allclose(side.summaries['sub/x_mean'].value, 3.5)
+  value, weight = side.aux_losses['sub/penalty']
+  assert (value, weight) == (4.0, 0.5)
+  assert side.updates == {'sub': {'n': 1.0}}
+  np.testing.assert_allclose(y, 2 * x_BD() + 1)
+
+
+def test_update_of_a_variable_is_read_back_in_the_call_and_leaves_the_arguments_alone():
+  layer = build(Counter)
+  variables = layer.init(KEY)
+  for _ in range(2):
+    _, side = layer.apply(variables, x_BD())
+    assert side.updates == {'n': 1.0}
+  assert variables['n'] == 0
+
+
+def test_only_non_trainable_variables_of_that_name_are_updated():
+  class Bad(Counter):
+    which: str = 'w'
+
+    def __call__(self, x):
+      self.update_var(self.which, x)
+      return x
+
+  layer = build(Bad)
+  with pytest.raises(ConfigError, match=r'Bad\.w is trainable'):
+    layer.apply(layer.init(KEY), jnp.float32(1))
+  misspelt = wrapped(Bad, which='nn')
+  with pytest.raises(ConfigError, match=r"^sub has no variable 'nn'\. Did you mean 'n'\?"):
+    misspelt.apply(misspelt.init(KEY), jnp.float32(1))
+
+
+def test_non_trainable_variables_are_marked():
+  weights = build(Counter).abstract_init()
+  assert (weights['n'].trainable, weights['w'].trainable) == (False, True)
+
+
+def test_decode_state_is_threaded_from_call_to_call():
+  layer = build(Wrapper, sub_tpl=Config(Wrapper, sub_tpl=Config(Cached)))
+  state, totals = None, []
+  for x in (1.0, 2.0, 4.0):
+    before = jax.tree.map(float, state)
+    y, side = _extend(layer, x, state)
+    assert jax.tree.map(float, state) == before
+    state = side.decode_state
+    totals.append(float(y))
+  assert totals == [1, 3, 7]
+  assert state == {'sub': {'sub': {'total': 7.0}}}
+
+
+def _extend(layer, x, state):
+  class Root(Wrapper):
+    def extend_step(self, x):
+      return self.sub.sub.extend_step(x)
+
+  return build(Root, sub_tpl=layer.sub_tpl).apply({}, jnp.float32(x), decode_state=state, method='extend_step')
+
+
+def test_do_eval_is_that_of_the_enclosing_call_unless_given():
+  class Ask(Layer):
+    def __call__(self):
+      return self.do_eval
+
+  class Asks(Wrapper):
+    def __call__(self):
+      return self.sub(), self.sub.apply({})[0], self.sub.apply({}, do_eval=False)[0]
+
+  layer = build(Asks, sub_tpl=Config(Ask))
+  assert layer.apply({})[0] == (False, False, False)
+  assert layer.apply({}, do_eval=True)[0] == (True, True, False)
+
+
+def test_method_names_what_is_called():
+  class Other(Scale):
+    def double(self, x, *, times=2):
+      return times * self(x)
+
+  layer = build(Other)
+  variables = {'s': jnp.ones(3)}
+  np.testing.assert_allclose(layer.apply(variables, x_BD(), times=4, method='double')[0], 4 * x_BD())
+
+
+def test_operations_carry_the_path_of_their_layer():
+  layer = build(Wrapper, sub_tpl=Config(Pair))
+  compiled = jax.jit(lambda v, x: layer.apply(v, x)[0]).lower(layer.init(KEY), x_BD())
+  assert 'sub/second/mul' in compiled.as_text(debug_info=True)
+
+
+def test_a_call_of_the_base_class_enters_the_layer_once():
+  class Sub(Scale):
+    def __call__(self, x):
+      return super().__call__(x)
+
+  layer = wrapped(Sub)
+  text = jax.jit(lambda v, x: layer.apply(v, x)[0]).lower(layer.init(KEY), x_BD()).as_text(debug_info=True)
+  assert 'Wrapper/sub/mul' in text
+  assert 'sub/sub' not in text
+
+
+# ---------------------------------------------------------------- sharding
+
+
+def on_mesh(fn, *args):
+  mesh = jax.make_mesh((2, 4), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh):
+    return jax.jit(fn)(*args)
+
+
+def test_activation_is_split_as_declared():
+  class Split(Scale):
+    def __call__(self, x):
+      return self.shard(super().__call__(x), self.activation_split_dims_mapping.out)
+
+  config = Config(Split, dims=8, mesh_axis_names=('data', 'mdl'))
+  config.activation_split_dims_mapping.out = ('data', 1)
+  layer = config.instantiate()
+  variables, x = layer.init(KEY), x_BD(2, 8)
+  y = on_mesh(lambda v, x: layer.apply(v, x)[0], variables, x)
+  assert y.sharding.spec == PartitionSpec('data', 'mdl')
+  np.testing.assert_allclose(y, layer.apply(variables, x)[0])
+
+
+def test_inputs_are_split_on_entry_by_rank():
+  class Look(Layer):
+    def __call__(self, inputs):
+      return inputs
+
+  splits = {'map_1d': ('mdl',), 'map_2d': (('data', 'mdl'), None), 'map_3d': None}
+  layer = build(Look, mesh_axis_names=('data', 'mdl'), inputs_split_mapping=splits)
+  inputs = {'a': jnp.zeros((8,)), 'b': jnp.zeros((8, 3)), 'c': jnp.zeros((2, 2, 2)), 'd': jnp.zeros(())}
+  outputs = on_mesh(lambda x: layer.apply({}, x)[0], inputs)
+  assert outputs['a'].sharding.spec == PartitionSpec('mdl')
+  assert outputs['b'].sharding.spec == PartitionSpec(('data', 'mdl'))
+  assert outputs['c'].sharding.is_fully_replicated
+
+
+def test_missing_rank_of_inputs_is_named():
+  layer = build(Wrapper, sub_tpl=Config(Scale, inputs_split_mapping={'map_3d': None}), mesh_axis_names=('data',))
+  with pytest.raises(ShardingError, match='map_2d'):
+    layer.apply(layer.init(KEY), x_BD())
+
+
+def test_without_a_mesh_mappings_change_nothing():
+  config = Config(Scale, mesh_axis_names=('data',), inputs_split_mapping={'map_2d': ('data', None)})
+  layer = config.instantiate()
+  variables = layer.init(KEY)
+  np.testing.assert_array_equal(layer.apply(variables, x_BD())[0], x_BD() * variables['s'])
+
+
+class Table(Layer):
+  """A weight whose mapping is the layer's `wt`."""
+
+  def setup(self):
+    self.create_variable('w', WeightHParams((4, 6), tensor_split_dims_mapping=self.weight_split_dims_mapping.wt))
+
+  def __call__(self, x):
+    return self.shard(x @ self.theta.w, self.activation_split_dims_mapping.out)
+
+
+def table(wt, **fields):
+  config = Config(Table, **fields)
+  config.weight_split_dims_mapping.wt = wt
+  return Config(Wrapper, sub_tpl=config, mesh_axis_names=('data', 'mdl'))
+
+
+@pytest.mark.parametrize(
+  'wt, message',
+  [
+    (('data', 'model'), r"^sub\.weight_split_dims_mapping\.wt: axis 'model' is not a mesh axis; .*'mdl'"),
+    (('mdl', 'mdl'), r"^sub\.weight_split_dims_mapping\.wt: mesh axis 'mdl' occurs twice"),
+    (('data', 7), r'^sub\.weight_split_dims_mapping\.wt: axis 7 is out of range'),
+    (('data',), r'^sub\.w: .* has 1 entries, but the tensor has 2 dimensions'),
+    ('data', r"^sub\.weight_split_dims_mapping\.wt: 'data' is not a split mapping"),
+  ],
+)
+def test_impossible_weight_mapping_is_refused_when_the_layer_is_built(wt, message):
+  with pytest.raises(ShardingError, match=message):
+    table(wt).instantiate()
+
+
+def test_activation_mapping_of_the_wrong_rank_is_named():
+  config = table(None)
+  config.sub_tpl.activation_split_dims_mapping.out = ('data',)
+  layer = config.instantiate()
+  with pytest.raises(ShardingError, match=r'^sub\.activation_split_dims_mapping\.out: .* has 1 entries'):
+    layer.apply(layer.init(KEY), jnp.ones((2, 4)))
+
+
+def test_mappings_may_name_logical_axes():
+  class Both(SplitMapping):
+    wt: object = ('embed', 'mlp')
+
+  layer = build(
+    Table,
+    mesh_axis_names=('data', 'mdl'),
+    logical_axis_rules=(('embed', 'data'), ('mlp', 'mdl')),
+    weight_split_dims_mapping=Config(Both),
+  )
+  assert layer.abstract_init()['w'].tensor_split_dims_mapping == ('embed', 'mlp')
+  with pytest.raises(ShardingError, match=r'weight_split_dims_mapping\.wt.*ebmed'):
+    table(('ebmed', None)).set(logical_axis_rules=(('embed', 'data'),)).instantiate()
+
+
+# ---------------------------------------------------------------- misuse
+
+
+def test_a_built_layer_does_not_change():
+  layer = wrapped(Scale)
+  with pytest.raises(AttributeError, match=r'^sub\.dims: a layer does not change after setup'):
+    layer.sub.dims = 5
+  with pytest.raises(AttributeError, match='cache'):
+    layer.cache = 1
+
+
+def test_missing_child_suggests_a_name():
+  layer = build(Pair)
+  with pytest.raises(AttributeError, match=r"Pair.*'frist'\. Did you mean 'first'\?"):
+    _ = layer.frist
+
+
+def test_missing_variable_suggests_a_name():
+  class Typo(Scale):
+    def __call__(self, x):
+      return self.theta.ss
+
+  layer = build(Typo)
+  with pytest.raises(AttributeError, match=r"has no variable 'ss'\. Did you mean 's'\?"):
+    layer.apply(layer.init(KEY), x_BD())
+
+
+def test_variables_of_another_layer_are_refused_by_name():
+  layer = build(Pair)
+  variables = layer.init(KEY)
+  del variables['second']
+  with pytest.raises(ConfigError, match=r'^second\.s: the variables passed to apply\(\) have no such entry'):
+    layer.apply(variables, x_BD())
+
+
+def test_a_layer_outside_of_a_call_says_how_to_call_it():
+  layer = wrapped(Scale)
+  with pytest.raises(ConfigError, match=r'^sub is used outside a call; go through apply'):
+    layer(x_BD())
+
+
+def test_a_name_is_declared_once():
+  class Clash(Layer):
+    twice: str = 'variable'
+
+    def setup(self):
+      self.create_variable('a', WeightHParams((1,)))
+      if self.twice == 'variable':
+        self.create_variable('a', WeightHParams((1,)))
+      elif self.twice == 'child':
+        self.create_child('a', Config(Scale))
+      else:
+        self.create_children('a', templates=[Config(Scale)])
+
+  for twice in ('variable', 'child', 'children'):
+    with pytest.raises(ConfigError, match=r"^sub: the name 'a' is declared twice"):
+      wrapped(Clash, twice=twice)
+
+
+def test_create_children_explains_its_two_forms():
+  class Confused(Layer):
+    def setup(self):
+      self.create_children('a', 'b', templates=[Config(Scale)])
+
+  with pytest.raises(ConfigError, match='create_children takes names and template='):
+    build(Confused)
+
+
+def test_missing_hyperparameter_is_named():
+  class Needs(Layer):
+    dims: int = REQUIRED
+
+  with pytest.raises(ConfigError, match=r'Needs\.dims: a value is required'):
+    build(Needs)
+
+
+def test_a_failed_call_leaves_nothing_behind():
+  layer = build(Pair)
+  variables = layer.init(KEY)
+  with pytest.raises(TypeError):
+    layer.apply(variables, 'not an array')
+  y, side = layer.apply(variables, x_BD())
+  assert y.shape == (2, 3) and not side.updates
