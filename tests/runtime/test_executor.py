@@ -20,7 +20,8 @@ RUN = """
 import sys
 from tiny_runs import tiny_run
 from praxis_lite.runtime import run_train
-result = run_train(tiny_run(int(sys.argv[2]), seconds=float(sys.argv[3]), eval_interval_steps=5), sys.argv[1])
+config = tiny_run(int(sys.argv[2]), seconds=float(sys.argv[3]), eval_seconds=float(sys.argv[4]), eval_interval_steps=5)
+result = run_train(config, sys.argv[1])
 print('ended by', result.ended_by, result.step, flush=True)
 """
 
@@ -70,7 +71,7 @@ def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
 def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run):
   steps = sorted(random.sample(range(2, 19), 2))
   for kill_at in steps:
-    process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', devices=DEVICES)
+    process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', '0', devices=DEVICES)
     for line in process.stdout:
       if line.startswith(f'step {kill_at}/'):
         break
@@ -87,7 +88,7 @@ def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_py
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
 def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_path, run_python, whole_run, name):
-  process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', devices=DEVICES)
+  process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', '0', devices=DEVICES)
   for line in process.stdout:
     if line.startswith('step 7/'):
       process.send_signal(signal.Signals[name])
@@ -100,6 +101,19 @@ def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_p
   result = run_train(tiny_run(DEVICES, eval_interval_steps=5), tmp_path)
   for a, b in zip(opt_leaves(result), opt_leaves(whole_run[1]), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+def test_a_signal_cuts_an_evaluation_short_which_the_next_run_makes_up_for(tmp_path, run_python, whole_run):
+  process = run_python(RUN, str(tmp_path), str(DEVICES), '0', '0.5', devices=DEVICES)
+  for line in process.stdout:
+    if line.startswith('step 5/'):
+      process.send_signal(signal.SIGTERM)
+      break
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 0, err
+  assert 'eval/valid' not in out and out.splitlines()[-1] == 'ended by SIGTERM 5'
+  run_train(tiny_run(DEVICES, eval_interval_steps=5), tmp_path)
+  assert curves(tmp_path) == curves(whole_run[0])
 
 
 @pytest.mark.parametrize(('first', 'then'), [(8, 1), (1, 8), (8, 3)])

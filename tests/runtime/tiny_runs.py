@@ -64,7 +64,13 @@ def examples(count: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def tiny_run(
-  devices: int = 1, *, noise: float = 0.1, seconds: float = 0.0, learner: dict[str, Any] | None = None, **train: Any
+  devices: int = 1,
+  *,
+  noise: float = 0.1,
+  seconds: float = 0.0,
+  eval_seconds: float = 0.0,
+  learner: dict[str, Any] | None = None,
+  **train: Any,
 ):
   """The configs of a run of 20 steps; batches of 6 do not divide by any number of devices that is tested."""
   task = Config(
@@ -73,7 +79,7 @@ def tiny_run(
   task.train.learner = Config(Learner, **{'optimizer': Config(optax.adam), 'learning_rate': 0.05, **(learner or {})})
   task.train.set(**{'num_train_steps': 20, 'log_interval_steps': 1, 'save_interval_steps': 3, **train})
   data = Config(SlowInput, name='train', arrays=examples(50, 0), batch_size=6, is_training=True, seconds=seconds)
-  valid = Config(ArrayInput, name='valid', arrays=examples(33, 1), batch_size=6)
+  valid = Config(SlowInput, name='valid', arrays=examples(33, 1), batch_size=6, seconds=eval_seconds)
   prompts = Config(ArrayInput, name='prompts', arrays=examples(7, 2), batch_size=4)
   return ExperimentConfig(task, [data, valid], [prompts])
 
