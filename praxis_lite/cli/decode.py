@@ -9,8 +9,8 @@ from absl import flags
 from praxis_lite.cli.command import Command, checkpoint_flags, experiment_flags
 from praxis_lite.errors import UserError
 
-# Flags that set a field of the model's sampler where they are given.
-_SAMPLER_FLAGS = {'max_tokens': 'max_decode_steps', 'temperature': 'temperature', 'top_k': 'top_k', 'top_p': 'top_p'}
+# Flags that set a field of the model's decoder where they are given.
+_DECODER_FLAGS = {'max_tokens': 'max_decode_steps', 'temperature': 'temperature', 'top_k': 'top_k', 'top_p': 'top_p'}
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -31,7 +31,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runtime.prompts import decode_prompts
 
   tokenizer = _tokenizer(config)
-  _set_sampler(config.task, tokenizer, values)
+  _set_decoder(config.task, tokenizer, values)
   prompts = [prompt for prompt in values.prompt for _ in range(values.num_samples)]
   ids = [tokenizer.encode(prompt) for prompt in prompts]
   for i, (prompt, continuation) in enumerate(
@@ -52,19 +52,19 @@ def _tokenizer(config: Any) -> Any:
   raise UserError('--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one')
 
 
-def _set_sampler(task: Any, tokenizer: Any, values: flags.FlagValues) -> None:
+def _set_decoder(task: Any, tokenizer: Any, values: flags.FlagValues) -> None:
   try:
-    sampler = task.model.sampler_tpl
+    decoder = task.model.decoder_tpl
   except AttributeError:
-    raise UserError('--prompt needs a language model; the model of this experiment has no sampler_tpl') from None
-  for flag, field in _SAMPLER_FLAGS.items():
+    raise UserError('--prompt needs a language model; the model of this experiment has no decoder_tpl') from None
+  for flag, field in _DECODER_FLAGS.items():
     if values[flag].present:
-      setattr(sampler, field, values[flag].value)
+      setattr(decoder, field, values[flag].value)
   for stop in values.stop:
     ids = tokenizer.encode(stop)
     if len(ids) != 1:
       raise UserError(f'--stop={stop!r} is {len(ids)} tokens; a stop text must be one')
-    sampler.stop_ids = (*sampler.stop_ids, *ids)
+    decoder.stop_ids = (*decoder.stop_ids, *ids)
 
 
 def _flags() -> flags.FlagValues:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from absl import flags
 
 from praxis_lite.cli.command import Command
@@ -19,6 +21,8 @@ def _run(values: flags.FlagValues) -> int:
     print(f'{name:<{width}}  {summary}')
   if not rows:
     print(f'no experiment matches {values.match!r}')
+  for problem in problems:
+    print(f'not listed: {problem}', file=sys.stderr)
   return 0
 
 

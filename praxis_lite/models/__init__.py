@@ -2,5 +2,15 @@
 
 from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
 from praxis_lite.models.classifier import ClassificationModel
+from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.models.lm_configs import set_sharding, transformer_lm
 
-__all__ = ['BaseModel', 'ClassificationModel', 'WeightedScalars', 'weighted_mean']
+__all__ = [
+  'BaseModel',
+  'ClassificationModel',
+  'LanguageModel',
+  'WeightedScalars',
+  'set_sharding',
+  'transformer_lm',
+  'weighted_mean',
+]

@@ -1,0 +1,155 @@
+"""Byte-level language models on the source of the Python standard library, and on text of your own.
+
+The library that the running interpreter ships is real text that is always there: about 10 MB, split by file into
+training and validation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from praxis_lite import registry
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.experiment import BaseExperiment
+from praxis_lite.inputs import ByteTokenizer, SyntheticLMInput, TextInput, stdlib_files
+from praxis_lite.models import set_sharding, transformer_lm
+from tasks.language_modelling import LanguageModelTask
+from tasks.learners import adamw_learner
+
+
+class _ByteLm(BaseExperiment):
+  """A small LLaMA-style model over bytes."""
+
+  seq_len = 128
+  batch_size = 16
+
+  def text(self, split: str) -> Any:
+    """Where the text of a split is: what `TextInput.path` takes."""
+    return Config(stdlib_files, split=split)
+
+  def datasets(self) -> list[Config]:
+    train = Config(TextInput, name='train', path=self.text('train'), is_training=True)
+    validation = Config(TextInput, name='validation', path=self.text('validation'))
+    return [d.set(seq_len=self.seq_len, batch_size=self.batch_size) for d in (train, validation)]
+
+  def model(self) -> Config:
+    model = transformer_lm(vocab_size=256, model_dims=128, num_layers=4, num_heads=4)
+    model.decoder_tpl.set(max_decode_steps=300, temperature=0.6)
+    return model.set(tokens_are_bytes=True, packed=False)
+
+  def task(self) -> Config:
+    task = Config(LanguageModelTask, model=self.model())
+    task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=50)
+    task.train.set(num_train_steps=1000, log_interval_steps=20, eval_interval_steps=500, save_interval_steps=250)
+    task.train.inputs_split_mapping = {'map_1d': None, 'map_2d': None}
+    return task
+
+
+@registry.register
+class StdlibLm(_ByteLm):
+  """The default: a model of the Python standard library, trained in minutes on two CPU cores."""
+
+
+@registry.register
+class TextLm(_ByteLm):
+  """The same on your own text files: --set datasets[*].path=my_texts/*.txt."""
+
+  def datasets(self) -> list[Config]:
+    train, validation = super().datasets()
+    return [train.set(path=REQUIRED, split='train'), validation.set(path=REQUIRED, split='validation')]
+
+
+class _ShardedByteLm(_ByteLm):
+  """The same, split over 8 devices: 259 ids, 126 model dims, 341 hidden dims, 3 heads and a batch of 12 do not divide."""
+
+  batch_size = 12
+  mesh_axis_names = ('replica', 'data', 'mdl')
+
+  def datasets(self) -> list[Config]:
+    # Begin, end and padding get ids of their own, above the bytes.
+    tokenizer = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
+    return [d.set(tokenizer_tpl=tokenizer) for d in super().datasets()]
+
+  def model(self) -> Config:
+    model = super().model().set(vocab_size=259, model_dims=126, hidden_dims=341, num_heads=3, dims_per_head=42)
+    return set_sharding(model)
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+    return task
+
+
+@registry.register
+class StdlibLmData(_ShardedByteLm):
+  """Data parallel over 8 devices: each has all weights and a part of the batch."""
+
+  ici_mesh_shape = (8, 1, 1)
+
+
+@registry.register
+class StdlibLmFsdp(_ShardedByteLm):
+  """Fully sharded over 8 devices: each has a part of every weight and of the batch."""
+
+  ici_mesh_shape = (1, 8, 1)
+
+
+@registry.register
+class StdlibLmTensor(_ShardedByteLm):
+  """Tensor parallel over 4 devices: heads, hidden dims and vocabulary are split."""
+
+  ici_mesh_shape = (1, 1, 4)
+
+
+@registry.register
+class StdlibLmMixed(_ShardedByteLm):
+  """Replicas, fully sharded and tensor parallel at once, on a 2 x 2 x 2 mesh."""
+
+  ici_mesh_shape = (2, 2, 2)
+
+
+class _Tiny(_ByteLm):
+  seq_len = 32
+  batch_size = 4
+
+  def model(self) -> Config:
+    model = super().model().set(model_dims=16, num_layers=2, num_heads=2, hidden_dims=32)
+    model.decoder_tpl.max_decode_steps = 16
+    return model
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.learner.schedule.warmup_steps = 5
+    task.train.set(num_train_steps=20, log_interval_steps=5, eval_interval_steps=None, save_interval_steps=10)
+    task.evaluate.max_batches = 4
+    return task
+
+
+@registry.register
+class StdlibLmTiny(_Tiny):
+  """For tests and first tries: a model of 10,000 parameters on the standard library, 20 steps."""
+
+  def text(self, split: str) -> Any:
+    return Config(stdlib_files, split=split, max_bytes=200_000)
+
+
+@registry.register
+class SyntheticLmTiny(_Tiny):
+  """For tests: the tiny model on sequences that count, split unevenly where there is a mesh; needs no files."""
+
+  mesh_axis_names = ('replica', 'data', 'mdl')
+
+  def datasets(self) -> list[Config]:
+    train = Config(SyntheticLMInput, name='train', num_examples=64, is_training=True)
+    validation = Config(SyntheticLMInput, name='validation', num_examples=10, seed=1)
+    sizes = {'seq_len': self.seq_len, 'vocab_size': 37, 'batch_size': 6}
+    return [d.set(**sizes) for d in (train, validation)]
+
+  def model(self) -> Config:
+    sizes = {'vocab_size': 37, 'model_dims': 18, 'hidden_dims': 45, 'num_heads': 3, 'dims_per_head': 6}
+    return set_sharding(super().model().set(tokens_are_bytes=False, **sizes))
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+    return task

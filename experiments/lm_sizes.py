@@ -1,0 +1,113 @@
+"""Language models of published sizes, with the meshes and splits one would begin with. Their data is text of your own.
+
+  praxis-lite show --exp=lm_sizes.Llama8B
+  praxis-lite train --exp=lm_sizes.Gpt2Small --job_log_dir=runs/gpt2 --set datasets[*].path=my_texts/*.txt \\
+    --set datasets[*].tokenizer_tpl.model_path=my_tokenizer.model
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from praxis_lite import registry
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.experiment import BaseExperiment
+from praxis_lite.inputs import SentencePieceTokenizer, TextInput
+from praxis_lite.models import set_sharding, transformer_lm
+from tasks.language_modelling import LanguageModelTask
+from tasks.learners import adamw_learner
+
+
+class _PublishedSize(BaseExperiment):
+  mesh_axis_names = ('replica', 'data', 'mdl')
+  ici_mesh_shape = (1, 1, 1)
+  seq_len = 1024
+  batch_size = 32
+  learning_rate = 6e-4
+
+  def model(self) -> Config:
+    raise NotImplementedError
+
+  def datasets(self) -> list[Config]:
+    train = Config(TextInput, name='train', is_training=True, split='train')
+    validation = Config(TextInput, name='validation', split='validation')
+    tokenizer = Config(SentencePieceTokenizer)
+    shared = {'path': REQUIRED, 'tokenizer_tpl': tokenizer, 'seq_len': self.seq_len, 'batch_size': self.batch_size}
+    return [d.set(**shared) for d in (train, validation)]
+
+  def task(self) -> Config:
+    task = Config(LanguageModelTask, model=set_sharding(self.model()).set(packed=False, fprop_dtype=jnp.bfloat16))
+    task.train.learner = adamw_learner(learning_rate=self.learning_rate, warmup_steps=2000)
+    task.train.set(num_train_steps=100_000, eval_interval_steps=1000, save_interval_steps=1000)
+    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+    task.evaluate.max_batches = 100
+    return task
+
+
+@registry.register
+class Gpt2Small(_PublishedSize):
+  """GPT-2, 124M parameters (Radford et al., 2019), on one accelerator."""
+
+  def model(self) -> Config:
+    return transformer_lm(
+      style='gpt2', vocab_size=50257, model_dims=768, num_layers=12, num_heads=12, max_len=self.seq_len
+    )
+
+
+@registry.register
+class Gpt2Xl(_PublishedSize):
+  """GPT-2, 1.5B parameters, fully sharded over 8 devices; 25 heads and 50,257 words divide by nothing."""
+
+  ici_mesh_shape = (1, 8, 1)
+  batch_size = 64
+  learning_rate = 2e-4
+
+  def model(self) -> Config:
+    return transformer_lm(
+      style='gpt2', vocab_size=50257, model_dims=1600, num_layers=48, num_heads=25, max_len=self.seq_len, remat='full'
+    )
+
+
+@registry.register
+class Llama1B(_PublishedSize):
+  """LLaMA style, 1.2B parameters with the sizes of Llama 3.2 1B, fully sharded over 8 devices."""
+
+  ici_mesh_shape = (1, 8, 1)
+  seq_len = 4096
+  batch_size = 64
+  learning_rate = 3e-4
+
+  def model(self) -> Config:
+    return transformer_lm(
+      vocab_size=128256,
+      model_dims=2048,
+      num_layers=16,
+      num_heads=32,
+      num_kv_heads=8,
+      hidden_dims=8192,
+      rotary_base=500_000.0,
+      tie_embeddings=True,
+      remat='full',
+    )
+
+
+@registry.register
+class Llama8B(_PublishedSize):
+  """LLaMA style, 8.0B parameters with the sizes of Llama 3 8B, on 64 devices: 16 fully sharded, 4 tensor parallel."""
+
+  ici_mesh_shape = (1, 16, 4)
+  seq_len = 8192
+  batch_size = 128
+  learning_rate = 3e-4
+
+  def model(self) -> Config:
+    return transformer_lm(
+      vocab_size=128256,
+      model_dims=4096,
+      num_layers=32,
+      num_heads=32,
+      num_kv_heads=8,
+      hidden_dims=14336,
+      rotary_base=500_000.0,
+      remat='full',
+    )
