@@ -30,15 +30,17 @@ import json
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
-import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, Configurable
 from praxis_lite.config_text import child_path
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.references import import_reference, is_named, reference
+
+if TYPE_CHECKING:
+  import numpy as np
 
 
 def to_json(config: Any, name: str = '', indent: int | None = 2) -> str:
@@ -92,6 +94,8 @@ def _encode(value: Any, path: str) -> Any:
 
 
 def _encode_other(value: Any, path: str) -> Any:
+  import numpy as np
+
   kind = type(value)
   if isinstance(value, enum.Enum):
     member = value.value if isinstance(value, enum.Flag) else value.name
@@ -105,7 +109,7 @@ def _encode_other(value: Any, path: str) -> Any:
   if isinstance(value, np.generic):
     return {'$scalar': [_dtype(value.dtype, path), base64.b64encode(value.tobytes()).decode()]}
   if kind is np.ndarray and not value.dtype.hasobject:
-    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    data = base64.b64encode(value.tobytes()).decode()
     return {'$array': [_dtype(value.dtype, path), list(value.shape), data]}
   if isinstance(value, pathlib.Path):
     return {'$path': str(value)}
@@ -236,11 +240,15 @@ def _decode_partial(encoded: dict[str, Any], path: str) -> Any:
 
 
 def _decode_array(encoded: dict[str, Any], path: str) -> np.ndarray:
+  import numpy as np
+
   dtype, shape, data = encoded['$array']
   return np.ndarray(shape, _dtype_of(dtype), base64.b64decode(data)).copy()
 
 
 def _decode_scalar(encoded: dict[str, Any], path: str) -> Any:
+  import numpy as np
+
   dtype, data = encoded['$scalar']
   return np.ndarray((), _dtype_of(dtype), base64.b64decode(data))[()]
 
@@ -253,6 +261,8 @@ def _imported(name: str, path: str) -> Any:
 
 
 def _dtype_of(name: str) -> np.dtype:
+  import numpy as np
+
   try:
     return np.dtype(name)
   except TypeError:

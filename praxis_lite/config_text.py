@@ -7,9 +7,9 @@
     task.train.inputs_split_mapping.map_2d = ('data', None)
     datasets[0].batch_size = 12
 
-Fields stand in the order of their declaration, defaults included, so a golden file notices a changed default; the keys
-of a dict are sorted, but for those of the root. Each line says where it is, so a line diff needs no context. What stands
-left of `=` is the path that `overrides.py` takes.
+Fields stand in the order of their declaration, defaults included, so that a golden file notices a changed default; the
+keys of a dict are sorted, but for those of the root. Each line says where it is, so a line diff needs no context. What
+stands left of `=` is the path that `overrides.py` takes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import pathlib
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fiddle as fdl
-import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, config_values
 from praxis_lite.references import dotted_name, is_named
+
+if TYPE_CHECKING:
+  import numpy as np
 
 _IDENTIFIER = re.compile(r'[A-Za-z_]\w*')
 _ADDRESS = re.compile(r' at 0x[0-9a-f]+')
@@ -100,7 +102,7 @@ def format_value(value: Any) -> str:
     return _format_dataclass(value)
   if isinstance(value, pathlib.PurePath):
     return f'Path({value.as_posix()!r})'
-  if isinstance(value, np.ndarray):
+  if kind.__module__ == 'numpy' and kind.__name__ == 'ndarray':
     return _format_array(value)
   if is_named(value):
     return dotted_name(value)
@@ -109,6 +111,8 @@ def format_value(value: Any) -> str:
 
 def dtype_name(value: Any) -> str | None:
   """Returns the name of a dtype, spelt as `jnp.float32`, `np.float32` or `np.dtype('float32')`; None for all else."""
+  import numpy as np
+
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, type):
@@ -191,7 +195,7 @@ def _format_array(value: np.ndarray) -> str:
   shape = ', '.join(map(str, value.shape))
   if value.size <= _MAX_ARRAY_ENTRIES:
     return f'array({value.tolist()!r}, {value.dtype.name})'
-  checksum = zlib.crc32(np.ascontiguousarray(value).tobytes()) if value.dtype != object else 0
+  checksum = 0 if value.dtype.hasobject else zlib.crc32(value.tobytes())
   return f'array({value.dtype.name}[{shape}], crc32={checksum:08x})'
 
 

@@ -12,7 +12,7 @@ from praxis_lite.cli.command import Command
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite import registry
 
-  registry.load_all()
+  problems = registry.load_all()
   wanted = values.match.lower()
   rows = [(registry.short_name(name), _summary(registry.get(name))) for name in registry.names()]
   rows = [row for row in rows if wanted in ' '.join(row).lower()]
