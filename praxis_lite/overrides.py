@@ -5,7 +5,7 @@
       'task.model.softmax.num_classes=300',                     of softmax_tpl: the ending may be left out
       'task.model.params_init.scale=0.01',                      of a frozen dataclass, which is replaced
       'task.train.inputs_split_mapping.map_2d=(data, None)',    a dict key
-      'datasets[0].batch_size=8',                               an index
+      'datasets[0].batch_size=8',                               an index, or [*] for all entries
       'task.train.learner.optimizer=optax.sgd',                 another class or function; what both have stays set
     ])
 
@@ -30,7 +30,8 @@ from praxis_lite.config_text import child_path, to_text
 from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
 from praxis_lite.override_values import Text, describe, fit, members_of
 
-_SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
+_ALL = '*'
+_SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
 
 
 def apply_overrides(root: Any, overrides: Iterable[str]) -> Any:
@@ -94,7 +95,10 @@ def _parse(text: str) -> tuple[list[str | int], str]:
     name, index, key = match.group('name', 'index', 'key')
     if name is not None and (text[position] == '.') != bool(segments):
       break
-    segments.append(int(index) if index is not None else name or ast.literal_eval(key))
+    if index is not None:
+      segments.append(_ALL if index == _ALL else int(index))
+    else:
+      segments.append(name or ast.literal_eval(key))
     position = match.end()
   return segments, text[position:].lstrip()
 
@@ -155,6 +159,8 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
     index = names.index(str(segment))
   elif isinstance(segment, int) or segment.isdigit():
     index = int(segment)
+  elif segment == _ALL:
+    raise UnknownFieldError(f'{path}[*]: {f"the {size} entries are to be read one by one" if size else "it is empty"}')
   else:
     raise UnknownFieldError(f'{path} is a {type(container).__name__}, so it has no {segment!r}; write {path}[0]')
   if not -size <= index < size:
@@ -217,6 +223,10 @@ def _put(container: Any, segments: list[str | int], value: Any, path: str, hint:
   """Returns `container` with `value` put at `segments` below it: itself if it is a config, otherwise a changed copy."""
   if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
     container = {}  # The first entry of a dict that is not there yet.
+  if segments[0] == _ALL and isinstance(container, (list, tuple)) and container:
+    for index in range(len(container)):
+      container = _put(container, [index, *segments[1:]], value, path, hint)
+    return container
   slot = _slot(container, segments[0], path, hint)
   if len(segments) == 1:
     new = _fitted(value, slot, slot.hint)

@@ -267,6 +267,17 @@ def test_every_place_is_reached():
   assert root['task'].optimizer.weight_decay == 0.5
 
 
+def test_a_star_is_every_entry():
+  root = after('datasets[*].epsilon=2', 'task.model.layers[*].split.wt=(data,)', 'task.model.pair[0]=*')
+  assert [d.epsilon for d in root['datasets']] == [2.0, 2.0]
+  assert [layer.split.wt for layer in root['task'].model.layers] == [('data',), ('data',)]
+  assert root['task'].model.pair == ('*', 1)
+  with pytest.raises(UnknownFieldError, match=r'decode_datasets\[\*\]: it is empty'):
+    after('decode_datasets[*].epsilon=2')
+  with pytest.raises(UnknownFieldError, match=r'datasets\[\*\]: the 2 entries are to be read one by one'):
+    get_by_path(root, 'datasets[*].epsilon')
+
+
 def test_dump_lines_are_overrides():
   source = roots()['task'].model.set(rate=0.5, shape=(1, 2), wt=('data', None), init=WeightInit('xavier'), title='a b')
   target = Config(Model, layers=(Config(Norm), Config(Norm)))
@@ -357,8 +368,6 @@ def test_a_root_cannot_be_replaced():
 
 
 def test_importing_imports_nothing_heavy():
-  program = (
-    'import sys, praxis_lite.overrides; print([m for m in ("jax", "numpy", "typeguard") if m in sys.modules])'
-  )
+  program = 'import sys, praxis_lite.overrides; print([m for m in ("jax", "numpy", "typeguard") if m in sys.modules])'
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == '[]'
