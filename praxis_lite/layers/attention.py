@@ -12,6 +12,8 @@ the same slots, some of them empty, and what a query may see depends on position
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -93,6 +95,7 @@ class MultiHeadAttention(Layer):
     out_tpl: of the child `out`.
     rotary_tpl: rotary positions of queries and keys; None is none.
     qk_norm_tpl: a norm over H of the children `query_norm` and `key_norm`, before rotary positions; None is none.
+    relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None is none.
     scale: factor of the logits; None is 1 / sqrt(H).
     logit_soft_cap: see `dot_product_attention`.
     implementation: see `dot_product_attention`.
@@ -113,6 +116,7 @@ class MultiHeadAttention(Layer):
   out_tpl: Config = template(Projection)
   rotary_tpl: Config | None = None
   qk_norm_tpl: Config | None = None
+  relative_bias_tpl: Config | None = None
   scale: float | None = None
   logit_soft_cap: float | None = None
   implementation: AttentionImplementation | None = None
@@ -135,6 +139,8 @@ class MultiHeadAttention(Layer):
       self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
     if self.rotary_tpl is not None:
       self.create_child('rotary', self.rotary_tpl.clone(dims=H))
+    if self.relative_bias_tpl is not None:
+      self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_out_bias)
     self.create_child('out', _split_projection(out, (split_N, split_H, split_D), rank_in=2))
 
@@ -185,14 +191,18 @@ class MultiHeadAttention(Layer):
       segment_pos: [B, T] int32, positions for rotary embeddings; None is 0, 1, 2, ...
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend, in addition to all else.
     """
+    bias_BNTS = None
     if kv_BSD is None:
       query_BTNH, key_BSKH, value_BSKH = self._project_self(x_BTD, segment_pos)
       kv_segment_ids = segment_ids
+      bias_BNTS = self._relative_bias(segment_pos, segment_pos, x_BTD.shape[1])
     else:
       query_BTNH, key_BSKH, value_BSKH = self._project_cross(x_BTD, kv_BSD)
     if segment_ids is not None and kv_segment_ids is not None:
       mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
-    context_BTNH = self._attend(query_BTNH, key_BSKH, value_BSKH, mask, causal=self.causal, window=self.sliding_window)
+    context_BTNH = self._attend(
+      query_BTNH, key_BSKH, value_BSKH, bias=bias_BNTS, mask=mask, causal=self.causal, window=self.sliding_window
+    )
     return self._project_out(context_BTNH)
 
   # ---------------------------------------------------------------- token by token
@@ -229,9 +239,10 @@ class MultiHeadAttention(Layer):
         cache = self.shard(cache, self.activation_split_dims_mapping.blkh)
       self.update_decode_state(name, cache)
     self.update_decode_state('slot', slot + x_BTD.shape[1])
-    mask_B1TS = cache_mask(pos_BT, self.get_decode_state('pos'), self.sliding_window)
-    key_BSKH, value_BSKH = self.get_decode_state('key'), self.get_decode_state('value')
-    return self._project_out(self._attend(query_BTNH, key_BSKH, value_BSKH, mask_B1TS))
+    key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
+    bias_BNTS = self._relative_bias(pos_BT, pos_BS)
+    mask_B1TS = cache_mask(pos_BT, pos_BS, self.sliding_window)
+    return self._project_out(self._attend(query_BTNH, key_BSKH, value_BSKH, bias=bias_BNTS, mask=mask_B1TS))
 
   # ---------------------------------------------------------------- parts
 
@@ -248,8 +259,8 @@ class MultiHeadAttention(Layer):
     return self._named_and_split(query_BTNH, key_BTKH, value_BTKH)
 
   def _project_cross(self, x_BTD: jax.Array, kv_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    for field, value in (('combine_qkv', self.combine_qkv), ('rotary_tpl', self.rotary_tpl), ('causal', self.causal)):
-      if value:
+    for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
+      if getattr(self, field):
         raise ConfigError(f'{self.path_name}.{field}: not for attention to another sequence; leave it unset')
     query_BTNH, key_BSKH = self._norm(self.query(x_BTD), self.key(kv_BSD))
     return self._named_and_split(query_BTNH, key_BSKH, self.value(kv_BSD))
@@ -272,25 +283,24 @@ class MultiHeadAttention(Layer):
       checkpoint_name(value_BSKH, 'value_proj'),
     )
 
-  def _attend(
-    self,
-    query_BTNH: jax.Array,
-    key_BSKH: jax.Array,
-    value_BSKH: jax.Array,
-    mask: jax.Array | None,
-    causal: bool = False,
-    window: int | None = None,
-  ) -> jax.Array:
+  def _relative_bias(
+    self, query_pos: jax.Array | None, key_pos: jax.Array | None, length: int | None = None
+  ) -> jax.Array | None:
+    if self.relative_bias_tpl is None:
+      return None
+    if query_pos is None or key_pos is None:
+      query_pos = key_pos = jnp.arange(length)[None]
+    return self.relative_bias(query_pos, key_pos)
+
+  def _attend(self, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, **kwargs: Any) -> jax.Array:
     context_BTNH = dot_product_attention(
       query_BTNH,
       key_BSKH,
       value_BSKH,
-      mask=mask,
-      causal=causal,
-      window=window,
       scale=self.scale,
       logit_soft_cap=self.logit_soft_cap,
       implementation=self.implementation,
+      **kwargs,
     )
     context_BTNH = self.shard(
       context_BTNH, self.activation_split_dims_mapping.blnh, 'activation_split_dims_mapping.blnh'

@@ -21,6 +21,7 @@ def dot_product_attention(
   key_BSKH: jax.Array,
   value_BSKH: jax.Array,
   *,
+  bias: jax.Array | None = None,
   mask: jax.Array | None = None,
   causal: bool = False,
   window: int | None = None,
@@ -33,6 +34,7 @@ def dot_product_attention(
   Args:
     query_BTNH: queries.
     key_BSKH, value_BSKH: query head n uses kv head n // (N / K).
+    bias: broadcasts to [B, N, T, S], added to the logits.
     mask: bool, broadcasts to [B, N, T, S], True where a query attends; combined with `causal` and `window`. A query
       that attends to nothing gets the mean of all values.
     causal: query t attends to keys up to t.
@@ -47,6 +49,7 @@ def dot_product_attention(
       query_BTNH,
       key_BSKH,
       value_BSKH,
+      bias=bias,
       mask=mask,
       is_causal=causal,
       local_window_size=window_sizes,
@@ -59,13 +62,19 @@ def dot_product_attention(
     causal_mask(T, S) if causal else None,
     sliding_window_mask(T, S, window) if window is not None else None,
   )
+
+  def grouped(x_BNTS: jax.Array) -> jax.Array:
+    """[B, N, T, S] to [B, K, G, T, S]; heads may be one, which broadcasts."""
+    heads = (K, N // K) if x_BNTS.shape[1] > 1 else (1, 1)
+    return x_BNTS.reshape(x_BNTS.shape[0], *heads, *x_BNTS.shape[2:])
+
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
   logits_BKGTS *= H**-0.5 if scale is None else scale
   logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)
+  if bias is not None:
+    logits_BKGTS += grouped(bias)
   if mask is not None:
-    mask_BNTS = jnp.broadcast_to(mask, (mask.shape[0], N if mask.shape[1] > 1 else 1, *mask.shape[2:]))
-    mask_BKGTS = mask_BNTS.reshape(mask.shape[0], K if mask.shape[1] > 1 else 1, -1, *mask.shape[2:])
-    logits_BKGTS = jnp.where(mask_BKGTS, logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
+    logits_BKGTS = jnp.where(grouped(mask), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
   probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(value_BSKH.dtype)
-  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS, value_BSKH).reshape(query_BTNH.shape)
+  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS, value_BSKH).reshape(B, T, N, H)

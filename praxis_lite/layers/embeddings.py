@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED
 from praxis_lite.layer import Layer
+from praxis_lite.partitioning.constraints import global_mesh_defined
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
 
@@ -33,7 +34,8 @@ class Embedding(Layer):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [..., D] of integer ids [...]; NaN for an id that is not in [0, V), so that it shows."""
-    y = lookup(self.theta.w, ids)
+    out = self.activation_split_dims_mapping.out
+    y = lookup(split_rows(self, self.theta.w, out), ids)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
     return self.shard(y, self.activation_split_dims_mapping.out)
@@ -44,7 +46,34 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
   return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
 
 
+def split_rows(layer: Layer, table_VD: jax.Array, out: SplitDimsMapping) -> jax.Array:
+  """Returns a table whose rows are gathered where the vectors looked up, split by `out`, are whole.
+
+  If an axis splits both D of the table and the batch, one of the two has to be gathered. Left to the compiler, it is
+  the vectors of the whole batch.
+  """
+  wt = layer.weight_split_dims_mapping.wt
+  if wt is None or out is None or out[-1] is not None:
+    return table_VD
+  return layer.shard(table_VD, (wt[0], None), 'weight_split_dims_mapping.wt')
+
+
 def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
   """Returns rows [..., D] of a table; NaN for ids out of range."""
   ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
-  return jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
+  rows = jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
+  return _zero_past_end(rows) if global_mesh_defined() else rows
+
+
+def _zero_past_end(rows: jax.Array) -> jax.Array:
+  """Returns `rows`, [..., D], as they are; with a gradient that is zero in what XLA pads.
+
+  Where a dimension of the ids is split unevenly, XLA pads it, and its partitioned scatter (the gradient of a lookup)
+  adds the padding's gradient, which may be anything, to row 0. The mask is true of all entries that exist. The barrier
+  keeps XLA from finding that out before it partitions the program.
+  """
+  exists = jnp.ones(rows.shape, bool)
+  for dim, size in enumerate(rows.shape[:-1]):
+    end = jax.lax.optimization_barrier(jnp.int32(size))
+    exists &= jax.lax.broadcasted_iota(jnp.int32, rows.shape, dim) < end
+  return jnp.where(exists, rows, 0)

@@ -14,7 +14,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import ActivationSplit, Layer
 from praxis_lite.layers.cross_entropy import cross_entropy
-from praxis_lite.layers.embeddings import embedding_weight, lookup
+from praxis_lite.layers.embeddings import embedding_weight, lookup, split_rows
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -124,7 +124,8 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of integer ids [...]; NaN for ids that are not in [0, V)."""
-    y = lookup(self.theta.w, ids)
+    emb = self.activation_split_dims_mapping.emb
+    y = lookup(split_rows(self, self.theta.w, emb), ids)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
-    return self.shard(y, self.activation_split_dims_mapping.emb, 'activation_split_dims_mapping.emb')
+    return self.shard(y, emb, 'activation_split_dims_mapping.emb')

@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.normalizations import RMSNorm
+from praxis_lite.layers.positions import RelativeBias, RotaryPositions
 
 B, T, D, N, H = 2, 6, 12, 4, 3
 
@@ -166,6 +168,13 @@ def test_softmax_is_float32_when_the_layer_is_bfloat16(cap):
     {'num_kv_heads': 2, 'combine_qkv': True, 'use_bias': True},
     {'sliding_window': 3},
     {'logit_soft_cap': 1.0, 'num_kv_heads': 1},
+    {'rotary_tpl': Config(RotaryPositions), 'dims_per_head': 4, 'qk_norm_tpl': Config(RMSNorm)},
+    {'relative_bias_tpl': Config(RelativeBias, num_buckets=4, max_distance=5)},
+    {
+      'relative_bias_tpl': Config(RelativeBias, num_buckets=4, max_distance=5),
+      'logit_soft_cap': 2.0,
+      'num_kv_heads': 2,
+    },
   ],
 )
 def test_incremental_equals_full(fields):
@@ -179,6 +188,26 @@ def test_incremental_equals_full(fields):
     y, side = step(x[:, t : t + 1], jnp.full((B, 1), t), side.decode_state)
     steps.append(y)
   np.testing.assert_allclose(jnp.concatenate(steps, axis=1), full, atol=1e-5)
+
+
+def test_what_is_attended_to_depends_on_offsets_of_rotary_positions_alone():
+  layer = build(rotary_tpl=Config(RotaryPositions), dims_per_head=4)
+  variables, x = random_variables(layer), inputs()
+  pos = jnp.tile(jnp.arange(T), (B, 1))
+  y, _ = run(layer, variables, x, segment_pos=pos)
+  np.testing.assert_allclose(run(layer, variables, x, segment_pos=pos + 17)[0], y, atol=1e-5)
+  np.testing.assert_allclose(run(layer, variables, x)[0], y, atol=1e-6)
+  assert not np.allclose(run(layer, variables, x, segment_pos=2 * pos)[0], y, atol=1e-2)
+
+
+def test_a_relative_bias_of_minus_infinity_is_a_mask():
+  layer = build(relative_bias_tpl=Config(RelativeBias, num_buckets=8, max_distance=8), causal=True)
+  variables, x = random_variables(layer), inputs()
+  # The first four buckets are offsets 0 to 3: leaving those is a window of four.
+  variables['relative_bias']['w'] = jnp.where(jnp.arange(8)[:, None] < 4, 0.0, -1e9) * jnp.ones((8, N))
+  del (alone := dict(variables))['relative_bias']
+  expected, _ = run(build(sliding_window=4, causal=True), alone, x)
+  np.testing.assert_allclose(run(layer, variables, x)[0], expected, atol=1e-5)
 
 
 def test_prompts_of_different_lengths_in_one_pass_then_steps_equal_full():
