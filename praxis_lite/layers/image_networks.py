@@ -76,7 +76,7 @@ class ConvNet(Layer):
     channels: output channels of each convolution.
     filter_size: height and width of the filters.
     activation: name of the activation.
-    conv_tpl: of the children `conv_0`, `conv_1`, ...
+    conv_tpl: of the children `conv_0`, `conv_1`, ...; they have biases only where there is no norm, which has its own.
     norm_tpl: of the children `norm_0`, `norm_1`, ...; None is no norm.
     pooling_tpl: of the child `pooling`, after each convolution; None is no pooling.
     global_pooling_tpl: of the child `global_pooling`.
@@ -97,7 +97,8 @@ class ConvNet(Layer):
     get_activation(self.activation, f'{self.path_name}.activation')
     counts = (self.input_channels, *self.channels)
     shapes = [(*self.filter_size, i, o) for i, o in itertools.pairwise(counts)]
-    self.create_children('conv', templates=[self.conv_tpl.clone(filter_shape=s) for s in shapes])
+    conv = self.conv_tpl.clone(use_bias=self.norm_tpl is None)
+    self.create_children('conv', templates=[conv.clone(filter_shape=s) for s in shapes])
     if self.norm_tpl is not None:
       self.create_children('norm', templates=[self.norm_tpl.clone(dims=c) for c in self.channels])
     if self.pooling_tpl is not None:

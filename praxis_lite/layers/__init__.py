@@ -1,0 +1,52 @@
+"""Layers: what models are made of."""
+
+from praxis_lite.layers.activations import ACTIVATIONS, get_activation
+from praxis_lite.layers.attention import MultiHeadAttention, Projection
+from praxis_lite.layers.convolutions import Conv2D
+from praxis_lite.layers.cross_entropy import cross_entropy
+from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.image_networks import ConvNet, Mlp
+from praxis_lite.layers.linears import Bias, Linear
+from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from praxis_lite.layers.pooling import GlobalPooling, Pooling
+from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
+from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+
+__all__ = [
+  'ACTIVATIONS',
+  'BatchNorm',
+  'Bias',
+  'Conv2D',
+  'ConvNet',
+  'Dropout',
+  'Embedding',
+  'FeedForward',
+  'FullSoftmax',
+  'GatedFeedForward',
+  'GlobalPooling',
+  'GroupNorm',
+  'LayerNorm',
+  'LearnedPositions',
+  'Linear',
+  'Mlp',
+  'MultiHeadAttention',
+  'Pooling',
+  'Projection',
+  'RMSNorm',
+  'RelativeBias',
+  'Repeat',
+  'RepeatedTransformer',
+  'RotaryPositions',
+  'SharedEmbeddingSoftmax',
+  'SinusoidalPositions',
+  'StackedTransformer',
+  'TransformerBlock',
+  'cross_entropy',
+  'dot_product_attention',
+  'get_activation',
+]
