@@ -140,8 +140,8 @@ class SyntheticLmTiny(_Tiny):
   mesh_axis_names = ('replica', 'data', 'mdl')
 
   def datasets(self) -> list[Config]:
-    train = Config(SyntheticLMInput, name='train', num_examples=64, is_training=True)
-    validation = Config(SyntheticLMInput, name='validation', num_examples=10, seed=1)
+    train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
+    validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
     sizes = {'seq_len': self.seq_len, 'vocab_size': 37, 'batch_size': 6}
     return [d.set(**sizes) for d in (train, validation)]
 
