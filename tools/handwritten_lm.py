@@ -1,7 +1,8 @@
-"""A language model's training step written by hand in plain JAX: the baseline that the framework's overhead is measured against.
+"""A training step of a language model in plain JAX, the baseline that the framework's overhead is measured against.
 
-The same architecture as `praxis_lite.models.transformer_lm` in its LLaMA style, in the way a careful engineer writes it for one
-model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
+
+The same architecture as `praxis_lite.models.transformer_lm` in its LLaMA style, in the way a careful engineer writes it
+for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
 
 Legend: B batch, T length, D model dims, N heads, H dims per head, F hidden dims, V vocabulary, L layers.
 """
@@ -14,6 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Split = Callable[..., jax.Array]
 
 
 class Size(NamedTuple):
@@ -26,14 +31,15 @@ class Size(NamedTuple):
   num_heads: int = 4
   hidden_dims: int = 1024
   vocab: int = 256
+  head_dims: int | None = None
 
   @property
   def dims_per_head(self) -> int:
-    return self.model_dims // self.num_heads
+    return self.head_dims or self.model_dims // self.num_heads
 
 
 def init_params(size: Size, key: jax.Array) -> dict[str, jax.Array]:
-  """Returns parameters drawn from Gaussians of standard deviation 1/sqrt(fan in)."""
+  """Returns parameters drawn from Gaussians of standard deviation 0.02, less where the residual stream is added to."""
   L, D, N, H, F, V = (
     size.num_layers,
     size.model_dims,
@@ -53,12 +59,31 @@ def init_params(size: Size, key: jax.Array) -> dict[str, jax.Array]:
     'down': (L, F, D),
     'softmax': (D, V),
   }
-  keys = jax.random.split(key, len(shapes))
-  fan_in = {'embedding': D, 'down': F}
+  residual = 0.02 / (2 * L) ** 0.5
   params = {
-    name: jax.random.normal(k, shape) / jnp.sqrt(fan_in.get(name, D)) for k, (name, shape) in zip(keys, shapes.items())
+    name: (residual if name in ('o', 'down') else 0.02) * jax.random.normal(k, shape)
+    for k, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items())
   }
   return params | {'norm1': jnp.ones((L, D)), 'norm2': jnp.ones((L, D)), 'final_norm': jnp.ones((D,))}
+
+
+def sharding_specs() -> dict[str, P]:
+  """Returns how the parameters are split over a mesh ('data', 'mdl')."""
+  projection = P(None, 'data', 'mdl', None)
+  return {
+    'embedding': P('mdl', 'data'),
+    'q': projection,
+    'k': projection,
+    'v': projection,
+    'o': projection,
+    'gate': P(None, 'data', 'mdl'),
+    'up': P(None, 'data', 'mdl'),
+    'down': P(None, 'mdl', 'data'),
+    'softmax': P('data', 'mdl'),
+    'norm1': P(),
+    'norm2': P(),
+    'final_norm': P(),
+  }
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
@@ -72,28 +97,30 @@ def rotate(x_BTNH: jax.Array, sin_BT1h: jax.Array, cos_BT1h: jax.Array) -> jax.A
   return jnp.concatenate([first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h], axis=-1)
 
 
-def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size) -> jax.Array:
+def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size, split: Split) -> jax.Array:
   """Returns logits [B, T, V]."""
   H = size.dims_per_head
-  x_BTD = params['embedding'][ids_BT]
+  x_BTD = split(params['embedding'][ids_BT], 'data', None, None)
   position_T = jnp.arange(ids_BT.shape[1], dtype=jnp.float32)
   angle_BT1h = (position_T[:, None] / 10_000 ** (jnp.arange(H // 2) / (H // 2)))[None, :, None, :]
   sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
 
   def block(x_BTD: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
     h_BTD = rms_norm(x_BTD, w['norm1'])
-    q_BTNH = rotate(jnp.einsum('btd,dnh->btnh', h_BTD, w['q']), sin_BT1h, cos_BT1h)
-    k_BTNH = rotate(jnp.einsum('btd,dnh->btnh', h_BTD, w['k']), sin_BT1h, cos_BT1h)
-    v_BTNH = jnp.einsum('btd,dnh->btnh', h_BTD, w['v'])
+    q_BTNH, k_BTNH, v_BTNH = (
+      split(jnp.einsum('btd,dnh->btnh', h_BTD, w[name]), 'data', None, 'mdl', None) for name in 'qkv'
+    )
+    q_BTNH, k_BTNH = rotate(q_BTNH, sin_BT1h, cos_BT1h), rotate(k_BTNH, sin_BT1h, cos_BT1h)
     mixed_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
-    x_BTD = x_BTD + jnp.einsum('btnh,dnh->btd', mixed_BTNH, w['o'])
+    mixed_BTNH = split(mixed_BTNH, 'data', None, 'mdl', None)
+    x_BTD = x_BTD + split(jnp.einsum('btnh,dnh->btd', mixed_BTNH, w['o']), 'data', None, None)
     h_BTD = rms_norm(x_BTD, w['norm2'])
-    h_BTF = jax.nn.silu(h_BTD @ w['gate']) * (h_BTD @ w['up'])
-    return x_BTD + h_BTF @ w['down'], None
+    h_BTF = split(jax.nn.silu(h_BTD @ w['gate']) * (h_BTD @ w['up']), 'data', None, 'mdl')
+    return split(x_BTD + split(h_BTF @ w['down'], 'data', None, None), 'data', None, None), None
 
   stacked = {k: v for k, v in params.items() if k not in ('embedding', 'softmax', 'final_norm')}
   x_BTD, _ = jax.lax.scan(block, x_BTD, stacked)
-  return rms_norm(x_BTD, params['final_norm']) @ params['softmax']
+  return split(rms_norm(x_BTD, params['final_norm']) @ params['softmax'], 'data', None, 'mdl')
 
 
 def make_optimizer(learning_rate: float, decay_mask: Any) -> optax.GradientTransformation:
@@ -102,15 +129,19 @@ def make_optimizer(learning_rate: float, decay_mask: Any) -> optax.GradientTrans
   )
 
 
-def make_step(size: Size, tx: optax.GradientTransformation) -> Callable[..., Any]:
+def make_step(size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Callable[..., Any]:
   """Returns `(params, opt_state, batch) -> (params, opt_state, metrics)`, to be jitted with donation."""
 
+  def split(x: jax.Array, *axes: Any) -> jax.Array:
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+
   def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
-    logits_BTV = logits_fn(params, batch['ids'], size).astype(jnp.float32)
+    logits_BTV = logits_fn(params, batch['ids'], size, split).astype(jnp.float32)
     xent_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['labels'])
     return jnp.sum(xent_BT * batch['weights']) / jnp.maximum(jnp.sum(batch['weights']), 1e-6)
 
   def step(params: dict[str, jax.Array], opt_state: Any, batch: dict[str, jax.Array]) -> Any:
+    batch = {name: split(x, 'data', None) for name, x in batch.items()}
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, {'loss': loss, 'grad_norm': optax.global_norm(grads)}

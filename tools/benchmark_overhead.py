@@ -1,0 +1,143 @@
+"""What the framework costs over a training step written by hand: time, tracing, compiling, memory.
+
+  python tools/benchmark_overhead.py                       1 device
+  python tools/benchmark_overhead.py --devices=8           8 simulated devices, data x mdl = 2 x 4
+  python tools/benchmark_overhead.py --size=large
+
+Both steps are of the same architecture, optimizer and batch, and are compiled in one process. They then run in turn,
+ours and by hand, and the ratio is the median over the pairs: single times on a shared machine move by 15 %, ratios of
+neighbours less. The third line of figures is the padding: our step with every dimension one short of divisible, over
+the divisible one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from praxis_lite.runtime.distributed import simulate_cpu_devices
+
+LIMITS = {
+  'step': 1.02,
+  'trace + lower': 1.25,
+  'compile': 1.10,
+  'memory': 1.05,
+  'flops': 1.01,
+  'bytes': 1.01,
+  'padding': 1.05,
+}
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--devices', type=int, default=1, choices=[1, 8])
+  parser.add_argument('--size', default='small', choices=['small', 'large'])
+  parser.add_argument('--pairs', type=int, default=25, help='pairs of steps')
+  parser.add_argument('--compiles', type=int, default=5, help='pairs of compilations')
+  args = parser.parse_args()
+  simulate_cpu_devices(args.devices)
+
+  import jax
+
+  jax.config.update('jax_enable_compilation_cache', False)
+  from tools.overhead_contestants import Contestant, by_hand, ours, sizes
+
+  size = sizes[args.size]
+  print(f'{size}\n{args.devices} device(s), {args.pairs} pairs of steps, {args.compiles} pairs of compilations\n')
+  results: dict[str, float] = {}
+
+  pair: list[Callable[[], Contestant]] = [lambda: ours(size, args.devices), lambda: by_hand(size, args.devices)]
+  (built_ours, built_hand), build_times = build(pair, args.compiles)
+  for what in ('trace + lower', 'compile'):
+    first, second = ([t[what] for t in times] for times in build_times)
+    results[what] = report(what, first, second, 's')
+  for what, value in (
+    ('parameters', lambda c: c.num_params),
+    ('memory', lambda c: c.peak_bytes / 2**20),
+    ('flops', lambda c: c.cost['flops']),
+    ('bytes', lambda c: c.cost['bytes accessed']),
+  ):
+    results[what] = report(what, [value(built_ours)], [value(built_hand)], 'MiB' if what == 'memory' else '')
+  results['step'] = report('step', *run_in_turn(built_ours, built_hand, args.pairs), 's')
+  print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
+
+  if args.devices > 1:
+    from praxis_lite.partitioning.collectives import collectives
+
+    even = built_ours
+    uneven = ours(one_short(size), args.devices)
+    uneven.compile()
+    counts = [{k: c.count for k, c in collectives(x.compiled).items() if c.count} for x in (uneven, even)]
+    print(f'\ncollectives, one short of divisible: {counts[0]}\n             divisible:              {counts[1]}')
+    results['padding'] = report('padding', *run_in_turn(uneven, even, args.pairs), 's', ('one short', 'divisible'))
+    results['collectives'] = 1.0 if counts[0] == counts[1] else 2.0
+
+  limits = {**LIMITS, 'collectives': 1.0, 'parameters': 1.0}
+  missed = [what for what, ratio in results.items() if ratio > limits[what]]
+  print('\nall within their limits' if not missed else f'\nover the limit: {", ".join(missed)}')
+  return bool(missed)
+
+
+def build(makers: Sequence[Callable[[], Any]], rounds: int) -> tuple[list[Any], list[list[dict[str, float]]]]:
+  """Builds the contestants in turn, `rounds` times after a warm-up; returns the last ones and the times of each."""
+  import jax
+
+  times: list[list[dict[str, float]]] = [[] for _ in makers]
+  built: list[Any] = []
+  for i in range(rounds + 1):
+    built = []
+    for make, record in zip(makers, times):
+      jax.clear_caches()
+      contestant = make()
+      taken = contestant.compile()
+      built.append(contestant)
+      if i:
+        record.append(taken)
+  return built, times
+
+
+def run_in_turn(first: Any, second: Any, pairs: int) -> tuple[list[float], list[float]]:
+  """Runs steps of both in turn and returns their times; which goes first alternates."""
+  times: tuple[list[float], list[float]] = ([], [])
+  for i in range(-2, pairs):
+    order = ((first, times[0]), (second, times[1]))
+    for contestant, record in order if i % 2 else reversed(order):
+      start = time.perf_counter()
+      contestant.step()
+      if i >= 0:
+        record.append(time.perf_counter() - start)
+  return times
+
+
+def report(
+  what: str, first: list[float], second: list[float], unit: str, names: tuple[str, str] = ('ours', 'by hand')
+) -> float:
+  """Prints the medians and the median of the paired ratios, which it returns."""
+  ratio = statistics.median(a / b for a, b in zip(first, second))
+  limit = f'limit {LIMITS[what]}' if what in LIMITS else ''
+  a, b = statistics.median(first), statistics.median(second)
+  print(f'{what:>14}  {names[0]} {a:14,.4f} {unit:<3}  {names[1]} {b:14,.4f} {unit:<3}  ratio {ratio:.4f}  {limit}')
+  return ratio
+
+
+def one_short(size: Any) -> Any:
+  """Every dimension that is split, less one: heads, dims, hidden dims, vocabulary, batch."""
+  return size._replace(
+    model_dims=size.model_dims - 1,
+    num_heads=size.num_heads - 1,
+    head_dims=size.dims_per_head,
+    hidden_dims=size.hidden_dims - 1,
+    vocab=size.vocab - 1,
+    batch=size.batch - 1,
+  )
+
+
+if __name__ == '__main__':
+  sys.exit(main())
