@@ -36,8 +36,10 @@ from praxis_lite import call
 from praxis_lite.call import NestedDict, Path, SideOutputs, Summary
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.observers import report_constraint
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve_split_mapping
+from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
 
 LayerT = TypeVar('LayerT', bound='Layer')
@@ -346,6 +348,7 @@ class Layer(Configurable):
       ShardingError: the mapping does not fit the rank of `x` or the mesh.
     """
     spec = self._resolve(mapping, rank=x.ndim, where=where)
+    report_constraint(f'{self.path_name}.{where}', mapping, spec, x)
     return x if spec is None else with_sharding_constraint(x, spec)
 
   def _resolve(self, mapping: SplitDimsMapping, where: str, rank: int | None = None) -> PartitionSpec | None:
@@ -408,6 +411,7 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     if _active.get() is self:
       return method(self, *args, **kwargs)
     if self.inputs_split_mapping is not None and args and self.mesh_axis_names is not None:
+      _report_inputs(self, args[0])
       args = (reshard_input_based_on_rank_fn(self.inputs_split_mapping, self.mesh_axis_names, args[0]), *args[1:])
     token = _active.set(self)
     try:
@@ -417,3 +421,11 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
       _active.reset(token)
 
   return scoped
+
+
+def _report_inputs(layer: Layer, inputs: Any) -> None:
+  mappings = layer.inputs_split_mapping or {}
+  for x in jax.tree.leaves(inputs):
+    spec = infer_partition_spec_based_on_rank_fn(mappings, layer.mesh_axis_names or (), x)
+    key = f'map_{len(x.shape)}d'
+    report_constraint(f'{layer.path_name}.inputs_split_mapping.{key}', mappings.get(key), spec, x)

@@ -212,7 +212,9 @@ class MultiHeadAttention(Layer):
     shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
     for name in ('key', 'value'):
       empty_BSKH = jnp.zeros(shape, self.fprop_dtype)
-      self.update_decode_state(name, self.shard(empty_BSKH, self.activation_split_dims_mapping.blkh))
+      self.update_decode_state(
+        name, self.shard(empty_BSKH, self.activation_split_dims_mapping.blkh, 'activation_split_dims_mapping.blkh')
+      )
     self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
     self.update_decode_state('slot', jnp.zeros((), jnp.int32))
 
@@ -236,7 +238,7 @@ class MultiHeadAttention(Layer):
     for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
       cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
       if name != 'pos':
-        cache = self.shard(cache, self.activation_split_dims_mapping.blkh)
+        cache = self.shard(cache, self.activation_split_dims_mapping.blkh, 'activation_split_dims_mapping.blkh')
       self.update_decode_state(name, cache)
     self.update_decode_state('slot', slot + x_BTD.shape[1])
     key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
