@@ -60,7 +60,7 @@ class TextLm(_ByteLm):
 
 
 class _ShardedByteLm(_ByteLm):
-  """The same, split over 8 devices: 259 ids, 126 model dims, 341 hidden dims, 3 heads and a batch of 12 do not divide."""
+  """The same over 8 devices; 259 ids, 126 model dims, 341 hidden dims, 3 heads and a batch of 12 do not divide."""
 
   batch_size = 12
   mesh_axis_names = ('replica', 'data', 'mdl')
