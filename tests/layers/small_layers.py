@@ -1,0 +1,125 @@
+"""A small config and arguments of every exported layer, split over a 2 x 2 x 2 mesh that its dims do not divide by."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from praxis_lite import layers
+from praxis_lite.config import Config
+
+AXES = ('replica', 'data', 'mdl')
+B, T, D, F, V, N, H = 3, 5, 7, 9, 11, 3, 4
+BATCH = ('replica', 'data')
+OUT = (BATCH, None, 'mdl')
+WT = ('data', 'mdl')
+
+
+class Case(NamedTuple):
+  """A layer, its arguments, and whether it returns float32 whatever it computes in."""
+
+  config: Config
+  args: tuple[Any, ...]
+  float32_out: bool = False
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def ids(*shape: int, below: int = V) -> np.ndarray:
+  return np.random.default_rng(1).integers(0, below, shape).astype(np.int32)
+
+
+def split(cls: Any, wt: Any = None, out: Any = None, **fields: Any) -> Config:
+  config = Config(cls, **fields)
+  config.weight_split_dims_mapping.wt = wt
+  config.activation_split_dims_mapping.out = out
+  return config
+
+
+def block() -> Config:
+  config = split(layers.TransformerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, num_heads=N)
+  config.set(dims_per_head=H)
+  config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
+  config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.ff_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def repeated() -> Config:
+  config = Config(layers.Repeat, num_layers=3, layers_tpl=split(layers.Linear, WT, OUT, input_dims=D, output_dims=D))
+  config.weight_split_dims_mapping.stack = ('replica',)
+  return config
+
+
+def conv_net() -> Config:
+  config = Config(layers.ConvNet, input_channels=1, channels=(3, 5))
+  config.conv_tpl.weight_split_dims_mapping.wt = (None, None, None, 'mdl')
+  config.norm_tpl.weight_split_dims_mapping.wt = ('data',)
+  return config
+
+
+def mlp() -> Config:
+  config = Config(layers.Mlp, input_dims=T * D, hidden_dims=(F, 5), activation='tanh')
+  config.linear_tpl.weight_split_dims_mapping.wt = WT
+  return config
+
+
+def attention() -> Config:
+  config = split(layers.MultiHeadAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
+  config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions))
+  config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
+  return config
+
+
+X = normal(B, T, D)
+IMAGES = normal(B, 6, 7, 1)
+WEIGHTS = np.array([1.0, 0.0, 0.5], np.float32)
+POSITIONS = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+
+CASES = {
+  'BatchNorm': lambda: Case(split(layers.BatchNorm, ('mdl',), OUT, dims=D), (X, WEIGHTS)),
+  'Bias': lambda: Case(split(layers.Bias, ('mdl',), OUT, dims=D), (X,)),
+  'Conv2D': lambda: Case(
+    split(layers.Conv2D, (None, None, None, WT), (BATCH, None, None, 'mdl'), filter_shape=(3, 2, 1, 5)), (IMAGES,)
+  ),
+  'ConvNet': lambda: Case(conv_net(), (IMAGES, WEIGHTS)),
+  'Dropout': lambda: Case(split(layers.Dropout, None, OUT, rate=0.3), (X,)),
+  'Embedding': lambda: Case(split(layers.Embedding, ('mdl', 'data'), OUT, num_classes=V, input_dims=D), (ids(B, T),)),
+  'FeedForward': lambda: Case(split(layers.FeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
+  'FullSoftmax': lambda: Case(
+    split(layers.FullSoftmax, WT, OUT, input_dims=D, num_classes=V, use_bias=True, z_loss_weight=0.1, soft_cap=5.0),
+    (X, ids(B, T)),
+    float32_out=True,
+  ),
+  'GatedFeedForward': lambda: Case(split(layers.GatedFeedForward, WT, OUT, input_dims=D, hidden_dims=F), (X,)),
+  'GlobalPooling': lambda: Case(split(layers.GlobalPooling, None, (BATCH, 'mdl')), (IMAGES,)),
+  'GroupNorm': lambda: Case(split(layers.GroupNorm, ('mdl',), OUT, dims=9, num_groups=3), (normal(B, T, 9),)),
+  'LayerNorm': lambda: Case(split(layers.LayerNorm, ('mdl',), OUT, dims=D), (X,)),
+  'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
+  'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
+  'Mlp': lambda: Case(mlp(), (X,)),
+  'MultiHeadAttention': lambda: Case(attention(), (X,)),
+  'Pooling': lambda: Case(split(layers.Pooling, None, (BATCH, None, 'mdl', None), kind='mean'), (IMAGES,)),
+  'Projection': lambda: Case(
+    split(layers.Projection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True), (X,)
+  ),
+  'RMSNorm': lambda: Case(split(layers.RMSNorm, ('mdl',), OUT, dims=D), (X,)),
+  'RelativeBias': lambda: Case(
+    split(layers.RelativeBias, (None, 'mdl'), (BATCH, 'mdl', None, None), num_heads=N, num_buckets=8),
+    (POSITIONS, POSITIONS),
+  ),
+  'Repeat': lambda: Case(repeated(), (X,)),
+  'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
+  'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
+  'SharedEmbeddingSoftmax': lambda: Case(
+    split(layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True),
+    (X, ids(B, T)),
+    float32_out=True,
+  ),
+  'SinusoidalPositions': lambda: Case(split(layers.SinusoidalPositions, None, OUT, dims=D), (POSITIONS,)),
+  'StackedTransformer': lambda: Case(Config(layers.StackedTransformer, layers_tpl=block(), num_layers=2), (X,)),
+  'TransformerBlock': lambda: Case(block(), (X,)),
+}

@@ -1,0 +1,141 @@
+"""What holds for every layer: each exported class is tested, and one without a config in `small_layers.py` fails."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from small_layers import AXES, CASES, Case
+
+from praxis_lite import layers
+from praxis_lite.layer import Layer
+from praxis_lite.partitioning.padding import padded_shape, slice_to
+from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.weights import WeightHParams
+
+EVERY_LAYER = sorted(
+  name
+  for name, value in vars(layers).items()
+  if name in layers.__all__ and isinstance(value, type) and issubclass(value, Layer)
+)
+every_layer = pytest.mark.parametrize('name', EVERY_LAYER)
+
+
+def case(name: str) -> Case:
+  if name not in CASES:
+    pytest.fail(f'the layer {name} is exported and not tested; add a small config of it to small_layers.py')
+  return CASES[name]()
+
+
+def is_float(x):
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def objective(outputs):
+  """A number that depends on each output differently."""
+  floats = [y.astype(jnp.float32) for y in jax.tree.leaves(outputs) if is_float(y)]
+  return sum(jnp.mean(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))) for y in floats)
+
+
+def step(layer: Layer, variables, args):
+  """Returns (outputs and updated variables, gradients of variables, gradients of float arguments)."""
+
+  def loss(variables, floats):
+    full = [f if f is not None else a for f, a in zip(floats, args)]
+    outputs, side = layer.apply(variables, *full, key=jax.random.key(1))
+    aux = sum(value * weight for value, weight in side.aux_losses.values())
+    return objective(outputs) + aux, (outputs, side.updates)
+
+  floats = [a if is_float(a) else None for a in args]
+  (_, results), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(variables, floats)
+  return results, *grads
+
+
+@functools.cache
+def first_variables(name: str):
+  return case(name).config.instantiate().init(jax.random.key(0))
+
+
+@functools.cache
+def on_one_device(name: str, dtype=jnp.float32):
+  """Returns (variables, arguments, the compiled step, its results)."""
+  config, args, _ = case(name)
+  layer = config.set(fprop_dtype=dtype).instantiate()
+  variables = first_variables(name)
+  args = tuple(a.astype(dtype) if is_float(a) else a for a in args)
+  jitted = jax.jit(lambda v, a: step(layer, v, a))
+  return variables, args, jitted, jitted(variables, args)
+
+
+def assert_close(actual, expected, tolerance):
+  """Relative to the largest entry of each array."""
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+    a, e = np.asarray(a, np.float32), np.asarray(e, np.float32)
+    np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * (1e-3 + np.abs(e).max(initial=0)))
+
+
+@every_layer
+def test_init_makes_what_is_declared(name):
+  layer = case(name).config.instantiate()
+  declared, variables = layer.abstract_init(), first_variables(name)
+  assert jax.tree.structure(declared) == jax.tree.structure(variables)
+  for weight, value in zip(jax.tree.leaves(declared), jax.tree.leaves(variables)):
+    assert isinstance(weight, WeightHParams)
+    assert value.shape == weight.full_shape
+    assert value.dtype == jnp.dtype(weight.dtype) == jnp.float32
+    assert len(weight.full_split_dims_mapping) == value.ndim
+
+
+@every_layer
+def test_gradients_are_finite_also_of_zeros(name):
+  variables, args, jitted, results = on_one_device(name)
+  zeros = tuple(np.zeros_like(a) if is_float(a) and a.ndim > 1 else a for a in args)
+  for leaf in jax.tree.leaves((results, jitted(variables, zeros))):
+    assert np.isfinite(leaf).all()
+
+
+@every_layer
+def test_every_weight_has_a_gradient(name):
+  variables, _, _, (_, grads, _) = on_one_device(name)
+  weights = case(name).config.instantiate().abstract_init()
+  for weight, grad in zip(jax.tree.leaves(weights), jax.tree.leaves(grads)):
+    assert bool(np.any(grad)) == weight.trainable, weight
+  assert jax.tree.structure(grads) == jax.tree.structure(variables)
+
+
+@every_layer
+def test_bfloat16_with_float32_weights(name):
+  _, _, _, ((expected, _), _, _) = on_one_device(name)
+  variables, _, _, ((outputs, updates), grads, _) = on_one_device(name, jnp.bfloat16)
+  for y in jax.tree.leaves(outputs):
+    assert y.dtype == (jnp.float32 if case(name).float32_out else jnp.bfloat16)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((variables, updates, grads)))
+  assert_close(outputs, expected, 0.04)
+
+
+@every_layer
+def test_uneven_splits_over_a_mesh_equal_one_device(name):
+  variables, args, _, expected = on_one_device(name)
+  config = case(name).config
+  layer = config.set(mesh_axis_names=AXES).instantiate()
+  mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+
+  def place(weight, value):
+    spec = to_partition_spec(weight.full_split_dims_mapping, AXES, rank=value.ndim)
+    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
+    return jax.device_put(np.pad(value, amounts) if amounts else value, NamedSharding(mesh, spec))
+
+  def on_mesh(padded, args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return step(layer, slice_to(padded, variables), args)
+
+  padded = jax.tree.map(place, layer.abstract_init(), variables)
+  if padded:
+    split = [x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(padded)]
+    assert any(split)
+  assert_close(jax.jit(on_mesh)(padded, args), expected, 1e-5)
