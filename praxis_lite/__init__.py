@@ -1,7 +1,7 @@
 """praxis_lite: layer parameters for JAX, and training on any mesh.
 
-The names most experiments need can be imported from here; each is loaded when it is first used, so that the command line
-starts at once.
+The names most experiments need can be imported from here; each is loaded when it is first used, so that the command
+line starts at once.
 """
 
 from __future__ import annotations

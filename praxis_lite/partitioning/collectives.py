@@ -10,6 +10,7 @@ the operation in one run of the program.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,8 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*|c\d+)\[([\d,]*)\]')
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
   """How often one kind of collective runs, and the bytes of its results on one device."""
 
   count: int

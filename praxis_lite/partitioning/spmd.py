@@ -123,7 +123,7 @@ class PartitionedTask:
   # ---------------------------------------------------------------- around a step
 
   @property
-  def _replicated(self) -> NamedSharding:
+  def _replicated(self) -> Any:
     return NamedSharding(self.mesh, PartitionSpec())
 
   def _step(

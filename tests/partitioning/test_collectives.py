@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.partitioning.collectives import assert_collectives, collectives
+from praxis_lite.partitioning.collectives import Collective, assert_collectives, collectives
 from praxis_lite.partitioning.mesh import create_device_mesh
 
 
@@ -33,7 +33,7 @@ def test_a_sum_over_a_split_dimension_is_one_all_reduce_of_the_result(mesh):
 
 def test_elementwise_work_communicates_nothing(mesh):
   program = compiled(mesh, lambda x: x * 2, [P('data')], P('data'), (16, 32))
-  assert all(c == (0, 0) for c in collectives(program).values())
+  assert all(c == Collective(0, 0) for c in collectives(program).values())
 
 
 def test_a_loop_counts_each_trip(mesh):
