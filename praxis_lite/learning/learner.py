@@ -9,6 +9,7 @@ A step whose loss or gradient is not finite leaves variables, slots and averages
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,13 @@ from praxis_lite.call import path_name
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learning.optimizer import GroupedOptimizer, is_regularized
+from praxis_lite.learning.optimizer_config import not_elementwise
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.learning.subtrees import leaves, merge, select
 from praxis_lite.weights import WeightHParams
+
+# Tree of sums over parts of variables -> tree of sums over the whole variables.
+SumParts = Callable[[Any], Any]
 
 _ON_NONFINITE = ('skip', 'raise', 'ignore')
 
@@ -175,13 +180,25 @@ class Learner(Configurable):
     """Returns the learning rate of the step after `step` steps, a float32 scalar."""
     return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
 
+  def not_elementwise(self) -> list[str]:
+    """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
+    return not_elementwise(self.optimizer)
+
   def _optimizer(self, declared: Any, rate: jax.Array) -> GroupedOptimizer:
     return GroupedOptimizer(self.optimizer, declared, rate, self.per_layer_statistics)
 
   # ---------------------------------------------------------------- the update
 
   def update(
-    self, gradients: Any, loss: jax.Array, mdl_vars: Any, opt_states: Any, ema_vars: Any, step: jax.Array, weights: Any
+    self,
+    gradients: Any,
+    loss: jax.Array,
+    mdl_vars: Any,
+    opt_states: Any,
+    ema_vars: Any,
+    step: jax.Array,
+    weights: Any,
+    sum_parts: SumParts = lambda sums: sums,
   ) -> LearnerUpdate:
     """Applies a gradient.
 
@@ -192,17 +209,18 @@ class Learner(Configurable):
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
       weights: declarations of all variables.
+      sum_parts: adds up sums over parts of variables, where variables and gradients are one device's parts.
 
     Raises:
       ConfigError: the optimizer cannot be what its config says, or needs what a step does not have.
     """
     declared = self.trained(weights, weights)
     variables = self.trained(mdl_vars, weights)
-    grad_norm = _global_norm(gradients)
+    grad_norm = _global_norm(gradients, sum_parts)
     rate = self.learning_rate_at(step)
     finite = None if self.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    gradients = self._regularized(self._clipped(gradients, grad_norm, declared), variables, declared)
+    gradients = self._regularized(self._clipped(gradients, grad_norm, declared, sum_parts), variables, declared)
     updates, new_states = self._optimizer(declared, rate).update(gradients, opt_states, variables, loss)
     if self.decoupled_weight_decay:
       updates = jax.tree.map(
@@ -221,17 +239,18 @@ class Learner(Configurable):
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
     if self.report_param_norm:
-      stats['param_norm'] = _global_norm(new_variables)
+      stats['param_norm'] = _global_norm(new_variables, sum_parts)
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
-  def _clipped(self, gradients: Any, norm: jax.Array, declared: Any) -> Any:
+  def _clipped(self, gradients: Any, norm: jax.Array, declared: Any, sum_parts: SumParts) -> Any:
     original = gradients
     if self.clip_gradient_value:
       gradients = jax.tree.map(lambda g: jnp.clip(g, -self.clip_gradient_value, self.clip_gradient_value), gradients)
     if self.clip_gradient_single_norm_to_value:
-      gradients = jax.tree.map(self._clip_single_norm, gradients, declared)
+      squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, declared))
+      gradients = jax.tree.map(self._clip_single_norm, gradients, squares)
     if self.clip_gradient_norm_to_value:
-      norm = norm if gradients is original else _global_norm(gradients)
+      norm = norm if gradients is original else _global_norm(gradients, sum_parts)
       limit = self.clip_gradient_norm_to_value
       gradients = jax.tree.map(lambda g: g * (limit / jnp.maximum(norm, limit)).astype(g.dtype), gradients)
     return gradients
@@ -243,10 +262,8 @@ class Learner(Configurable):
       lambda g, v, w: g + self.l2_regularizer_weight * v if is_regularized(w) else g, gradients, variables, declared
     )
 
-  def _clip_single_norm(self, gradient: jax.Array, weight: WeightHParams) -> jax.Array:
-    """Clips the norm of each layer's gradient, where a variable holds a stack of them."""
-    axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
-    norm = jnp.sqrt(jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True))
+  def _clip_single_norm(self, gradient: jax.Array, square: jax.Array) -> jax.Array:
+    norm = jnp.sqrt(square)
     limit = self.clip_gradient_single_norm_to_value
     return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
@@ -255,7 +272,13 @@ class Learner(Configurable):
     return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
-def _global_norm(tree: Any) -> jax.Array:
+def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
+  """The squared norm of a gradient, or of each layer's, where a variable holds a stack of them: [layers, 1, ...]."""
+  axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
+  return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True)
+
+
+def _global_norm(tree: Any, sum_parts: SumParts) -> jax.Array:
   """The norm of all arrays of a tree as one vector, in float32 whatever their dtype."""
-  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-  return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+  squares = sum_parts(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
+  return jnp.sqrt(sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32)))

@@ -37,8 +37,10 @@ _ELEMENTWISE = """
   scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief scale_by_learning_rate scale_by_lion scale_by_radam
   scale_by_rms scale_by_rss scale_by_schedule scale_by_sign scale_by_stddev scale_by_yogi set_to_zero trace zero_nans
 """
-_GLOBAL = 'apply_if_finite clip_by_global_norm dadapt_adamw lbfgs momo momo_adam polyak_sgd prodigy'
+_GLOBAL = 'apply_if_finite clip_by_global_norm dadapt_adamw dog dowg lbfgs momo momo_adam polyak_sgd prodigy'
 _COMBINING = 'chain masked multi_transform named_chain partition'
+# They draw noise: the same for each part of a variable, and for padding too.
+_DRAWING = frozenset(['add_noise', 'noisy_sgd'])
 _STACKABLE = frozenset([*_ELEMENTWISE.split(), *_GLOBAL.split(), *_COMBINING.split()])
 
 
@@ -75,6 +77,17 @@ def is_stackable(config: Config) -> bool:
     for c in _configs(config)
     if not _makes_schedule(c)
   )
+
+
+def not_elementwise(config: Config) -> list[str]:
+  """Returns the names of the factories in `config` that are not known to treat every entry of a variable by itself."""
+  known = frozenset([*_ELEMENTWISE.split(), *_COMBINING.split()]) - _DRAWING
+  return [
+    _name(c)
+    for c in _configs(config)
+    if not _makes_schedule(c)
+    and not (_module(c).startswith('optax.') and getattr(c.__fn_or_cls__, '__name__', '') in known)
+  ]
 
 
 def _fill(config: Config, rate: Any, mask: Callable[[Any], Any]) -> tuple[Config, bool]:

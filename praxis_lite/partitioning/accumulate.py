@@ -94,10 +94,17 @@ def value_and_grad(
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (mean, weight) of values [k] with weights [k]; a value of weight zero may be anything, not finite too."""
-  total = jnp.sum(weights)
-  weighted = jnp.where(weights > 0, values * weights, 0)
-  return jnp.sum(weighted) / jnp.where(total > 0, total, 1), total
+  """Returns (mean, weight) over microbatches, float32; a value of weight zero may be anything, not finite too.
+
+  Args:
+    values: [k, ...]; layers that stack metrics add dimensions.
+    weights: [k], or with leading dimensions of the values.
+  """
+  values, weights = values.astype(jnp.float32), weights.astype(jnp.float32)
+  by_value = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+  total = jnp.sum(by_value, axis=0)
+  weighted = jnp.sum(jnp.where(by_value > 0, values * by_value, 0), axis=0)
+  return weighted / jnp.where(total > 0, total, 1), jnp.sum(weights, axis=0)
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:

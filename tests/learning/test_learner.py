@@ -1,0 +1,242 @@
+"""What a learner does to gradients, variables, slots and averages in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_trees import NON_TRAINABLE, SKIP, declarations, unrolled, values, weight
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.learning import Learner, Linear
+
+
+def sgd(**fields: Any) -> Learner:
+  return Config(Learner, **{'optimizer': Config(optax.sgd), 'learning_rate': 1.0, **fields}).instantiate()
+
+
+def one_step(learner: Learner, weights: Any, params: Any, grads: Any, *, loss: float = 1.0, step: int = 0) -> Any:
+  state, ema = learner.init(params, weights), learner.init_ema(params, weights)
+  return learner.update(grads, jnp.float32(loss), params, state, ema, jnp.int32(step), weights)
+
+
+# ---------------------------------------------------------------- clipping
+
+
+@pytest.mark.parametrize('limit', [0.5, 5.0, 13.0, 100.0])
+def test_global_norm_clipping_scales_by_c_over_max_of_norm_and_c(limit: float) -> None:
+  weights = {'a': weight(2), 'b': weight(1)}
+  grads = {'a': jnp.array([3.0, 4.0]), 'b': jnp.array([12.0])}
+  zeros = jax.tree.map(jnp.zeros_like, grads)
+  out = one_step(sgd(clip_gradient_norm_to_value=limit), weights, zeros, grads)
+  scale = limit / max(13.0, limit)
+  np.testing.assert_allclose(out.mdl_vars['a'], [-3 * scale, -4 * scale], rtol=1e-6)
+  np.testing.assert_allclose(out.mdl_vars['b'], [-12 * scale], rtol=1e-6)
+  assert float(out.stats['grad_norm']) == 13.0, 'the norm that is reported is that before clipping'
+
+
+def test_single_norm_clipping_takes_each_variable_and_each_layer_by_itself() -> None:
+  weights = {'a': weight(2), 'stack': weight(2, repeat=(2,))}
+  grads = {'a': jnp.array([3.0, 4.0]), 'stack': jnp.array([[0.3, 0.4], [30.0, 40.0]])}
+  out = one_step(sgd(clip_gradient_single_norm_to_value=1.0), weights, jax.tree.map(jnp.zeros_like, grads), grads)
+  np.testing.assert_allclose(out.mdl_vars['a'], [-0.6, -0.8], rtol=1e-6)
+  np.testing.assert_allclose(out.mdl_vars['stack'], [[-0.3, -0.4], [-0.6, -0.8]], rtol=1e-6)
+
+
+def test_clipping_by_value_comes_before_clipping_by_norm() -> None:
+  weights = {'a': weight(2)}
+  learner = sgd(clip_gradient_value=4.0, clip_gradient_norm_to_value=2.5)
+  out = one_step(learner, weights, {'a': jnp.zeros(2)}, {'a': jnp.array([-3.0, 9.0])})
+  np.testing.assert_allclose(out.mdl_vars['a'], [1.5, -2.0], rtol=1e-6)
+
+
+# ---------------------------------------------------------------- decay
+
+
+@pytest.mark.parametrize('field', ['l2_regularizer_weight', 'decoupled_weight_decay'])
+@pytest.mark.parametrize(('marks', 'expected'), [((), -3.0), ((SKIP,), 1.0)])
+def test_decay_of_a_variable_of_2_with_gradient_1(field: str, marks: Any, expected: float) -> None:
+  out = one_step(sgd(**{field: 2.0}), {'w': weight(marks=marks)}, {'w': jnp.float32(2)}, {'w': jnp.float32(1)})
+  assert float(out.mdl_vars['w']) == expected
+
+
+def test_l2_and_decoupled_decay_exclude_each_other() -> None:
+  with pytest.raises(ValueError, match='l2_regularizer_weight and decoupled_weight_decay'):
+    sgd(l2_regularizer_weight=1.0, decoupled_weight_decay=1.0)
+
+
+def test_l2_is_not_clipped_and_reaches_the_optimizer() -> None:
+  """The regularizer's gradient joins that of the loss after clipping."""
+  learner = sgd(l2_regularizer_weight=2.0, clip_gradient_value=1.0)
+  assert float(one_step(learner, {'w': weight()}, {'w': jnp.float32(2)}, {'w': jnp.float32(9)}).mdl_vars['w']) == -3.0
+  signs = sgd(l2_regularizer_weight=2.0, optimizer=Config(optax.sign_sgd))
+  assert float(one_step(signs, {'w': weight()}, {'w': jnp.float32(2)}, {'w': jnp.float32(1)}).mdl_vars['w']) == 1.0
+
+
+def test_decoupled_decay_follows_the_learning_rate_but_not_the_optimizer() -> None:
+  learner = sgd(decoupled_weight_decay=0.5, learning_rate=0.1, optimizer=Config(optax.adam))
+  out = one_step(learner, {'w': weight()}, {'w': jnp.float32(2)}, {'w': jnp.float32(0)})
+  np.testing.assert_allclose(out.mdl_vars['w'], 2 - 0.1 * 0.5 * 2, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- not finite
+
+
+@pytest.mark.parametrize('on_nonfinite', ['skip', 'raise'])
+@pytest.mark.parametrize(
+  ('loss', 'gradient'), [(np.nan, 1.0), (np.inf, 1.0), (1.0, np.nan), (1.0, -np.inf), (1.0, 1e30)]
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(
+  on_nonfinite: str, loss: float, gradient: float
+) -> None:
+  learner = sgd(optimizer=Config(optax.adamw), ema_decay=0.9, on_nonfinite=on_nonfinite, clip_gradient_norm_to_value=1)
+  weights = declarations()
+  params = values(weights)
+  state, ema = learner.init(params, weights), learner.init_ema(params, weights)
+  update = jax.jit(lambda g, loss, p, s, e, t: learner.update(g, loss, p, s, e, t, weights))
+  good = update(params, jnp.float32(1), params, state, ema, jnp.int32(0))
+  assert float(good.stats['skipped']) == 0.0
+  assert bool(good.finite)
+  grads = jax.tree.map(lambda p: p.at[(0,) * p.ndim].set(gradient), params)
+  before = good.mdl_vars, good.opt_states, good.ema_vars
+  bad = update(grads, jnp.float32(loss), *before, jnp.int32(1))
+  assert float(bad.stats['skipped']) == 1.0
+  assert not bool(bad.finite)
+  jax.tree.map(np.testing.assert_array_equal, (bad.mdl_vars, bad.opt_states, bad.ema_vars), before)
+  # And the run goes on as if the step had not been.
+  after, unharmed = (update(params, jnp.float32(1), *x, jnp.int32(2)) for x in ((bad[:3]), before))
+  jax.tree.map(np.testing.assert_array_equal, after.mdl_vars, unharmed.mdl_vars)
+
+
+def test_steps_that_are_not_finite_may_be_ignored() -> None:
+  out = one_step(sgd(on_nonfinite='ignore'), {'w': weight()}, {'w': jnp.float32(2)}, {'w': jnp.float32(np.nan)})
+  assert np.isnan(out.mdl_vars['w'])
+  assert 'skipped' not in out.stats
+  assert out.finite is None
+
+
+# ---------------------------------------------------------------- moving averages
+
+
+def test_moving_averages_follow_the_recursion_with_their_warm_up() -> None:
+  weights, decay = {'w': weight(3)}, 0.3
+  learner = sgd(ema_decay=decay, learning_rate=0.1)
+  params: Any = {'w': jnp.array([1.0, 2.0, 3.0])}
+  state, ema = learner.init(params, weights), learner.init_ema(params, weights)
+  expected = np.array([1.0, 2.0, 3.0])
+  for t in range(6):
+    out = learner.update({'w': params['w']}, jnp.float32(0), params, state, ema, jnp.int32(t), weights)
+    params, state, ema = out.mdl_vars, out.opt_states, out.ema_vars
+    d = min(decay, (1 + t) / (10 + t))
+    expected = d * expected + (1 - d) * np.asarray(params['w'])
+    np.testing.assert_allclose(ema['w'], expected, rtol=1e-6)
+
+
+def test_moving_averages_are_of_trained_variables_only_and_are_copies() -> None:
+  weights = {'w': weight(2), 'stat': weight(2, marks=(NON_TRAINABLE,))}
+  params = {'w': jnp.ones(2), 'stat': jnp.ones(2)}
+  ema = sgd(ema_decay=0.9).init_ema(params, weights)
+  assert ema.keys() == {'w'}
+  params['w'].delete()  # As donation does.
+  np.testing.assert_array_equal(ema['w'], 1.0)
+  assert sgd().init_ema(params, weights) is None
+
+
+# ---------------------------------------------------------------- which variables
+
+
+def names(tree: Any) -> set[str]:
+  return {jax.tree_util.keystr(p, simple=True, separator='.') for p, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+ALL = {'lm.emb.w', 'lm.layers.ff.w', 'lm.layers.ff.b', 'lm.deep.w', 'lm.scale'}
+
+
+@pytest.mark.parametrize(
+  ('fields', 'trained'),
+  [
+    ({}, ALL),
+    ({'bprop_variable_exclusion': (r'lm\.emb\..*',)}, ALL - {'lm.emb.w'}),
+    ({'bprop_variable_exclusion': r'.*\.w'}, {'lm.layers.ff.b', 'lm.scale'}),
+    ({'bprop_variable_inclusion': [r'lm\.layers\..*', r'lm\.scale']}, {'lm.layers.ff.w', 'lm.layers.ff.b', 'lm.scale'}),
+    (
+      {'bprop_variable_inclusion': (r'lm\.layers\..*',), 'bprop_variable_exclusion': (r'.*\.b',)},
+      {'lm.layers.ff.w'},
+    ),
+  ],
+)
+def test_only_variables_that_are_included_and_not_excluded_are_trained(fields: Any, trained: set[str]) -> None:
+  weights = declarations() | {'moving': {'mean': weight(2, marks=(NON_TRAINABLE,))}}
+  params = values(weights)
+  learner = Config(Learner, optimizer=Config(optax.adam), ema_decay=0.9, **fields).instantiate()
+  mine, rest = learner.split(params, weights)
+  assert names(mine) == trained
+  assert names(rest) == (ALL | {'moving.mean'}) - trained
+  mask = learner.trainable_mask(weights)
+  assert {n for n in names(mask) if _at(mask, n)} == trained
+  assert names(mask) == ALL | {'moving.mean'}
+
+  state = learner.init(params, weights)
+  slots = names(state) - {'all.0.count'}
+  assert slots == {f'all.0.{slot}.{name}' for slot in ('mu', 'nu') for name in trained}
+  out = one_step(learner, weights, params, mine)
+  assert names(out.mdl_vars) == names(params)
+  assert names(out.ema_vars) == trained
+  for name in names(params):
+    assert np.array_equal(_at(out.mdl_vars, name), _at(params, name)) == (name not in trained)
+
+
+def _at(tree: Any, name: str) -> Any:
+  for part in name.split('.'):
+    tree = tree[part]
+  return tree
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'bprop_variable_exclusion': (r'lm.embed.w',)}, r"bprop_variable_exclusion: 'lm.embed.w'.*mean 'lm\.emb\.w'"),
+    ({'bprop_variable_inclusion': ('lm',)}, r"bprop_variable_inclusion: 'lm' matches no variable"),
+    ({'bprop_variable_exclusion': ('(',)}, r"'\(' is not a regular expression"),
+    ({'bprop_variable_exclusion': ('.*',)}, r'leave no variable to train'),
+  ],
+)
+def test_patterns_that_select_nothing_are_refused(fields: Any, message: str) -> None:
+  with pytest.raises(ConfigError, match=message):
+    sgd(**fields).trainable_mask(declarations())
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def test_stats_hold_rate_and_norm_of_what_the_layers_alone_would_have() -> None:
+  weights = declarations()
+  params, grads = values(weights), values(weights, 1)
+  learner = sgd(learning_rate=0.5, schedule=Config(Linear, start=(0, 0.0), limit=(10, 1.0)), report_param_norm=True)
+  out = one_step(learner, weights, params, grads, step=4)
+  np.testing.assert_allclose(out.stats['learning_rate'], 0.2, rtol=1e-6)
+  np.testing.assert_allclose(learner.learning_rate_at(4), 0.2, rtol=1e-6)
+  np.testing.assert_allclose(out.stats['grad_norm'], optax.global_norm(unrolled(grads, weights)), rtol=1e-6)
+  np.testing.assert_allclose(out.stats['param_norm'], optax.global_norm(out.mdl_vars), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'on_nonfinite': 'skipp'}, r"on_nonfinite.*'skipp'.*Did you mean 'skip'"),
+    ({'num_microbatches': 0}, r'num_microbatches: expected at least 1, got 0'),
+    ({'ema_decay': 1.0}, r'ema_decay: expected at least 0 and less than 1'),
+    ({'clip_gradient_norm_to_value': -1.0}, r'clip_gradient_norm_to_value'),
+    ({'clip_gradient_value': float('nan')}, r'clip_gradient_value'),
+    ({'optimizer': optax.adam}, r'learner\.optimizer: expected a Config'),
+    ({'schedule': 0.1}, r'learner\.schedule: expected a Config, got float'),
+  ],
+)
+def test_values_that_cannot_be_are_refused(fields: Any, message: str) -> None:
+  with pytest.raises(ConfigError, match=message):
+    sgd(**fields)

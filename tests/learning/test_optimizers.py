@@ -1,0 +1,265 @@
+"""Every optimizer works under a learner, and treats repeated layers as if each stood alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_trees import LAYERS, declarations, restacked, unrolled, values, weight
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.learning import Learner
+
+RATE = 0.05
+LOSS = np.float32(300.0)
+
+_ALONE = """
+  adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw novograd
+  optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum sm3 yogi
+"""
+_CONTRIB = """
+  acprop ademamix adopt cocob madgrad momo momo_adam muon schedule_free_adamw schedule_free_sgd simplified_ademamix
+"""
+
+
+def clipped_lamb(learning_rate: float) -> optax.GradientTransformation:
+  """An optimizer of a user's, which the framework knows nothing about."""
+  return optax.chain(optax.clip_by_block_rms(0.5), optax.lamb(learning_rate))
+
+
+OPTIMIZERS: dict[str, Config] = {
+  **{name: Config(getattr(optax, name)) for name in _ALONE.split()},
+  **{name: Config(getattr(optax.contrib, name)) for name in _CONTRIB.split()},
+  # Those that estimate a step size start at one large enough to show in three steps.
+  'dadapt_adamw': Config(optax.contrib.dadapt_adamw, estim_lr0=0.1),
+  'dog': Config(optax.contrib.dog, init_step=('distance', 0.1)),
+  'dowg': Config(optax.contrib.dowg, init_estim_sq_dist=0.1),
+  'prodigy': Config(optax.contrib.prodigy, estim_lr0=0.1),
+  'adafactor': Config(optax.adafactor, min_dim_size_to_factor=4, momentum=0.9),
+  'lbfgs': Config(optax.lbfgs, memory_size=2, linesearch=None),
+  'momentum': Config(optax.sgd, momentum=0.9, nesterov=True),
+  'user': Config(clipped_lamb),
+  'chain': Config(
+    optax.chain,
+    Config(optax.clip_by_global_norm, 1.0),
+    Config(optax.scale_by_adam, b2=0.99),
+    Config(optax.scale_by_learning_rate),
+  ),
+  'partition': Config(
+    optax.partition,
+    {'adam': Config(optax.adamw, weight_decay=0.1), 'lamb': Config(optax.lamb)},
+    lambda params: jax.tree.map(lambda p: 'adam' if p.ndim == 1 else 'lamb', params),
+  ),
+}
+
+
+def gradients_of_steps(weights: Any) -> list[Any]:
+  return [values(weights, seed, spread=4.0) for seed in (1, 2, 3)]
+
+
+def plain_optax(config: Config, weights: Any, params: Any, gradients: list[Any]) -> Any:
+  """Oracle: optax by itself on a tree with each layer's weights in arrays of their own."""
+  tx = optax.with_extra_args_support(_with_mask(_with_rate(config)).instantiate())
+  params, state = unrolled(params, weights), tx.init(unrolled(params, weights))
+
+  @jax.jit
+  def step(params: Any, state: Any, grads: Any) -> Any:
+    updates, state = tx.update(grads, state, params, value=LOSS)
+    return optax.apply_updates(params, updates), state
+
+  for grads in gradients:
+    params, state = step(params, state, unrolled(grads, weights))
+  return restacked(params, weights)
+
+
+def _with_rate(config: Config) -> Config:
+  copy = config.clone()
+  nested = [v for v in copy.__arguments__.values() if isinstance(v, Config)]
+  nested += [c for v in copy.__arguments__.values() if isinstance(v, dict) for c in v.values()]
+  for c in [copy, *nested]:
+    if 'learning_rate' in c.__signature_info__.parameters:
+      c.learning_rate = RATE
+  return copy
+
+
+def learned(learner: Learner, weights: Any, params: Any, gradients: list[Any]) -> tuple[Any, Any]:
+  state = first = learner.init(params, weights)
+
+  @jax.jit
+  def step(params: Any, state: Any, grads: Any, number: Any) -> Any:
+    return learner.update(grads, LOSS, params, state, None, number, weights)
+
+  for number, grads in enumerate(gradients):
+    out = step(params, state, grads, jnp.int32(number))
+    params, state = out.mdl_vars, out.opt_states
+  same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), first, state)
+  assert all(jax.tree.leaves(same))
+  return params, state
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_a_stack_of_layers_is_trained_as_its_layers_alone(name: str) -> None:
+  weights = declarations()
+  params, gradients = values(weights), gradients_of_steps(weights)
+  learner = Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=RATE).instantiate()
+  actual, _ = learned(learner, weights, params, gradients)
+  expected = plain_optax(OPTIMIZERS[name], weights, params, gradients)
+  changes = []
+  for (path, start), want in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected)):
+    got = functools.reduce(lambda tree, entry: tree[entry.key], path, actual)
+    changes.append(float(jnp.max(jnp.abs(want - start))))
+    tolerance = 2e-3 * changes[-1] + 1e-6
+    np.testing.assert_allclose(got - start, want - start, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+  assert max(changes) > 1e-4, 'the optimizer did nothing that could be compared'
+
+
+def _with_mask(config: Config) -> Config:
+  """The mask of the marked variables of `declarations()`, by rank of a layer's weight: vectors are marked."""
+  vectors = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+  nested = [c for v in config.__arguments__.values() if isinstance(v, dict) for c in v.values()]
+  for c in [config, *nested]:
+    for mask in {'mask', 'weight_decay_mask'} & set(c.__signature_info__.parameters):
+      setattr(c, mask, vectors)
+  return config
+
+
+@pytest.mark.parametrize('name', ['lamb', 'adafactor', 'muon'])
+def test_the_comparison_with_single_layers_would_notice_statistics_over_the_stack(name: str) -> None:
+  weights = declarations()
+  params, gradients = values(weights), gradients_of_steps(weights)
+  learner = Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=RATE, per_layer_statistics=False).instantiate()
+  actual, _ = learned(learner, weights, params, gradients)
+  expected = plain_optax(OPTIMIZERS[name], weights, params, gradients)
+  w, v = actual['lm']['layers']['ff']['w'], expected['lm']['layers']['ff']['w']
+  assert not np.allclose(w, v, rtol=1e-2)
+
+
+def test_slots_of_adam_are_named_by_their_variables() -> None:
+  weights = declarations()
+  state = Config(Learner, optimizer=Config(optax.adam)).instantiate().init(values(weights), weights)
+  names = {jax.tree_util.keystr(p, simple=True, separator='.') for p, _ in jax.tree_util.tree_leaves_with_path(state)}
+  assert {'all.0.count', 'all.0.mu.lm.layers.ff.w', 'all.0.nu.lm.emb.w'} <= names
+
+
+def test_slots_of_mapped_optimizers_are_stacked_and_counts_are_not() -> None:
+  weights = declarations()
+  state = Config(Learner, optimizer=OPTIMIZERS['muon']).instantiate().init(values(weights), weights)
+  shapes = {
+    jax.tree_util.keystr(p, simple=True, separator='.'): x.shape for p, x in jax.tree_util.tree_leaves_with_path(state)
+  }
+  muon = 'repeated_3.inner_states.muon.inner_state.0.'
+  assert shapes[muon + 'mu.lm.layers.ff.w'] == (LAYERS, 4, 5)
+  assert shapes[muon + 'ns_coeffs'] == (3,)
+  assert shapes[muon + 'count'] == ()
+  assert shapes['repeated_2_2.inner_states.muon.inner_state.0.mu.lm.deep.w'] == (2, 2, 5, 4)
+  assert not any('.ff.' in name for name in shapes if name.startswith('single'))
+
+
+def scale_by_own_history(learning_rate: float) -> optax.GradientTransformation:
+  """Keeps a number that depends on the gradients but carries no variable's name."""
+
+  def init(params: Any) -> Any:
+    return {'seen': jnp.zeros(())}
+
+  def update(updates: Any, state: Any, params: Any = None) -> Any:
+    seen = state['seen'] + optax.global_norm(updates)
+    return jax.tree.map(lambda u: -learning_rate * u / seen, updates), {'seen': seen}
+
+  return optax.GradientTransformation(init, update)
+
+
+def test_a_nameless_statistic_that_differs_between_layers_is_kept_per_layer() -> None:
+  weights = {'w': weight(4, repeat=(3,))}
+  learner = Config(Learner, optimizer=Config(scale_by_own_history), learning_rate=1.0).instantiate()
+  params, grads = {'w': jnp.zeros((3, 4))}, {'w': jnp.array([[1.0], [2.0], [5.0]]) * jnp.ones((3, 4))}
+  actual, state = learned(learner, weights, params, [grads])
+  np.testing.assert_allclose(state['repeated_3']['seen'], [2.0, 4.0, 10.0])
+  np.testing.assert_allclose(actual['w'], -np.full((3, 4), 0.5))
+
+
+def test_low_precision_slots_keep_their_dtype() -> None:
+  weights = {'w': weight(4, 4)}
+  params = {'w': jnp.ones((4, 4), jnp.bfloat16)}
+  for optimizer in (Config(optax.lars), Config(optax.sgd, momentum=0.9), Config(optax.adafactor, momentum=0.9)):
+    learner = Config(Learner, optimizer=optimizer).instantiate()
+    actual, _ = learned(learner, weights, params, [params, params])
+    assert actual['w'].dtype == jnp.bfloat16
+
+
+# ---------------------------------------------------------------- what is filled in
+
+
+def test_weight_decay_of_the_optimizer_spares_marked_variables() -> None:
+  weights = declarations()
+  params = values(weights)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  for optimizer in (
+    Config(optax.adamw, weight_decay=0.5),
+    Config(optax.chain, Config(optax.add_decayed_weights, 0.5), Config(optax.scale_by_learning_rate)),
+    Config(optax.adafactor, weight_decay_rate=0.5, multiply_by_parameter_scale=False),
+    Config(optax.contrib.muon, weight_decay=0.5),
+  ):
+    learner = Config(Learner, optimizer=optimizer, learning_rate=0.1).instantiate()
+    actual, _ = learned(learner, weights, params, [zeros])
+    np.testing.assert_array_equal(actual['lm']['scale'], params['lm']['scale'])
+    np.testing.assert_array_equal(actual['lm']['layers']['ff']['b'], params['lm']['layers']['ff']['b'])
+    assert not np.allclose(actual['lm']['layers']['ff']['w'], params['lm']['layers']['ff']['w'])
+
+
+def test_a_mask_that_is_given_is_kept() -> None:
+  weights = {'a': weight(2), 'b': weight(2)}
+  optimizer = Config(optax.adamw, weight_decay=0.5, mask={'a': True, 'b': False})
+  learner = Config(Learner, optimizer=optimizer, learning_rate=0.1).instantiate()
+  params = jax.tree.map(lambda w: jnp.ones(w.shape), weights)
+  actual, _ = learned(learner, weights, params, [jax.tree.map(jnp.zeros_like, params)])
+  np.testing.assert_allclose(actual['a'], 0.95)
+  np.testing.assert_array_equal(actual['b'], 1.0)
+
+
+def test_weight_decay_that_cannot_spare_marked_variables_is_refused() -> None:
+  weights = declarations()
+  learner = Config(Learner, optimizer=Config(optax.contrib.prodigy, weight_decay=0.1)).instantiate()
+  with pytest.raises(ConfigError, match=r'weight_decay of prodigy.*lm\.layers\.ff\.b.*decoupled_weight_decay'):
+    learner.init(values(weights), weights)
+  unmarked = {'w': weight(2)}
+  learner.init({'w': jnp.ones(2)}, unmarked)
+
+
+@pytest.mark.parametrize(
+  ('optimizer', 'message'),
+  [
+    (Config(optax.adam, learning_rate=0.1), r'learner\.optimizer\.learning_rate: set learner\.learning_rate'),
+    (Config(optax.scale_by_adam), r'scale_by_adam takes no learning_rate'),
+    (Config(optax.exponential_decay, 1.0, 1, 0.5), r'exponential_decay takes no learning_rate'),
+    (Config(lambda learning_rate: 3), r'returned int, not an optax transformation'),
+  ],
+)
+def test_optimizers_that_cannot_work_are_refused(optimizer: Config, message: str) -> None:
+  weights = {'w': weight(2)}
+  with pytest.raises(ConfigError, match=message):
+    Config(Learner, optimizer=optimizer).instantiate().init({'w': jnp.ones(2)}, weights)
+
+
+def test_an_optimizer_that_must_evaluate_the_loss_again_is_refused() -> None:
+  weights, params = {'w': weight(2)}, {'w': jnp.ones(2)}
+  learner = Config(Learner, optimizer=Config(optax.lbfgs)).instantiate()
+  with pytest.raises(ConfigError, match='value_fn'):
+    learned(learner, weights, params, [params])
+
+
+def test_optimizers_get_the_value_of_the_schedule_at_the_step_of_the_state() -> None:
+  """An optimizer's own count lags behind after a skipped step; the rate must not."""
+  weights, params = {'w': weight(2)}, {'w': jnp.zeros(2)}
+  schedule = Config(optax.piecewise_constant_schedule, 1.0, {10: 0.5})
+  learner = Config(Learner, optimizer=Config(optax.sgd), learning_rate=2.0, schedule=schedule).instantiate()
+  state = learner.init(params, weights)
+  for step, rate in ((0, 2.0), (11, 1.0)):
+    out = learner.update({'w': jnp.ones(2)}, jnp.float32(0), params, state, None, jnp.int32(step), weights)
+    np.testing.assert_allclose(out.mdl_vars['w'], -rate)
+    assert float(out.stats['learning_rate']) == rate
