@@ -81,7 +81,7 @@ class Sampler(Configurable):
     return prompt_length + self.max_decode_steps - 1
 
   def decode(
-    self, step: ExtendStep, state: Any, prompt_ids_BP: jax.Array, prompt_lengths_B: jax.Array, key: jax.Array
+    self, step: ExtendStep, state: Any, prompt_ids_BP: jax.Array, prompt_lengths_B: jax.Array, key: jax.Array | None
   ) -> Decoded:
     """Continues prompts. Rows draw independently: what a row yields does not depend on the rows after it.
 
@@ -90,15 +90,20 @@ class Sampler(Configurable):
       state: its empty caches, of `cache_length(P)` slots.
       prompt_ids_BP: prompts, padded on the right with anything.
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and yields nothing.
-      key: PRNG key; of no account where the temperature is 0.
+      key: PRNG key; may be None where the temperature is 0.
     """
     num_rows, prompt_length = prompt_ids_BP.shape
-    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
+
+    def keys(index: jax.Array | int) -> jax.Array | None:
+      """Keys of token `index` of each row."""
+      if key is None:
+        return None
+      at_index = jax.random.fold_in(key, index)
+      return jax.vmap(lambda row: jax.random.fold_in(at_index, row))(jnp.arange(num_rows))
 
     def choose(logits_BV: jax.Array, index: jax.Array | int, decoded: Decoded, done_B: jax.Array) -> Any:
       """Draws token `index` of each row that is not done."""
-      keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-      ids_B = sample_tokens(logits_BV, keys, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+      ids_B = sample_tokens(logits_BV, keys(index), temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
       log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
       log_probs_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
       decoded = Decoded(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.errors import ConfigError
+
 
 def sample_tokens(
   logits_BV: jax.Array,
-  keys_B: jax.Array,
+  keys_B: jax.Array | None,
   *,
   temperature: float = 1.0,
   top_k: int | None = None,
@@ -21,13 +23,15 @@ def sample_tokens(
 
   Args:
     logits_BV: logits of the next token.
-    keys_B: a PRNG key for each row.
+    keys_B: a PRNG key for each row; None where the temperature is 0.
     temperature: 0 takes the most probable token, the lowest id among equals.
     top_k: candidates are the k most probable tokens (Fan et al., 2018), the lower ids among equals.
     top_p: of those, the fewest whose probabilities sum to at least top_p (nucleus sampling, Holtzman et al., 2020).
   """
   if temperature == 0:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  if keys_B is None:
+    raise ConfigError(f'Sampler.temperature: {temperature} draws random numbers, which needs a PRNG key')
   logits_BV = logits_BV.astype(jnp.float32) / temperature
   if top_k is None and top_p is None:
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)

@@ -18,8 +18,8 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.decoding import Sampler
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.softmax import SoftmaxOutput
-from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
 from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 
@@ -115,7 +115,7 @@ class LanguageModel(BaseModel):
 
     cache_length = self.decoder.cache_length(prompt_length)
     _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
-    key = jax.random.key(0) if self.decoder.temperature == 0 else self.next_prng_key()
+    key = None if self.decoder.temperature == 0 else self.next_prng_key()
     decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key)
     metrics = {
       'decoded_length': weighted_mean(decoded.lengths, prompt_lengths_B > 0),

@@ -12,10 +12,9 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
-from praxis_lite.layers.remat import REMAT_POLICIES
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
 
-B, T, D, LAYERS = 2, 5, 8, 3
+B, T, D, LAYERS = 2, 5, 8, 2
 
 
 def block(**fields):
@@ -103,7 +102,7 @@ def test_no_remat_policy_changes_values_or_gradients(cls):
     return jax.jit(jax.value_and_grad(loss))(variables)
 
   expected = run('none')
-  for policy in REMAT_POLICIES[1:]:
+  for policy in ('full', 'save_names'):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(policy), expected)
 
 

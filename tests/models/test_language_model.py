@@ -1,0 +1,351 @@
+"""Language models: what the loss is, what padding and packing may change, how prompts are continued, on any mesh."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from praxis_lite.call import path_name
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.softmax import FullSoftmax
+from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.partitioning.collectives import collectives
+from praxis_lite.partitioning.specs import to_partition_spec
+
+V, B, T = 13, 3, 8
+
+
+def config(style='llama', **fields):
+  sizes = {'vocab_size': V, 'model_dims': 12, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 10}
+  return transformer_lm(**{**sizes, 'style': style, **fields})
+
+
+@functools.cache
+def make(**fields):
+  """A model, and variables that are not nearly constant functions as the first values are."""
+  model = config(**fields).instantiate()
+  return model, jax.tree.map(lambda w: 8 * w if w.ndim > 1 else w, jax.jit(model.init)(jax.random.key(0)))
+
+
+def batch(seed=0):
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(0, V, (B, T + 1)).astype(np.int32)
+  weights = np.ones((B, T), np.float32)
+  weights[1, 5:], weights[2] = 0, 0
+  return {'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': weights}
+
+
+def evaluate(model, variables, batch, **kwargs):
+  (metrics, per_example), side = jax.jit(lambda v, b: model.apply(v, b, **kwargs))(variables, batch)
+  return jax.tree.map(np.asarray, (metrics, per_example)), side
+
+
+def logits(model, variables, ids):
+  return np.asarray(_logits(model)(variables['lm'], ids))
+
+
+@functools.cache
+def _logits(model):
+  return jax.jit(lambda v, ids: model.lm.apply(v, ids, do_eval=True, method='logits')[0])
+
+
+def log_softmax(x):
+  x = x.astype(np.float64)
+  return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+
+
+# ------------------------------------------------------------------ loss
+
+
+@pytest.mark.parametrize('style', ['llama', 'gpt2'])
+def test_loss_is_the_mean_negative_log_probability_of_the_labels(style):
+  model, variables = make(style=style)
+  data = {**batch(), 'bytes': np.full((B, T), 3.0, np.float32)}
+  (metrics, per_example), _ = evaluate(model, variables, data, do_eval=True)
+  predicted = logits(model, variables, data['ids'])
+  xent = -np.take_along_axis(log_softmax(predicted), data['labels'][..., None], -1)[..., 0]
+  weights = data['weights']
+  np.testing.assert_allclose(metrics['loss'], [(xent * weights).sum() / weights.sum(), weights.sum()], rtol=1e-5)
+  np.testing.assert_allclose(
+    metrics['nats_per_byte'], [(xent * weights).sum() / (3 * weights.sum()), 3 * weights.sum()], rtol=1e-5
+  )
+  correct = (predicted.argmax(-1) == data['labels']) * weights
+  np.testing.assert_allclose(metrics['accuracy'], [correct.sum() / weights.sum(), weights.sum()], rtol=1e-5)
+  np.testing.assert_allclose(per_example['loss'][:2], [xent[0].mean(), xent[1, :5].mean()], rtol=1e-5)
+  assert per_example['loss'][2] == 0 and per_example['weights'].tolist() == [8, 5, 0]
+
+
+def test_training_computes_no_accuracy():
+  model, variables = make()
+  (metrics, _), _ = evaluate(model, variables, batch())
+  assert set(metrics) == {'loss'}
+
+
+def test_nats_per_byte_of_bytes_is_the_loss():
+  model = config().set(tokens_are_bytes=True).instantiate()
+  (metrics, _), _ = evaluate(model, model.init(jax.random.key(0)), batch())
+  assert metrics['nats_per_byte'] == metrics['loss']
+
+
+def test_padding_changes_neither_loss_nor_gradients():
+  model, variables = make()
+  data = batch()
+
+  @jax.jit
+  def run(data):
+    def loss(v):
+      (metrics, _), _ = model.apply(v, data)
+      return metrics['loss'][0]
+
+    return jax.value_and_grad(loss)(variables)
+
+  other = {k: np.where(data['weights'] > 0, v, 7).astype(v.dtype) for k, v in data.items() if k != 'weights'}
+  expected, got = run(data), run({**other, 'weights': data['weights']})
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+@pytest.mark.parametrize('style', ['llama', 'gpt2'])
+def test_packed_segments_are_as_rows_of_their_own(style):
+  model, variables = make(style=style)
+  data = batch()
+  lengths = [3, 5]
+  packed = {k: v[:1] for k, v in data.items()} | {
+    'segment_ids': np.repeat([1, 2], lengths)[None].astype(np.int32),
+    'segment_pos': np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32),
+  }
+  (_, together), _ = evaluate(model, variables, packed)
+  separate = {k: np.zeros((2, 5), v.dtype) for k, v in data.items()}
+  for k, v in data.items():
+    separate[k][0, :3], separate[k][1] = v[0, :3], v[0, 3:]
+  (_, alone), _ = evaluate(model, variables, separate)
+  np.testing.assert_allclose(together['loss'][0], np.average(alone['loss'], weights=lengths), rtol=1e-5)
+
+
+def test_rows_of_one_segment_need_no_segment_ids():
+  model, variables = make()
+  data = batch()
+  one = {
+    'segment_ids': (data['weights'] > 0).astype(np.int32),
+    'segment_pos': np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+  }
+  expected, _ = evaluate(model, variables, data)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), evaluate(model, variables, {**data, **one})[0], expected
+  )
+  unpacked = config().set(packed=False).instantiate()
+  zeros = {k: np.zeros_like(v) for k, v in one.items()}
+  np.testing.assert_equal(evaluate(unpacked, variables, {**data, **zeros})[0], expected)
+
+
+def test_z_loss_is_an_auxiliary_loss():
+  p = config()
+  p.lm_tpl.softmax_tpl.z_loss_weight = 1e-3
+  model = p.instantiate()
+  _, side = evaluate(model, model.init(jax.random.key(0)), batch())
+  assert list(side.aux_losses) == ['lm.softmax/z_loss']
+
+
+# ------------------------------------------------------------------ structure
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_variables_have_the_paths_of_the_layers(tied):
+  model = config(tie_embeddings=tied).instantiate()
+  leaves = jax.tree_util.tree_leaves_with_path(model.abstract_init())
+  weights = {path_name(tuple(k.key for k in path)): w for path, w in leaves}
+  assert weights['lm.transformer.layers.attention.query.w'].full_shape == (2, 12, 3, 4)
+  assert weights['lm.transformer.layers.ff.gate.w'].full_shape == (2, 12, 10)
+  assert weights['lm.softmax.w'].full_shape == ((V, 12) if tied else (12, V))
+  assert ('lm.embedding.w' in weights) == (not tied)
+
+
+def test_residual_projections_start_smaller_with_depth():
+  model = config(style='gpt2', num_layers=8, model_dims=48).instantiate()
+  variables = jax.jit(model.init)(jax.random.key(0))
+  layers = variables['lm']['transformer']['layers']
+  for w, expected in (
+    (layers['attention']['query'], 0.02),
+    (layers['ff']['up'], 0.02),
+    (layers['attention']['out'], 0.005),
+    (layers['ff']['down'], 0.005),
+  ):
+    np.testing.assert_allclose(np.std(w['w']), expected, rtol=0.1)
+
+
+def test_scanned_and_unrolled_blocks_compute_the_same():
+  scanned, variables = make()
+  unrolled = config(repeat=False).instantiate()
+  transformer = variables['lm']['transformer']['layers']
+  layers = {f'layers_{i}': jax.tree.map(lambda w, i=i: w[i], transformer) for i in range(2)}
+  same = {'lm': {**variables['lm'], 'transformer': layers}}
+  expected = logits(scanned, variables, batch()['ids'])
+  np.testing.assert_allclose(logits(unrolled, same, batch()['ids']), expected, atol=1e-4)
+
+
+def test_sizes_are_set_in_one_place():
+  p = config()
+  p.num_layers = 5
+  assert p.instantiate().lm.num_layers == 5
+  p.lm_tpl.num_layers = 3
+  with pytest.raises(ConfigError, match=r'num_layers is 5, but .*lm_tpl\.num_layers is 3'):
+    p.instantiate()
+  p.num_layers = None
+  assert p.instantiate().lm.num_layers == 3
+
+
+def test_contradictions_are_named():
+  untied = config()
+  untied.lm_tpl.set(embedding_tpl=None, softmax_tpl=Config(FullSoftmax))
+  with pytest.raises(ConfigError, match='a FullSoftmax has none to share'):
+    untied.instantiate()
+  with pytest.raises(ConfigError, match="style is 'llama' or 'gpt2', got 'bert'"):
+    config(style='bert')
+  short = config(style='gpt2', max_len=T - 1).instantiate()
+  with pytest.raises(ConfigError, match=r'max_len: 7 is less than the sequence length, 8'):
+    short.apply(short.init(jax.random.key(0)), batch())
+
+
+def test_bfloat16_computes_near_float32_from_float32_weights():
+  model, variables = make()
+  half = config(fprop_dtype=jnp.bfloat16).instantiate()
+  assert {w.dtype for w in jax.tree.leaves(half.init(jax.random.key(0)))} == {jnp.dtype('float32')}
+  (expected, _), _ = evaluate(model, variables, batch())
+  (metrics, _), _ = evaluate(half, variables, batch())
+  assert metrics['loss'][0].dtype == np.float32
+  np.testing.assert_allclose(metrics['loss'][0], expected['loss'][0], rtol=0.02)
+
+
+# ------------------------------------------------------------------ decoding
+
+PROMPT_LENGTHS = np.array([2, 5, 1, 0], np.int32)
+
+
+def prompts():
+  ids = np.random.default_rng(4).integers(0, V, (4, 5)).astype(np.int32)
+  return {'ids': ids, 'prompt_lengths': PROMPT_LENGTHS}
+
+
+def decode(model, variables, data, seed=0):
+  return jax.tree.map(np.asarray, _decode(model)(variables, data, jax.random.key(seed)))
+
+
+@functools.cache
+def _decode(model):
+  return jax.jit(lambda v, b, key: model.apply(v, b, key=key, do_eval=True, method='decode')[0])
+
+
+@pytest.mark.parametrize('style', ['llama', 'gpt2'])
+def test_greedy_decoding_is_the_argmax_of_the_whole_model(style):
+  p = config(style=style, num_kv_heads=1, max_len=10)
+  p.decoder_tpl.set(max_decode_steps=4, temperature=0.0)
+  p.lm_tpl.dropout_tpl = Config(Dropout, rate=0.5)
+  model = p.instantiate()
+  _, variables = make(style=style, num_kv_heads=1, max_len=10)
+  metrics, decoded = decode(model, variables, prompts())
+  for row, length in enumerate(PROMPT_LENGTHS[:3]):
+    ids = list(prompts()['ids'][row, :length])
+    for step in range(4):
+      padded = np.zeros((1, 9), np.int32)
+      padded[0, : len(ids)] = ids
+      after = log_softmax(logits(model, variables, padded)[0, len(ids) - 1])
+      assert decoded['ids'][row, step] == after.argmax()
+      np.testing.assert_allclose(decoded['log_probs'][row, step], after.max(), atol=1e-4)
+      ids.append(after.argmax())
+  assert decoded['lengths'].tolist() == [4, 4, 4, 0]
+  assert metrics['decoded_length'] == (4, 3)
+  np.testing.assert_allclose(metrics['log_prob'], (decoded['log_probs'].sum() / 12, 12), rtol=1e-5)
+
+
+def test_sampling_depends_on_the_key():
+  p = config()
+  p.decoder_tpl.set(max_decode_steps=8, temperature=2.0, top_k=10)
+  model, variables = p.instantiate(), make()[1]
+  first, again, other = (decode(model, variables, prompts(), seed)[1]['ids'] for seed in (0, 0, 1))
+  np.testing.assert_array_equal(first, again)
+  assert not np.array_equal(first, other)
+
+
+def test_decoding_beyond_learned_positions_is_an_error():
+  p = config(style='gpt2', max_len=7)
+  p.decoder_tpl.set(max_decode_steps=4, temperature=0.0)
+  model = p.instantiate()
+  with pytest.raises(ConfigError, match=r'position_tpl\.max_len: 7 is less than the sequence length, 8'):
+    model.apply(model.init(jax.random.key(0)), prompts(), do_eval=True, method='decode')
+
+
+# ------------------------------------------------------------------ meshes
+
+
+def mesh_of(shape):
+  return jax.make_mesh(shape, ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+
+
+def compile_on(mesh, model, fn, *arguments):
+  """Compiles `fn(variables, *arguments)` with weights split as the model declares and arguments over the batch."""
+
+  def on_mesh(*args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return fn(*args)
+
+  def weight_sharding(w):
+    return NamedSharding(mesh, to_partition_spec(w.full_split_dims_mapping, mesh.axis_names))
+
+  weights = model.abstract_init()
+  batch_sharding = NamedSharding(mesh, PartitionSpec(('replica', 'data')))
+  shardings = (jax.tree.map(weight_sharding, weights), *[batch_sharding] * len(arguments))
+  structs = jax.tree.map(lambda w: w.as_struct(), weights)
+  return jax.jit(on_mesh, in_shardings=shardings).lower(structs, *arguments).compile()
+
+
+@pytest.mark.parametrize('style', ['llama', 'gpt2'])
+def test_a_mesh_that_divides_nothing_trains_and_decodes_like_one_device(style):
+  mesh = mesh_of((2, 2, 2))
+  p = set_sharding(config(style=style)).set(mesh_axis_names=mesh.axis_names)
+  p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
+  model, (_, variables) = p.instantiate(), make(style=style)
+
+  def run(variables, data, prompts):
+    def loss(v):
+      (metrics, _), _ = model.apply(v, data)
+      return metrics['loss'][0]
+
+    (_, decoded), _ = model.apply(variables, prompts, do_eval=True, method='decode')
+    return *jax.value_and_grad(loss)(variables), decoded['ids']
+
+  def on_mesh(*args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return run(*args)
+
+  replicated = NamedSharding(mesh, PartitionSpec())
+  arguments = (variables, batch(), prompts())
+  got = jax.jit(on_mesh, in_shardings=replicated)(*arguments)
+  expected = jax.jit(run)(*arguments)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def loss_collectives(mesh, num_layers):
+  p = config(vocab_size=64, model_dims=32, num_heads=8, hidden_dims=64, num_layers=num_layers)
+  model = set_sharding(p).set(mesh_axis_names=mesh.axis_names).instantiate()
+  data = jax.tree.map(lambda x: jnp.zeros((16, T), x.dtype), batch())
+  return compile_on(mesh, model, lambda v, b: model.apply(v, b)[0][0]['loss'], data)
+
+
+def test_tensor_parallel_blocks_have_two_all_reduces_and_no_gathers():
+  few, many = (collectives(loss_collectives(mesh_of((1, 1, 8)), n)) for n in (2, 5))
+  assert many['all-reduce'].count - few['all-reduce'].count == 2 * 3
+  assert many['all-gather'].count == few['all-gather'].count == 0
+
+
+def test_fully_sharded_blocks_gather_weights_and_no_activations():
+  few, many = (collectives(loss_collectives(mesh_of((1, 8, 1)), n)) for n in (2, 5))
+  block_bytes = 4 * (4 * 32 * 32 + 3 * 32 * 64)
+  assert many['all-gather'].bytes - few['all-gather'].bytes == 3 * block_bytes
+  tables = few['all-gather'].bytes - 2 * block_bytes
+  assert tables == 2 * 4 * 64 * 32
