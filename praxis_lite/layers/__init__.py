@@ -16,6 +16,7 @@ from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryP
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+from praxis_lite.layers.transformer_lm import TransformerLm
 
 __all__ = [
   'ACTIVATIONS',
@@ -46,6 +47,7 @@ __all__ = [
   'SinusoidalPositions',
   'StackedTransformer',
   'TransformerBlock',
+  'TransformerLm',
   'cross_entropy',
   'dot_product_attention',
   'get_activation',

@@ -74,6 +74,15 @@ def attention() -> Config:
   return config
 
 
+def transformer_lm() -> Config:
+  config = split(layers.TransformerLm, out=(BATCH, None, None), vocab_size=V, model_dims=D, num_layers=2, num_heads=N)
+  config.set(hidden_dims=F, dims_per_head=H)
+  config.transformer_tpl.layers_tpl = block()
+  config.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+  config.softmax_tpl.activation_split_dims_mapping.set(out=OUT, emb=(BATCH, None, None))
+  return config
+
+
 X = normal(B, T, D)
 IMAGES = normal(B, 6, 7, 1)
 WEIGHTS = np.array([1.0, 0.0, 0.5], np.float32)
@@ -122,4 +131,5 @@ CASES = {
   'SinusoidalPositions': lambda: Case(split(layers.SinusoidalPositions, None, OUT, dims=D), (POSITIONS,)),
   'StackedTransformer': lambda: Case(Config(layers.StackedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'TransformerBlock': lambda: Case(block(), (X,)),
+  'TransformerLm': lambda: Case(transformer_lm(), (ids(B, T), ids(B, T)), float32_out=True),
 }
