@@ -1,0 +1,172 @@
+"""Positions: formulas in NumPy, and the properties they are chosen for."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
+from praxis_lite.layers.positions import relative_position_bucket
+
+B, T, D, N, H = 2, 5, 6, 3, 8
+
+
+def normal(*shape, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def positions():
+  """Two packed rows: positions begin anew within a row."""
+  return np.array([[0, 1, 2, 0, 1], [3, 4, 5, 6, 7]], np.int32)
+
+
+def run(cls, variables, *args, **fields):
+  return np.asarray(Config(cls, **fields).instantiate().apply(variables, *args)[0], np.float32)
+
+
+# ---------------------------------------------------------------- sinusoidal, learned
+
+
+@pytest.mark.parametrize('dims', [6, 7, 2])
+def test_sinusoids_are_those_of_the_formula(dims):
+  y = run(SinusoidalPositions, {}, positions(), dims=dims, min_timescale=2.0, max_timescale=50.0)
+  scales = np.geomspace(2, 50, dims // 2) if dims > 2 else np.array([2.0])
+  angles = positions()[..., None] / scales
+  expected = np.concatenate([np.sin(angles), np.cos(angles), np.zeros((B, T, dims % 2))], axis=-1)
+  np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+def test_sinusoids_of_far_positions_are_accurate_in_bfloat16():
+  """The angle is computed in float32; in bfloat16, position 4001 would be 4000."""
+  far = np.array([[4001]], np.int32)
+  y = run(SinusoidalPositions, {}, far, dims=2, fprop_dtype=jnp.bfloat16)
+  np.testing.assert_allclose(y[0, 0], [np.sin(4001), np.cos(4001)], atol=0.01)
+
+
+def test_learned_positions_are_rows_of_a_table():
+  table = normal(8, D)
+  np.testing.assert_array_equal(run(LearnedPositions, {'w': table}, positions(), max_len=8, dims=D), table[positions()])
+
+
+def test_positions_past_the_table_show_and_padding_does_not():
+  y = run(LearnedPositions, {'w': normal(8, D)}, np.array([[7, 8, -1]]), max_len=8, dims=D)
+  np.testing.assert_array_equal(np.isnan(y).any(-1), [[False, True, False]])
+
+
+# ---------------------------------------------------------------- rotary
+
+
+def test_rotary_multiplies_complex_numbers_by_phases():
+  """Dims i and i + H/2 are the real and imaginary part of one number."""
+  x = normal(B, T, N, H)
+  y = run(RotaryPositions, {}, x, positions(), dims=H, max_timescale=100.0)
+  numbers = x[..., : H // 2] + 1j * x[..., H // 2 :]
+  rates = 100.0 ** (-np.arange(H // 2) / (H // 2))
+  turned = numbers * np.exp(1j * positions()[:, :, None, None] * rates)
+  np.testing.assert_allclose(y, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5)
+
+
+def test_rotary_products_depend_on_offsets_alone():
+  query, key = normal(1, 1, 1, H), normal(1, 1, 1, H, seed=1)
+
+  def product(query_pos, key_pos):
+    turned = [run(RotaryPositions, {}, x, np.array([[pos]]), dims=H) for x, pos in ((query, query_pos), (key, key_pos))]
+    return float((turned[0] * turned[1]).sum())
+
+  for offset in (-3, 0, 5):
+    np.testing.assert_allclose(product(7 + offset, 7), product(207 + offset, 207), atol=1e-4)
+  assert abs(product(7, 7) - product(10, 7)) > 0.1
+
+
+def test_rotary_counts_from_zero_where_no_positions_are_given():
+  x = normal(B, T, N, H)
+  counted = np.broadcast_to(np.arange(T), (B, T))
+  np.testing.assert_array_equal(run(RotaryPositions, {}, x, dims=H), run(RotaryPositions, {}, x, counted, dims=H))
+
+
+def test_rotary_keeps_lengths_and_leaves_position_zero():
+  x = normal(B, T, N, H)
+  y = run(RotaryPositions, {}, x, dims=H)
+  np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+  np.testing.assert_array_equal(y[:, 0], x[:, 0])
+
+
+def test_rotary_of_far_positions_is_accurate_in_bfloat16():
+  x = np.zeros((1, 1, 1, 2), np.float32)
+  x[..., 0] = 1
+  layer = Config(RotaryPositions, dims=2, fprop_dtype=jnp.bfloat16).instantiate()
+  y, _ = layer.apply({}, jnp.asarray(x, jnp.bfloat16), np.array([[4001]], np.int32))
+  assert y.dtype == jnp.bfloat16
+  np.testing.assert_allclose(np.asarray(y, np.float32).ravel(), [np.cos(4001), np.sin(4001)], atol=0.01)
+
+
+def test_odd_dims_cannot_be_rotated():
+  with pytest.raises(ConfigError, match=r'dims: rotary positions rotate pairs of dims, and 7 is odd'):
+    Config(RotaryPositions, dims=7).instantiate()
+
+
+# ---------------------------------------------------------------- relative bias
+
+
+def test_t5_buckets_of_reference_offsets():
+  offsets = jnp.array([5, 2, 0, 12, -3, -1, -15, 1])
+  np.testing.assert_array_equal(relative_position_bucket(offsets, 8, 8, True), [7, 6, 0, 7, 2, 1, 3, 5])
+
+
+def exact_bucket(offset, num_buckets, max_distance, bidirectional):
+  """T5's definition in rational numbers: where the logarithms are equal, powers are."""
+  base = 0
+  if bidirectional:
+    num_buckets //= 2
+    base = num_buckets if offset > 0 else 0
+    distance = abs(offset)
+  else:
+    distance = max(-offset, 0)
+  exact = num_buckets // 2
+  if distance < exact:
+    return base + distance
+  far = num_buckets - exact
+  ratio = Fraction(distance, exact) ** far
+  return base + exact + sum(Fraction(max_distance, exact) ** k <= ratio for k in range(1, far))
+
+
+@pytest.mark.parametrize(
+  'num_buckets, max_distance, bidirectional', [(32, 128, True), (32, 128, False), (8, 8, True), (64, 256, True)]
+)
+def test_t5_buckets_are_exact_at_their_edges(num_buckets, max_distance, bidirectional):
+  offsets = np.arange(-2 * max_distance, 2 * max_distance + 1)
+  actual = relative_position_bucket(jnp.asarray(offsets), num_buckets, max_distance, bidirectional)
+  expected = [exact_bucket(int(o), num_buckets, max_distance, bidirectional) for o in offsets]
+  np.testing.assert_array_equal(actual, expected)
+
+
+def test_bias_is_looked_up_by_head_and_bucket():
+  table = normal(8, N)
+  fields = {'num_heads': N, 'num_buckets': 8, 'max_distance': 8, 'bidirectional': True}
+  query_pos, key_pos = positions(), positions()[:, :4]
+  y = run(RelativeBias, {'w': table}, query_pos, key_pos, **fields)
+  assert y.shape == (B, N, T, 4)
+  for b, n, t, s in np.ndindex(y.shape):
+    assert y[b, n, t, s] == table[exact_bucket(int(key_pos[b, s] - query_pos[b, t]), 8, 8, True), n]
+
+
+@pytest.mark.parametrize('fields', [{'num_buckets': 2, 'bidirectional': True}, {'num_buckets': 32, 'max_distance': 16}])
+def test_too_few_buckets_are_refused(fields):
+  with pytest.raises(ConfigError, match='num_buckets hold'):
+    Config(RelativeBias, num_heads=N, **fields).instantiate()
+
+
+def test_gradients_reach_the_bias():
+  layer = Config(RelativeBias, num_heads=N, num_buckets=8).instantiate()
+  pos, of_y = positions(), normal(B, N, T, T)
+  gradient = jax.grad(lambda w: jnp.sum(layer.apply({'w': w}, pos, pos)[0] * of_y))(normal(8, N))
+  expected = np.zeros((8, N))
+  for b, n, t, s in np.ndindex(of_y.shape):
+    expected[exact_bucket(int(pos[b, s] - pos[b, t]), 8, 128, False), n] += of_y[b, n, t, s]
+  np.testing.assert_allclose(gradient, expected, atol=1e-5)
