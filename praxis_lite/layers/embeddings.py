@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED
 from praxis_lite.layer import Layer
-from praxis_lite.partitioning.constraints import global_mesh_defined
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
 
@@ -62,7 +61,7 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
   """Returns rows [..., D] of a table; NaN for ids out of range."""
   ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
   rows = jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
-  return _zero_past_end(rows) if global_mesh_defined() else rows
+  return _zero_past_end(rows) if jax.sharding.get_abstract_mesh().size > 1 else rows
 
 
 def _zero_past_end(rows: jax.Array) -> jax.Array:
