@@ -1,6 +1,5 @@
 """A training step of a language model in plain JAX, the baseline that the framework's overhead is measured against.
 
-
 The same architecture as `praxis_lite.models.transformer_lm` in its LLaMA style, in the way a careful engineer writes it
 for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
 
