@@ -67,7 +67,9 @@ class Projection(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = jnp.tensordot(x.astype(self.fprop_dtype), self.theta.w, axes=len(self.in_shape))
-    return y + self.theta.b if self.use_bias else y
+    if self.use_bias:
+      y += self.theta.b
+    return self.shard(y, self.activation_split_dims_mapping.out)
 
 
 class AttentionActivationSplit(ActivationSplit):
@@ -187,7 +189,7 @@ class MultiHeadAttention(Layer):
       x_BTD: the sequences that attend.
       kv_BSD: the sequences attended to; None is `x_BTD` itself.
       segment_ids: [B, T] int32, 0 is padding; positions see those of the same segment. None: no padding, one segment.
-      kv_segment_ids: [B, S] int32, with `kv_BSD`.
+      kv_segment_ids: [B, S] int32, with `kv_BSD`; where either is None, all of its positions are seen.
       segment_pos: [B, T] int32, positions for rotary embeddings; None is 0, 1, 2, ...
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend, in addition to all else.
     """

@@ -90,7 +90,7 @@ def test_training_computes_no_accuracy():
 
 def test_nats_per_byte_of_bytes_is_the_loss():
   model = config().set(tokens_are_bytes=True).instantiate()
-  (metrics, _), _ = evaluate(model, model.init(jax.random.key(0)), batch())
+  (metrics, _), _ = evaluate(model, make()[1], batch())
   assert metrics['nats_per_byte'] == metrics['loss']
 
 
@@ -148,7 +148,7 @@ def test_z_loss_is_an_auxiliary_loss():
   p = config()
   p.lm_tpl.softmax_tpl.z_loss_weight = 1e-3
   model = p.instantiate()
-  _, side = evaluate(model, model.init(jax.random.key(0)), batch())
+  _, side = evaluate(model, make()[1], batch())
   assert list(side.aux_losses) == ['lm.softmax/z_loss']
 
 
