@@ -38,6 +38,7 @@ from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.observers import report_constraint
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
+from praxis_lite.partitioning.explicit.sharded_params import ShardedParam
 from praxis_lite.partitioning.rules import resolve_split_mapping
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
@@ -127,10 +128,12 @@ class Layer(Configurable):
     """Declares a variable of this layer, read in a call as `self.theta.<name>`.
 
     Raises:
-      ConfigError: the name is taken.
+      ConfigError: the name is taken, or a dimension is not positive.
       ShardingError: the split mapping has the wrong rank, an unknown axis, or an axis twice.
     """
     self._claim(name)
+    if not all(size > 0 for size in weight.shape):
+      raise ConfigError(f'{self.path_name}.{name}: shape {tuple(weight.shape)}; every dimension must be at least 1')
     collections = weight.collections if trainable else weight.collections | {WeightHParamsCollection.NON_TRAINABLE}
     weight = dataclasses.replace(
       weight, dtype=weight.dtype or self.dtype, init=weight.init or self.params_init, collections=collections
@@ -372,9 +375,11 @@ class Theta:
     value = layer._frame().variable((*layer.path, name))
     if value is None:
       raise ConfigError(f'{layer.path_name}.{name}: the variables passed to apply() have no such entry')
-    castable = (
-      jnp.issubdtype(value.dtype, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
-    )
+    sharded = isinstance(value, ShardedParam)
+    stored = value.value.dtype if sharded else value.dtype
+    castable = jnp.issubdtype(stored, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
+    if sharded:
+      return value.gather(layer.fprop_dtype if castable else None)
     return value.astype(layer.fprop_dtype) if castable else value
 
 

@@ -18,9 +18,10 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.config import REQUIRED, Config, Configurable, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, did_you_mean, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
+from praxis_lite.partitioning.explicit.step import PARTITIONINGS
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
 
 
@@ -87,6 +88,8 @@ class SingleTask(Configurable):
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
     strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`: it places the weights that
       declare no mapping.
+    partitioning: of the train step: 'auto', XLA places the communication; or 'shard_map', collectives are explicit:
+      each device takes its own rows, gathers weights where it uses them, and averages gradients.
     train, evaluate, decode: see the classes.
   """
 
@@ -97,16 +100,23 @@ class SingleTask(Configurable):
   dcn_mesh_shape: tuple[int, ...] | None = None
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
   strategy: list[tuple[str, str]] | None = None
+  partitioning: str = 'auto'
   train: Any = template(TrainParams)
   evaluate: Any = template(EvalParams)
   decode: Any = template(DecodeParams)
 
   def __post_init__(self) -> None:
+    if self.partitioning not in PARTITIONINGS:
+      close = did_you_mean(str(self.partitioning), PARTITIONINGS)
+      raise ConfigError(f"task.partitioning: expected 'auto' or 'shard_map', got {self.partitioning!r}.{close}")
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
     for section in ('train', 'evaluate', 'decode'):
       setattr(self, section, getattr(self, section).instantiate())
-    self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
+    with located('task.train.learner'):
+      self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
+    if not isinstance(self.model, Config):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {self.model!r}')
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     model = self.model.instantiate(**{f: getattr(self, f) for f in inherited if getattr(self.model, f) is None})
     if not isinstance(model, BaseModel):
@@ -115,7 +125,8 @@ class SingleTask(Configurable):
 
   def mesh_sizes(self) -> dict[str, int]:
     """Returns the size of each mesh axis by name: what the mesh will be, without a device."""
-    return mesh_sizes(*self._mesh_shape())
+    with located('task'):
+      return mesh_sizes(*self._mesh_shape())
 
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh the task asks for; without a mesh shape, one device with every axis of size 1.
@@ -124,7 +135,8 @@ class SingleTask(Configurable):
       ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
     """
     ici, dcn, names = self._mesh_shape()
-    return create_device_mesh(ici, dcn, names, devices)
+    with located('task'):
+      return create_device_mesh(ici, dcn, names, devices)
 
   def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:
     names = self.mesh_axis_names or ('data',)

@@ -27,11 +27,15 @@ SplitDimsMapping = Sequence[Any] | None
 
 
 class WeightHParamsCollection(enum.StrEnum):
-  """Marks on a weight that the learner and the layers act on."""
+  """Marks on a weight that the learner and the layers act on.
+
+  KEEP_SPLIT: under `partitioning='shard_map'` the layer takes this device's part of the weight, not the whole.
+  """
 
   NON_TRAINABLE = 'non_trainable'
   SKIP_REGULARIZATION = 'skip_regularization'
   KEEP_FLOAT32 = 'keep_float32'
+  KEEP_SPLIT = 'keep_split'
 
 
 @dataclasses.dataclass(frozen=True)

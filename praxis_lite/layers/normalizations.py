@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from praxis_lite.config import REQUIRED
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer
+from praxis_lite.partitioning.explicit.step import sum_over_batch
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
@@ -147,11 +148,11 @@ class BatchNorm(Norm):
     if weights is None:
       weights = jnp.ones(x32.shape[:1])
     weights = weights.astype(jnp.float32).reshape(*weights.shape, *(1,) * (x32.ndim - weights.ndim))
-    total = jnp.sum(jnp.broadcast_to(weights, (*x32.shape[:-1], 1)))
+    total = sum_over_batch(jnp.sum(jnp.broadcast_to(weights, (*x32.shape[:-1], 1))))
     divisor = jnp.where(total > 0, total, 1.0)
     counted = jnp.where(weights > 0, x32, 0.0)
-    mean = jnp.sum(counted * weights, axis=axes) / divisor
-    variance = jnp.sum(jnp.square(counted - mean) * weights, axis=axes) / divisor
+    mean = sum_over_batch(jnp.sum(counted * weights, axis=axes)) / divisor
+    variance = sum_over_batch(jnp.sum(jnp.square(counted - mean) * weights, axis=axes)) / divisor
     for name, batch in (('moving_mean', mean), ('moving_variance', variance)):
       moving = getattr(self.theta, name)
       updated = jnp.where(total > 0, self.decay * moving + (1 - self.decay) * jax.lax.stop_gradient(batch), moving)

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
+from praxis_lite.errors import located
 from praxis_lite.partitioning import steps
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
+from praxis_lite.partitioning.explicit.step import ExplicitTrainStep
 from praxis_lite.partitioning.model_states import init_partitioned_state, state_layout
 from praxis_lite.partitioning.partitioned_step import PartitionedStep
 from praxis_lite.partitioning.specs import get_input_partition_specs
@@ -74,7 +76,13 @@ class PartitionedTask:
   def train_step(self) -> PartitionedStep:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
 
+    explicit = self.jax_task.partitioning == 'shard_map'
+    explicit_step = ExplicitTrainStep(self.jax_task, self.layout, self.mesh) if explicit else None
+
     def train_step(state: TrainState, prng_key: jax.Array, inputs: Any) -> steps.TrainStepOutput:
+      if explicit_step is not None:
+        out = explicit_step(state, prng_key, inputs)
+        return out._replace(per_example_out=self._true_rows(out.per_example_out))
       state, inputs = self.layout.unpad(state), self._split_inputs(inputs)
       out = steps.train_step_single_learner(self.jax_task, state, prng_key, inputs)
       return out._replace(state=self.layout.pad(out.state), per_example_out=self._true_rows(out.per_example_out))
@@ -112,7 +120,8 @@ class PartitionedTask:
   # ---------------------------------------------------------------- inside a step
 
   def _split_inputs(self, inputs: Any) -> Any:
-    return reshard_input_based_on_rank_fn(self.jax_task.train.inputs_split_mapping, self.mesh.axis_names, inputs)
+    with located('task.train'):
+      return reshard_input_based_on_rank_fn(self.jax_task.train.inputs_split_mapping, self.mesh.axis_names, inputs)
 
   def _true_rows(self, per_example: Any) -> Any:
     """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""

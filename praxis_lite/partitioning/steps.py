@@ -25,6 +25,7 @@ class Task(Protocol):
   train: Any
   logical_axis_rules: Any
   strategy: Any
+  partitioning: str
 
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh: ...
 
