@@ -5,10 +5,11 @@ Nothing heavier than absl's flags is imported before a command runs, so that hel
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
+import re
 import sys
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ _COMMANDS = {
   'show': _Entry(
     'praxis_lite.cli.show', 'print the config and the parameter table of an experiment, from shapes alone'
   ),
+  'check': _Entry('praxis_lite.cli.check', 'look for mistakes in the shardings of an experiment, from shapes alone'),
   'train': _Entry('praxis_lite.cli.train', 'train an experiment, or go on where it stopped'),
   'eval': _Entry('praxis_lite.cli.evaluate', 'evaluate a checkpoint'),
   'decode': _Entry('praxis_lite.cli.decode', 'print samples from a checkpoint'),
@@ -63,12 +65,13 @@ def main(argv: Sequence[str]) -> int:
     if any(a in ('--help', '-h', '-help', '--helpfull') for a in arguments):
       print(help_text(command), end='')
       return 0
-    rest = command.flags([f'praxis-lite {name}', *arguments])[1:]
+    values = copy.deepcopy(command.flags)  # Parsing changes them, and main may be called again.
+    rest = values([f'praxis-lite {name}', *arguments])[1:]
     if rest:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value')
-    return command.run(command.flags)
+    return command.run(values)
   except (UserError, flags.Error) as error:
-    print(f'praxis-lite {name}: error: {_one_line(error)}', file=sys.stderr)
+    print(f'praxis-lite {name}: error: {_one_line(error, name)}', file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     return 130
@@ -77,7 +80,6 @@ def main(argv: Sequence[str]) -> int:
 def run() -> None:
   """The console script."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault('PRAXIS_LITE_START_TIME', repr(time.time()))
   sys.path.insert(0, os.getcwd())
   try:
     code = main(sys.argv[1:])
@@ -99,8 +101,14 @@ def _usage() -> str:
   return _USAGE.format(commands='\n'.join(f'  {n:<{width}}  {e.summary}' for n, e in _COMMANDS.items()))
 
 
-def _one_line(error: Exception) -> str:
-  return ' '.join(str(error).split())
+def _one_line(error: Exception, command: str) -> str:
+  text = ' '.join(str(error).split())
+  # absl's words for these are Python's, or end too early.
+  text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
+  text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
+  if isinstance(error, flags.UnrecognizedFlagError):
+    text = f"{text.replace('mean: ', 'mean --').replace(' ?', '?')}; `praxis-lite {command} --help` lists the flags"
+  return text
 
 
 if __name__ == '__main__':

@@ -17,6 +17,17 @@ def _run(values: flags.FlagValues) -> int:
   if values.json:
     print(to_json(config.roots()))
     return 0
+  if values.sharding or values.html:
+    from praxis_lite.explain import explain_task, format_report
+
+    report = explain_task(config)
+    if values.sharding:
+      print(format_report(report))
+    if values.html:
+      from praxis_lite.explain.page import write_page
+
+      print(f'wrote {write_page(values.html, report, title=values.exp)}')
+    return 0
   if values.config:
     print(to_text(config.roots()), end='\n\n')
   if values.parameters:
@@ -33,6 +44,16 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_boolean('config', True, 'Print the config. Example: --noconfig', flag_values=values)
   flags.DEFINE_boolean('parameters', True, 'Print the parameter table. Example: --noparameters', flag_values=values)
   flags.DEFINE_boolean('json', False, 'Print the config as JSON instead. Example: --json', flag_values=values)
+  flags.DEFINE_boolean(
+    'sharding',
+    False,
+    'Print instead how each parameter, optimizer slot, activation and input is split, and what decided it. '
+    'Example: --sharding',
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    'html', None, 'Write that as a page for a browser, with pictures. Example: --html=sharding.html', flag_values=values
+  )
   return values
 
 

@@ -1,0 +1,56 @@
+"""`praxis-lite check`: what is wrong with an experiment's shardings, before anything is compiled."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, experiment_flags
+
+_MIB = 2**20
+
+
+def _run(values: flags.FlagValues) -> int:
+  from praxis_lite.cli.experiments import configured_experiment, prepare_devices
+  from praxis_lite.explain import Limits, check, format_problems, has_errors
+
+  prepare_devices(1)  # Nothing is computed, so an accelerator is left alone.
+  limits = Limits(
+    replicated_bytes=int(values.replicated_mib * _MIB),
+    wasted_fraction=values.wasted_percent / 100,
+    wasted_bytes=int(values.wasted_mib * _MIB),
+  )
+  problems = check(configured_experiment(values), limits=limits)
+  print(format_problems(problems))
+  return 1 if has_errors(problems) else 0
+
+
+def _flags() -> flags.FlagValues:
+  values = experiment_flags()
+  flags.DEFINE_float(
+    'replicated_mib',
+    64,
+    'Report weights of so many MiB that are whole on every device. Example: --replicated_mib=1',
+    lower_bound=0,
+    flag_values=values,
+  )
+  flags.DEFINE_float(
+    'wasted_percent',
+    10,
+    'Report arrays and batches with more padding than this. Example: --wasted_percent=5',
+    lower_bound=0,
+    flag_values=values,
+  )
+  flags.DEFINE_float(
+    'wasted_mib', 1, 'But no padding of less than this. Example: --wasted_mib=0', lower_bound=0, flag_values=values
+  )
+  return values
+
+
+COMMAND = Command(
+  'check',
+  "look for mistakes in an experiment's shardings, from shapes alone: unknown and unused mesh axes, large replicated "
+  'weights, padding, products whose operands do not fit, rules and patterns without effect. Exits with 1 on errors.',
+  'praxis-lite check --exp=lm_sizes.Llama8B --set task.ici_mesh_shape=(2,16,4)',
+  _flags(),
+  _run,
+)

@@ -1,0 +1,178 @@
+"""Products of matrices whose operands are split so that one of them has to be moved.
+
+The traced program is followed with what is certain: the specs of weights, the constraints that layers put, and the
+operations that keep a split where it is (casts, transposes, element by element). At a product,
+
+    x [B, T, F/mdl]  w [F/mdl, D]    the sum is over parts of F: one reduction, nothing moves
+    x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, meant so
+    x [B, T, F/mdl]  w [F/data, D]   the parts of F are not the same: one of the two has to be moved
+    x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one has to be moved
+
+only the last two are reported. What is not certain is not followed, so nothing is reported that is not so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from praxis_lite.partitioning.specs import spec_axes
+
+Axes = tuple[str, ...]
+
+# Operations whose result is split as their operands of the same shape are.
+_ELEMENTWISE_NAMES = """
+  add sub mul div neg max min exp log tanh logistic rsqrt sqrt integer_pow pow erf convert_element_type name sign abs
+  select_n square copy reduce_precision optimization_barrier stop_gradient clamp cos sin add_any
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """How an array is known to be split: the axes of each dimension, what it is called, whether it is a weight."""
+
+  axes: tuple[Axes, ...]
+  label: str
+  is_weight: bool = False
+
+
+class Mismatch(NamedTuple):
+  """A product for which one operand has to be moved.
+
+  Attributes:
+    left, right: what the operands are called.
+    size: of the dimension that is summed over.
+    left_axes, right_axes: the mesh axes on it.
+    shared: an axis that splits the summed dimension of one and another dimension of the other; '' if it is not that.
+    scope: where in the program, as in 'lm/transformer/layers/ff'.
+  """
+
+  left: str
+  right: str
+  size: int
+  left_axes: Axes
+  right_axes: Axes
+  shared: str
+  scope: str
+
+
+def find_mismatches(jaxpr: Any, splits: Sequence[Split | None], mesh_sizes: Mapping[str, int]) -> list[Mismatch]:
+  """Returns the mismatches in a traced program, each once.
+
+  Args:
+    jaxpr: a closed jaxpr.
+    splits: how each of its arguments is split; None where that is not known.
+    mesh_sizes: size of each mesh axis; axes of size 1 split nothing.
+  """
+  walker = _Walker(mesh_sizes)
+  walker.walk(jaxpr.jaxpr, list(splits), '')
+  return list(dict.fromkeys(walker.found))
+
+
+class _Walker:
+  def __init__(self, mesh_sizes: Mapping[str, int]):
+    self.sizes = mesh_sizes
+    self.found: list[Mismatch] = []
+
+  def effective(self, entry: Any) -> Axes:
+    return tuple(axis for axis in spec_axes(entry) if self.sizes.get(axis, 1) > 1)
+
+  def walk(self, jaxpr: Any, splits: Sequence[Split | None], scope: str) -> list[Split | None]:
+    """Follows a jaxpr; returns what is known of its results."""
+    known: dict[Any, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
+
+    def of(atom: Any) -> Split | None:
+      return None if isinstance(atom, core.Literal) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+      where = '/'.join(part for part in (scope, str(eqn.source_info.name_stack)) if part)
+      results = self.step(eqn, [of(a) for a in eqn.invars], where)
+      known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
+    return [of(v) for v in jaxpr.outvars]
+
+  def step(self, eqn: Any, operands: list[Split | None], where: str) -> list[Split | None]:
+    """Returns what is known of the results of one equation."""
+    name = eqn.primitive.name
+    unknown: list[Split | None] = [None] * len(eqn.outvars)
+    if name == 'sharding_constraint':
+      return [self.constrained(eqn, operands[0], where)]
+    if name == 'dot_general':
+      self.check_product(eqn, operands, where)
+      return unknown
+    if name == 'transpose' and operands[0] is not None:
+      first = operands[0]
+      return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
+    if name in _ELEMENTWISE:
+      return [_agreed(eqn, operands)] * len(eqn.outvars)
+    if name == 'scan':
+      return self.scan(eqn, operands, where)
+    inner = next((eqn.params[k] for k in ('jaxpr', 'call_jaxpr', 'fun_jaxpr') if k in eqn.params), None)
+    if inner is None:
+      return unknown
+    inner = getattr(inner, 'jaxpr', inner)
+    if len(inner.invars) != len(operands):
+      self.walk(inner, [None] * len(inner.invars), where)
+      return unknown
+    results = self.walk(inner, operands, where)
+    return results if len(results) == len(eqn.outvars) else unknown
+
+  def constrained(self, eqn: Any, operand: Split | None, where: str) -> Split | None:
+    spec = getattr(eqn.params['sharding'], 'spec', None)
+    rank = len(eqn.outvars[0].aval.shape)
+    if spec is None or len(spec) > rank or any(e is not None and not isinstance(e, str | tuple) for e in spec):
+      return None
+    axes = tuple(self.effective(entry) for entry in spec) + ((),) * (rank - len(spec))
+    if operand is not None and operand.is_weight:
+      return dataclasses.replace(operand, axes=axes)
+    return Split(axes, f'the activation of {where.replace("/", ".") or "the model"}')
+
+  def scan(self, eqn: Any, operands: list[Split | None], where: str) -> list[Split | None]:
+    """The body sees slices of what is scanned; what it passes on is not followed from one round to the next."""
+    consts, carry = eqn.params['num_consts'], eqn.params['num_carry']
+    slices = [
+      dataclasses.replace(s, axes=s.axes[1:]) if s is not None and s.axes else None for s in operands[consts + carry :]
+    ]
+    self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
+    return [None] * len(eqn.outvars)
+
+  def check_product(self, eqn: Any, operands: list[Split | None], where: str) -> None:
+    left, right = operands
+    if left is None or right is None:
+      return
+    (left_dims, right_dims), _ = eqn.params['dimension_numbers']
+    for i, j in zip(left_dims, right_dims):
+      size = int(eqn.invars[0].aval.shape[i])
+      elsewhere = [_others(left, i), _others(right, j)]
+      # A weight's axis that splits the batch of the activation is gathered: fully sharded training, meant so.
+      a = _not_in(left.axes[i], elsewhere[1]) if left.is_weight and not right.is_weight else left.axes[i]
+      b = _not_in(right.axes[j], elsewhere[0]) if right.is_weight and not left.is_weight else right.axes[j]
+      shorter = min(len(a), len(b))
+      if a[:shorter] != b[:shorter]:
+        self.found.append(Mismatch(left.label, right.label, size, a, b, '', where))
+        continue
+      # One of them is split further: the other is cut alike where it lies, unless that axis splits it elsewhere.
+      extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
+      crossed = next((axis for axis in extra if axis in other), '')
+      if crossed and left.is_weight != right.is_weight:
+        self.found.append(Mismatch(left.label, right.label, size, a, b, crossed, where))
+
+
+def _others(split: Split, dim: int) -> set[str]:
+  return {axis for k, axes in enumerate(split.axes) if k != dim for axis in axes}
+
+
+def _not_in(axes: Axes, gathered: set[str]) -> Axes:
+  return tuple(axis for axis in axes if axis not in gathered)
+
+
+def _agreed(eqn: Any, operands: list[Split | None]) -> Split | None:
+  """What operands of the result's shape say, if those that say something agree."""
+  shape = eqn.outvars[0].aval.shape
+  said = [s for s, v in zip(operands, eqn.invars) if s is not None and getattr(v.aval, 'shape', None) == shape]
+  if not said or any(s.axes != said[0].axes for s in said):
+    return None
+  return said[0]
