@@ -18,7 +18,7 @@ def _run(values: flags.FlagValues) -> int:
     print(to_json(config.roots()))
     return 0
   if values.sharding or values.html:
-    from praxis_lite.explain import explain_task, format_report
+    from praxis_lite.explain import check, explain_task, format_report
 
     report = explain_task(config)
     if values.sharding:
@@ -26,7 +26,7 @@ def _run(values: flags.FlagValues) -> int:
     if values.html:
       from praxis_lite.explain.page import write_page
 
-      print(f'wrote {write_page(values.html, report, title=values.exp)}')
+      print(f'wrote {write_page(values.html, report, values.exp, check(config))}')
     return 0
   if values.config:
     print(to_text(config.roots()), end='\n\n')

@@ -32,7 +32,7 @@ def shadowed(jax_task: SingleTask) -> list[Problem]:
     _warn(
       'shadowed rule',
       f'task.logical_axis_rules[{later}]',
-      f'{tuple(rules[later])!r} never decides anything: rule {earlier}, {tuple(rules[earlier])!r}, always does so first',
+      f'{tuple(rules[later])!r} never decides anything: rule {earlier}, {tuple(rules[earlier])!r}, always does',
       'remove it, or move it before that rule',
     )
     for later, earlier in shadowed_rules(rules)

@@ -1,0 +1,91 @@
+"""The report as one page for a browser: no server, no network, nothing beside the file.
+
+The page is three assets and the data, put into one file: layer tree, bytes per device as an area, and for each array a
+picture of its parts and of the devices that hold them.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
+from praxis_lite.explain.problems import Problem
+from praxis_lite.explain.report import ShardingReport
+
+
+def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
+  """Writes the page.
+
+  Args:
+    path: the file; directories above it are made.
+    report: what to show.
+    title: what it is of, such as the name of the experiment.
+    problems: what `check` has found, shown above.
+
+  Returns:
+    The path of the file.
+  """
+  file = pathlib.Path(path)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(render_page(report, title, problems), encoding='utf-8')
+  return file
+
+
+def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> str:
+  """Returns the page as HTML."""
+  data = {
+    'title': title,
+    'mesh': [[name, size] for name, size in report.mesh_sizes.items()],
+    'meshText': format_mesh(report.mesh_sizes),
+    'arrays': [_array(e) for e in report.all()],
+    'problems': [
+      {'severity': str(p.severity), 'text': f'{p.kind}: {p.path}: {p.message}', 'remedy': p.remedy} for p in problems
+    ],
+  }
+  # A script ends at the first '</', wherever it stands.
+  text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')
+  page = _asset('page.html')
+  for name, content in (
+    ('TITLE', html.escape(title)),
+    ('STYLE', _asset('page.css')),
+    ('DATA', text),
+    ('SCRIPT', '\n'.join(_asset(f'{part}.js') for part in ('treemap', 'picture', 'page'))),
+  ):
+    page = page.replace(f'%{name}%', content, 1)
+  return page
+
+
+def _asset(name: str) -> str:
+  return (importlib.resources.files('praxis_lite.explain') / 'assets' / name).read_text(encoding='utf-8')
+
+
+def _array(e: Explanation) -> dict[str, Any]:
+  return {
+    'path': e.path,
+    'place': _place(e),
+    'kind': {Kind.VARIABLE: 'parameter', Kind.SLOT: 'slot'}.get(e.kind, str(e.kind)),
+    'dtype': e.dtype.name,
+    'dims': [[d.size, list(d.axes), d.parts, d.local, d.source] for d in e.dims],
+    'copies': e.replication,
+    'bytes': e.bytes,
+    'local': e.bytes_per_device,
+    'waste': e.wasted_bytes,
+    'why': e.why,
+    'remarks': list(e.remarks),
+    'free': not e.constrained,
+  }
+
+
+def _place(e: Explanation) -> list[str]:
+  """Where it stands in the layer tree: slots beside their variable."""
+  if e.kind is Kind.SLOT and e.owner:
+    *layers, name = e.owner.split('.')
+    before, _, after = e.path.partition(f'.{e.owner}')
+    slot = before.rpartition('.')[2] + after
+    return [*layers, f'{name} · {slot}']
+  return e.path.split('.')
