@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.config import Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, SplitMapping
 
 
 class Dropout(Layer):
@@ -21,6 +22,7 @@ class Dropout(Layer):
 
   rate: float = 0.0
   broadcast_dims: Sequence[int] = ()
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if not 0 <= self.rate < 1:
@@ -29,9 +31,14 @@ class Dropout(Layer):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns an array of the shape and dtype of x."""
     if self.rate == 0 or self.do_eval:
-      return x
+      return self._split(x)
     shape = list(x.shape)
     for dim in self.broadcast_dims:
+      if not -x.ndim <= dim < x.ndim:
+        raise ConfigError(f'{self.path_name}.broadcast_dims: {dim} is no dimension of an array of shape {x.shape}')
       shape[dim] = 1
     kept = jax.random.bernoulli(self.next_prng_key(), 1 - self.rate, shape)
-    return jnp.where(kept, x / (1 - self.rate), 0)
+    return self._split(jnp.where(kept, x / (1 - self.rate), 0))
+
+  def _split(self, x: jax.Array) -> jax.Array:
+    return self.shard(x, self.activation_split_dims_mapping.out)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.convolutions import Conv2D
 from praxis_lite.layers.dropout import Dropout
@@ -32,6 +32,7 @@ class Mlp(Layer):
     activation: name of the activation.
     linear_tpl: of the children `linear_0`, `linear_1`, ...
     dropout_tpl: of the child `dropout`.
+    activation_split_dims_mapping: `out`, the features, [B, F].
   """
 
   input_dims: int = REQUIRED
@@ -39,6 +40,7 @@ class Mlp(Layer):
   activation: str = 'relu'
   linear_tpl: Config = template(Linear, use_bias=True)
   dropout_tpl: Config = template(Dropout)
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
@@ -65,7 +67,7 @@ class Mlp(Layer):
       raise ConfigError(f'{self.path_name}.input_dims: {self.input_dims}, but an input of shape {x.shape} came')
     for linear in self.linear:
       x_BF = self.dropout(get_activation(self.activation)(linear(x_BF)))
-    return x_BF
+    return self.shard(x_BF, self.activation_split_dims_mapping.out)
 
 
 class ConvNet(Layer):
@@ -81,6 +83,7 @@ class ConvNet(Layer):
     pooling_tpl: of the child `pooling`, after each convolution; None is no pooling.
     global_pooling_tpl: of the child `global_pooling`.
     dropout_tpl: of the child `dropout`.
+    activation_split_dims_mapping: `out`, the features, [B, F].
   """
 
   input_channels: int = REQUIRED
@@ -92,6 +95,7 @@ class ConvNet(Layer):
   pooling_tpl: Config | None = template(Pooling)
   global_pooling_tpl: Config = template(GlobalPooling)
   dropout_tpl: Config = template(Dropout)
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
@@ -127,4 +131,4 @@ class ConvNet(Layer):
       x_BHWC = get_activation(self.activation)(x_BHWC)
       if self.pooling_tpl is not None:
         x_BHWC = self.pooling(x_BHWC)
-    return self.dropout(self.global_pooling(x_BHWC))
+    return self.shard(self.dropout(self.global_pooling(x_BHWC)), self.activation_split_dims_mapping.out)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.config import Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.convolutions import check_padding
 
 
@@ -30,6 +31,7 @@ class Pooling(Layer):
   window: tuple[int, int] = (2, 2)
   strides: tuple[int, int] | None = None
   padding: str = 'VALID'
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     _check_kind(self.kind, f'{self.path_name}.kind')
@@ -63,6 +65,7 @@ class GlobalPooling(Layer):
   """
 
   kind: str = 'mean'
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     _check_kind(self.kind, f'{self.path_name}.kind')

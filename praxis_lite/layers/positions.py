@@ -11,9 +11,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED
+from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.embeddings import embedding_weight, lookup
 from praxis_lite.weights import WeightHParams
 
@@ -33,6 +33,7 @@ class SinusoidalPositions(Layer):
   dims: int = REQUIRED
   min_timescale: float = 1.0
   max_timescale: float = 10_000.0
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] of int32 positions [B, T]."""
@@ -74,10 +75,12 @@ class RotaryPositions(Layer):
   Attributes:
     dims: H, even.
     max_timescale: the base of the wavelengths.
+    activation_split_dims_mapping: `out`, [B, T, N, H].
   """
 
   dims: int = REQUIRED
   max_timescale: float = 10_000.0
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if self.dims % 2:
@@ -98,7 +101,8 @@ class RotaryPositions(Layer):
     sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    y_BTNH = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    return self.shard(y_BTNH, self.activation_split_dims_mapping.out)
 
 
 class RelativeBias(Layer):

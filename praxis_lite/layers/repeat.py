@@ -49,6 +49,7 @@ class Repeat(Layer):
   remat_save_names: tuple[str, ...] = ()
   unroll: int = 1
   weight_split_dims_mapping: Config = template(RepeatWeightSplit)
+  activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if self.num_layers < 1:

@@ -15,7 +15,7 @@ import jax
 from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
@@ -49,6 +49,7 @@ class TransformerBlock(Layer):
   attention_tpl: Config = template(MultiHeadAttention)
   ff_tpl: Config = template(GatedFeedForward)
   dropout_tpl: Config = template(Dropout)
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if self.norm_policy not in ('pre', 'post'):
@@ -109,6 +110,8 @@ class StackedTransformer(Layer):
   num_layers: int = REQUIRED
   remat: str = 'none'
   remat_save_names: tuple[str, ...] = ()
+  weight_split_dims_mapping: Config = template(SplitMapping)
+  activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
@@ -54,6 +54,7 @@ class TransformerLm(Layer):
   transformer_tpl: Config = template(RepeatedTransformer)
   final_norm_tpl: Config | None = template(RMSNorm)
   softmax_tpl: Config = template(SharedEmbeddingSoftmax)
+  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     V, D = self.vocab_size, self.model_dims

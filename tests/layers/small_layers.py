@@ -34,8 +34,10 @@ def ids(*shape: int, below: int = V) -> np.ndarray:
 
 def split(cls: Any, wt: Any = None, out: Any = None, **fields: Any) -> Config:
   config = Config(cls, **fields)
-  config.weight_split_dims_mapping.wt = wt
-  config.activation_split_dims_mapping.out = out
+  if wt is not None:
+    config.weight_split_dims_mapping.wt = wt
+  if out is not None:
+    config.activation_split_dims_mapping.out = out
   return config
 
 

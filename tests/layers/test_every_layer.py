@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from small_layers import AXES, CASES, Case
 
 from praxis_lite import layers
+from praxis_lite.errors import ShardingError
 from praxis_lite.layer import Layer
 from praxis_lite.partitioning.padding import padded_shape, slice_to
 from praxis_lite.partitioning.specs import to_partition_spec
@@ -22,7 +24,10 @@ EVERY_LAYER = sorted(
   for name, value in vars(layers).items()
   if name in layers.__all__ and isinstance(value, type) and issubclass(value, Layer)
 )
-every_layer = pytest.mark.parametrize('name', EVERY_LAYER)
+# One worker runs all tests of a layer, so that it is compiled once.
+every_layer = pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EVERY_LAYER]
+)
 
 
 def case(name: str) -> Case:
@@ -139,3 +144,22 @@ def test_uneven_splits_over_a_mesh_equal_one_device(name):
     split = [x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(padded)]
     assert any(split)
   assert_close(jax.jit(on_mesh)(padded, args), expected, 1e-5)
+
+
+def abstract_call(config, args, method):
+  layer = config.instantiate()
+  key = jax.random.key(0)
+  return jax.eval_shape(lambda v: layer.apply(v, *args, key=key, method=method), layer.init(key))
+
+
+@every_layer
+def test_no_split_mapping_is_left_unread(name):
+  """A mapping of a rank that no tensor has is refused, so the layer reads it; it has none that it cannot use."""
+  config = case(name).config
+  for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+    for field in dataclasses.fields(getattr(config, group).__fn_or_cls__):
+      broken, args, _ = case(name)
+      setattr(getattr(broken, group), field.name, (None,) * 9)
+      method, args = ('emb_lookup', args[1:]) if field.name == 'emb' else ('__call__', args)
+      with pytest.raises(ShardingError, match='9 entries'):
+        abstract_call(broken.set(mesh_axis_names=AXES), args, method)
