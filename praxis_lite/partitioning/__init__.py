@@ -18,6 +18,14 @@ from praxis_lite.partitioning.device_meshes import (
   get_gpu_mesh,
   get_mesh,
 )
+from praxis_lite.partitioning.explicit import (
+  accumulate_gradients,
+  fold_rng_over_axis,
+  gather_array_with_mean_grads,
+  gather_params,
+  shard_params,
+  sync_gradients,
+)
 from praxis_lite.partitioning.logical_constraints import axis_rules, with_logical_constraint
 from praxis_lite.partitioning.mesh import create_device_mesh
 from praxis_lite.partitioning.model_states import StateLayout, initialize_partitioned_model_states
@@ -62,6 +70,7 @@ __all__ = [
   'PjittedFnWithContext',
   'StateLayout',
   'TrainState',
+  'accumulate_gradients',
   'assert_collectives',
   'axis_rules',
   'batch_size',
@@ -73,7 +82,10 @@ __all__ = [
   'default_mesh',
   'eval_step_single_learner',
   'explain_sharding',
+  'fold_rng_over_axis',
   'format_parameter_table',
+  'gather_array_with_mean_grads',
+  'gather_params',
   'get_coords',
   'get_cpu_mesh',
   'get_gpu_mesh',
@@ -100,9 +112,11 @@ __all__ = [
   'register_rule',
   'reshard_input_based_on_rank_fn',
   'shard_on_batch_dim_partition_spec',
+  'shard_params',
   'slice_to',
   'spec_axes',
   'standard_logical_axis_rules',
+  'sync_gradients',
   'to_partition_spec',
   'train_step_single_learner',
   'with_logical_constraint',
