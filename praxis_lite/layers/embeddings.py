@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED
+from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -20,21 +21,24 @@ class Embedding(Layer):
     num_classes: V, such as the size of a vocabulary.
     input_dims: D, the model dims.
     scale_sqrt_depth: multiply by sqrt(D) (Vaswani et al., 2017).
+    lookup_style: 'gather', or 'matmul' with one-hot ids: more work, but no scatter in the gradient.
     weight_split_dims_mapping: `wt`, [V, D], of `w`.
   """
 
   num_classes: int = REQUIRED
   input_dims: int = REQUIRED
   scale_sqrt_depth: bool = False
+  lookup_style: str = 'gather'
 
   def setup(self) -> None:
+    check_lookup_style(self.lookup_style, f'{self.path_name}.lookup_style')
     wt = self.weight_split_dims_mapping.wt
     self.create_variable('w', embedding_weight(self.num_classes, self.input_dims, wt))
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [..., D] of integer ids [...]; NaN for an id that is not in [0, V), so that it shows."""
     out = self.activation_split_dims_mapping.out
-    y = lookup(split_rows(self, self.theta.w, out), ids)
+    y = lookup(split_rows(self, self.theta.w, out), ids, self.lookup_style)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
     return self.shard(y, self.activation_split_dims_mapping.out)
@@ -57,8 +61,20 @@ def split_rows(layer: Layer, table_VD: jax.Array, out: SplitDimsMapping) -> jax.
   return layer.shard(table_VD, (wt[0], None), 'weight_split_dims_mapping.wt')
 
 
-def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
+def check_lookup_style(style: str, where: str) -> None:
+  """Raises ConfigError, naming the field `where`, unless `style` is known."""
+  if style not in ('gather', 'matmul'):
+    raise ConfigError(f"{where}: expected 'gather' or 'matmul', got {style!r}")
+
+
+def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:
   """Returns rows [..., D] of a table; NaN for ids out of range."""
+  if style == 'matmul':
+    in_range = (ids >= 0) & (ids < table_VD.shape[0])
+    one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=table_VD.dtype)
+    # The highest precision copies rows as they are; the default one may round them to bfloat16.
+    rows = jnp.matmul(one_hot, table_VD, precision=jax.lax.Precision.HIGHEST)
+    return jnp.where(in_range[..., None], rows, jnp.nan)
   ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
   rows = jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
   return _zero_past_end(rows) if jax.sharding.get_abstract_mesh().size > 1 else rows

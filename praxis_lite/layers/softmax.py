@@ -14,7 +14,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import ActivationSplit, Layer
 from praxis_lite.layers.cross_entropy import cross_entropy
-from praxis_lite.layers.embeddings import embedding_weight, lookup, split_rows
+from praxis_lite.layers.embeddings import check_lookup_style, embedding_weight, lookup, split_rows
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -109,12 +109,17 @@ class SharedEmbeddingSoftmax(FullSoftmax):
   """One table w [V, D] for both ends of a model: vectors = w[ids], logits = x w^T (Press and Wolf, 2017).
 
   Attributes: those of `FullSoftmax`, and
-    scale_sqrt_depth: multiply vectors by sqrt(D).
+    scale_sqrt_depth, lookup_style: see `Embedding`.
     weight_split_dims_mapping: `wt`, [V, D]: the other way around than in `FullSoftmax`.
   """
 
   scale_sqrt_depth: bool = False
+  lookup_style: str = 'gather'
   activation_split_dims_mapping: Config = template(SharedEmbeddingActivationSplit)
+
+  def setup(self) -> None:
+    check_lookup_style(self.lookup_style, f'{self.path_name}.lookup_style')
+    super().setup()
 
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
     return embedding_weight(self.num_classes, self.input_dims, wt), None if wt is None else tuple(wt)[:1]
@@ -125,7 +130,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of integer ids [...]; NaN for ids that are not in [0, V)."""
     emb = self.activation_split_dims_mapping.emb
-    y = lookup(split_rows(self, self.theta.w, emb), ids)
+    y = lookup(split_rows(self, self.theta.w, emb), ids, self.lookup_style)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
     return self.shard(y, emb, 'activation_split_dims_mapping.emb')

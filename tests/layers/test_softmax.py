@@ -209,26 +209,35 @@ def test_impossible_hyperparameters_are_refused(fields, message):
 # ---------------------------------------------------------------- embeddings
 
 
-def test_embedding_takes_rows():
-  layer = Config(Embedding, num_classes=V, input_dims=D).instantiate()
+@pytest.mark.parametrize('style', ['gather', 'matmul'])
+def test_embedding_takes_rows(style):
+  layer = Config(Embedding, num_classes=V, input_dims=D, lookup_style=style).instantiate()
   table = normal(V, D)
   np.testing.assert_array_equal(layer.apply({'w': table}, labels())[0], table[labels()])
   scaled = Config(Embedding, num_classes=V, input_dims=D, scale_sqrt_depth=True).instantiate()
   np.testing.assert_allclose(scaled.apply({'w': table}, labels())[0], 2 * table[labels()], rtol=1e-6)
 
 
-def test_gradient_of_an_embedding_is_the_sum_over_its_uses():
-  layer, ids = Config(Embedding, num_classes=V, input_dims=D).instantiate(), np.array([1, 3, 1], np.int32)
-  of_y = normal(3, D)
+@pytest.mark.parametrize('style', ['gather', 'matmul'])
+def test_gradient_of_an_embedding_is_the_sum_over_its_uses(style):
+  layer = Config(Embedding, num_classes=V, input_dims=D, lookup_style=style).instantiate()
+  ids, of_y = np.array([1, 3, 1], np.int32), normal(3, D)
   gradient = jax.grad(lambda w: jnp.sum(layer.apply({'w': w}, ids)[0] * of_y))(normal(V, D))
   np.testing.assert_allclose(gradient, np.eye(V)[ids].T @ of_y, atol=1e-6)
 
 
+@pytest.mark.parametrize('style', ['gather', 'matmul'])
 @pytest.mark.parametrize('ids', [[0, V], [-1, 0], [0, -V]])
-def test_ids_out_of_range_show(ids):
-  layer = Config(Embedding, num_classes=V, input_dims=D).instantiate()
+def test_ids_out_of_range_show(ids, style):
+  layer = Config(Embedding, num_classes=V, input_dims=D, lookup_style=style).instantiate()
   y, _ = layer.apply({'w': normal(V, D)}, np.array(ids))
   np.testing.assert_array_equal(np.isnan(y).all(-1), [i not in range(V) for i in ids])
+
+
+@pytest.mark.parametrize('cls', [Embedding, SharedEmbeddingSoftmax])
+def test_unknown_lookup_style_is_refused(cls):
+  with pytest.raises(ConfigError, match=r"lookup_style: expected 'gather' or 'matmul', got 'index'"):
+    Config(cls, num_classes=V, input_dims=D, lookup_style='index').instantiate()
 
 
 def test_vectors_have_a_norm_of_about_one_at_first():
