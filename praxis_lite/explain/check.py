@@ -23,7 +23,8 @@ from praxis_lite.explain.report import (
   task_and_inputs,
 )
 from praxis_lite.explain.tracing import abstract_mesh, trace_model
-from praxis_lite.partitioning.model_states import StateLayout, state_layout
+from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.partitioning.model_states import state_layout
 from praxis_lite.partitioning.paths import leaves_by_path
 from praxis_lite.partitioning.placement import place_variables
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn

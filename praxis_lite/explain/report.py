@@ -23,7 +23,8 @@ from praxis_lite.explain.sources import layers_to, mapping_sources, repeat_field
 from praxis_lite.explain.tracing import Trace, abstract_mesh, trace_model
 from praxis_lite.observers import Constraint
 from praxis_lite.partitioning.batch import padded_batch_shape
-from praxis_lite.partitioning.model_states import StateLayout, place_task_variables, state_layout
+from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.partitioning.model_states import place_task_variables, state_layout
 from praxis_lite.partitioning.padding import num_parts
 from praxis_lite.partitioning.paths import Path, leaves_by_path
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn, spec_axes

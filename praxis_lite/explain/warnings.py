@@ -13,7 +13,7 @@ from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches
 from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
 from praxis_lite.explain.problems import Limits, Problem, Severity
 from praxis_lite.explain.tracing import Trace
-from praxis_lite.partitioning.model_states import StateLayout
+from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.parameter_table import format_bytes
 from praxis_lite.partitioning.paths import leaves_by_path, path_matches
 from praxis_lite.partitioning.rules import shadowed_rules

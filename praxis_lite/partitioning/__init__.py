@@ -26,9 +26,10 @@ from praxis_lite.partitioning.explicit import (
   shard_params,
   sync_gradients,
 )
+from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.logical_constraints import axis_rules, with_logical_constraint
 from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.model_states import StateLayout, initialize_partitioned_model_states
+from praxis_lite.partitioning.model_states import initialize_partitioned_model_states
 from praxis_lite.partitioning.moe_partitioner import MoePjitPartitioner
 from praxis_lite.partitioning.padding import local_shape, num_parts, pad_amounts, pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.parameter_table import format_parameter_table, parameter_table

@@ -44,7 +44,7 @@ def create_device_mesh(
   needed = math.prod(shape.values())
   if needed > len(devices):
     raise ShardingError(
-      f'the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass '
+      f'ici_mesh_shape: the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass '
       f'--devices={needed} to simulate them on the CPU'
     )
   devices = devices[:needed]

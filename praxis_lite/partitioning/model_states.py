@@ -1,58 +1,18 @@
-"""The layout of a train state on a mesh: specs, padded and true shapes, all from declarations, without an array.
-
-The invariant: state is padded where it enters and leaves a step, and nowhere else. Inside, every array has its true
-shape, so no layer, optimizer or metric ever sees padding; what the padding holds is always zero.
-"""
+"""The layout of a train state on a mesh, from declarations, and making the state there."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.partitioning import steps
-from praxis_lite.partitioning.padding import MeshLike, pad_to, padded_shape, slice_to
+from praxis_lite.partitioning.layout import StateLayout, layout_of
+from praxis_lite.partitioning.padding import MeshLike
 from praxis_lite.partitioning.placement import place_variables, placed_specs
 from praxis_lite.partitioning.state_specs import opt_state_specs
 from praxis_lite.partitioning.train_state import TrainState
-
-
-class StateLayout(NamedTuple):
-  """Where the arrays of a whole `TrainState`, or of a part of one, lie: four trees of the same structure.
-
-  Attributes:
-    specs: PartitionSpecs of full rank.
-    shardings: the same on the mesh.
-    padded_shapes: shapes and dtypes as stored on the mesh, with shardings.
-    unpadded_shapes: true shapes and dtypes.
-  """
-
-  specs: Any
-  shardings: Any
-  padded_shapes: Any
-  unpadded_shapes: Any
-
-  @property
-  def mdl_vars(self) -> StateLayout:
-    """The layout of the model's variables alone."""
-    return StateLayout(*(tree.mdl_vars for tree in self))
-
-  def unpad(self, tree: Any) -> Any:
-    """Inside a step: slices stored arrays to their true shapes."""
-    return self._constrain_padded(slice_to(tree, self.unpadded_shapes))
-
-  def pad(self, tree: Any) -> Any:
-    """Inside a step: pads true arrays to their stored shapes."""
-    return pad_to(self._constrain_padded(tree), self.padded_shapes)
-
-  def _constrain_padded(self, tree: Any) -> Any:
-    """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
-
-    def constrain(x: jax.Array, padded: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-      return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, sharding)
-
-    return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
 
 
 class PartitionedModelStates(NamedTuple):
@@ -84,11 +44,13 @@ def state_layout(jax_task: steps.Task, mesh: Mesh) -> StateLayout:
     opt_states=follow_vars(unpadded.opt_states, lambda mdl_vars: steps.initialize_opt_states(jax_task, mdl_vars)),
     ema_vars=follow_vars(unpadded.ema_vars),
   )
-  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-  padded = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(padded_shape(x.shape, s.spec, mesh), x.dtype, sharding=s), unpadded, shardings
-  )
-  return StateLayout(specs, shardings, padded, unpadded)
+  return layout_of(unpadded, specs, mesh)
+
+
+def declared_state(jax_task: steps.Task) -> TrainState:
+  """Returns a task's train state with `WeightHParams` as variables and shapes elsewhere, as partitioners take it."""
+  shapes = jax.eval_shape(lambda key: steps.initialize_train_state(jax_task, key), jax.random.key(0))
+  return shapes.replace(mdl_vars=jax_task.model.abstract_init())
 
 
 def init_partitioned_state(jax_task: steps.Task, layout: StateLayout, mesh: Mesh, init_key: jax.Array) -> TrainState:

@@ -10,9 +10,10 @@ import jax
 
 from praxis_lite.partitioning import moe
 from praxis_lite.partitioning.axis_names import AxisNames
+from praxis_lite.partitioning.layout import is_spec
 from praxis_lite.partitioning.partitioners import PjitPartitioner
 from praxis_lite.partitioning.paths import leaves_by_path, path_matches, path_names
-from praxis_lite.partitioning.pjitted import PjittedFnWithContext, is_spec
+from praxis_lite.partitioning.pjitted import PjittedFnWithContext
 from praxis_lite.partitioning.rules import LogicalAxisRules
 from praxis_lite.partitioning.specs import complete_spec
 from praxis_lite.partitioning.state_specs import dims_by_size, owner_of

@@ -52,7 +52,9 @@ class PartitionedStep:
       on_mesh, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
     )
     self._input_specs = jax.tree.map(lambda s: s.spec, in_shardings[-1])
+    self._traced: Any = None
     self._compiled: Any = None
+    self._times = CompileTimes(0.0, 0.0, 0.0)
 
   def put_inputs(self, batch: Any) -> Any:
     """Pads a host batch with zero-weight rows to the compiled shape and places it on the mesh, asynchronously.
@@ -68,15 +70,23 @@ class PartitionedStep:
     check_batch(padded, expected)
     return put_on_mesh(padded, self.mesh, self._input_specs)
 
+  def trace(self) -> None:
+    """Traces from shapes alone: what does not fit shows now, before anything is compiled."""
+    if self._traced is None and self._compiled is None:
+      start = time.perf_counter()
+      self._traced = self.jitted.trace(*self.arguments)
+      self._times = self._times._replace(trace=time.perf_counter() - start)
+
   def compile(self) -> CompileTimes:
     """Traces, lowers and compiles from shapes alone; later calls run what was compiled."""
-    start = time.perf_counter()
-    traced = self.jitted.trace(*self.arguments)
-    at_traced = time.perf_counter()
-    lowered = traced.lower()
-    at_lowered = time.perf_counter()
-    self._compiled = lowered.compile()
-    return CompileTimes(at_traced - start, at_lowered - at_traced, time.perf_counter() - at_lowered)
+    if self._compiled is None:
+      self.trace()
+      start = time.perf_counter()
+      lowered = self._traced.lower()
+      at_lowered = time.perf_counter()
+      self._compiled, self._traced = lowered.compile(), None
+      self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
+    return self._times
 
   @property
   def compiled(self) -> Any:

@@ -30,10 +30,10 @@ from praxis_lite.partitioning.axis_names import (
 from praxis_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
 from praxis_lite.partitioning.data_layout import DataLayout, get_data_layout
 from praxis_lite.partitioning.device_meshes import check_one_of, default_mesh
-from praxis_lite.partitioning.model_states import StateLayout
+from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.padding import num_parts, slice_to
 from praxis_lite.partitioning.paths import path_names
-from praxis_lite.partitioning.pjitted import PjittedFnWithContext, layout_of, put_padded
+from praxis_lite.partitioning.pjitted import PjittedFnWithContext, put_padded
 from praxis_lite.partitioning.rules import (
   LogicalAxisRule,
   LogicalAxisRules,

@@ -17,43 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError
+from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.logical_constraints import axis_rules
-from praxis_lite.partitioning.model_states import StateLayout
-from praxis_lite.partitioning.padding import pad_to, padded_shape
+from praxis_lite.partitioning.padding import pad_to
 from praxis_lite.partitioning.paths import path_names
 from praxis_lite.partitioning.rules import LogicalAxisRules
-from praxis_lite.partitioning.specs import complete_spec
-
-
-def layout_of(shapes: Any, specs: Any, mesh: Mesh) -> StateLayout:
-  """Returns the layout on `mesh` of any tree.
-
-  Args:
-    shapes: tree of things with a shape and dtype: the true ones.
-    specs: tree of PartitionSpecs, or a prefix of that; None is replicated.
-    mesh: the mesh.
-  """
-  full = broadcast_specs(specs, shapes)
-  unpadded = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), full)
-  padded = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(padded_shape(x.shape, s.spec, mesh), x.dtype, sharding=s), unpadded, shardings
-  )
-  return StateLayout(full, shardings, padded, unpadded)
-
-
-def broadcast_specs(specs: Any, tree: Any) -> Any:
-  """Returns a spec of full rank for each leaf of `tree`, from a prefix of it."""
-
-  def spread(spec: PartitionSpec | None, subtree: Any) -> Any:
-    return jax.tree.map(lambda x: complete_spec(spec, len(x.shape)), subtree)
-
-  return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
-
-
-def is_spec(x: Any) -> bool:
-  """Whether `x` is a leaf of a tree of specs; None is one."""
-  return x is None or isinstance(x, PartitionSpec)
 
 
 def put_padded(tree: Any, layout: StateLayout) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from praxis_lite.errors import located
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes
 from praxis_lite.partitioning.paths import path_names
 from praxis_lite.partitioning.rules import LogicalAxisRules, match_rules, resolve_split_mapping
@@ -39,7 +40,8 @@ def place_variables(
     ShardingError: something that decides does not fit the variable or the mesh; the variable is named.
   """
   sizes = axis_sizes(mesh)
-  parsed = parse_strategy(strategy or ())
+  with located('task.strategy'):
+    parsed = parse_strategy(strategy or ())
 
   def place(key_path: Any, weight: WeightHParams) -> Decision:
     path = path_names(key_path)
@@ -52,7 +54,8 @@ def place_variables(
     remarks: tuple[str, ...] = ()
     pattern = None
     if weight.tensor_split_dims_mapping is None and strategy is not None:
-      chosen = decide(path, as_variable(path, weight), parsed, sizes, tuple(spec))
+      with located('task.strategy'):
+        chosen = decide(path, as_variable(path, weight), parsed, sizes, tuple(spec))
       spec, remarks, pattern = chosen.spec, chosen.remarks, chosen.pattern
       sources = tuple(theirs or own for own, theirs in zip(sources, chosen.sources))
     return Decision(spec, sources, remarks, pattern)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,13 @@ from praxis_lite.partitioning import steps
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
 from praxis_lite.partitioning.explicit.step import ExplicitTrainStep
-from praxis_lite.partitioning.model_states import init_partitioned_state, state_layout
+from praxis_lite.partitioning.model_states import declared_state, init_partitioned_state, state_layout
 from praxis_lite.partitioning.partitioned_step import PartitionedStep
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.partitioning.train_state import TrainState
+
+if TYPE_CHECKING:
+  from praxis_lite.partitioning.partitioners import BasePartitioner, BasePjitPartitioner
 
 
 class PartitionedModel(NamedTuple):
@@ -48,6 +51,7 @@ class PartitionedTask:
     jax_task: an instantiated `SingleTask`.
     inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
     mesh: the mesh; by default the one the task asks for.
+    partitioner: decides mesh and specs instead of the task, by its logical axis rules.
 
   Attributes:
     mesh: the mesh.
@@ -57,10 +61,20 @@ class PartitionedTask:
     total_num_params: number of model parameters, without padding, moving statistics included.
   """
 
-  def __init__(self, jax_task: steps.Task, inputs_shape: Any, *, mesh: Mesh | None = None):
+  def __init__(
+    self,
+    jax_task: steps.Task,
+    inputs_shape: Any,
+    *,
+    mesh: Mesh | None = None,
+    partitioner: BasePartitioner | None = None,
+  ):
     self.jax_task = jax_task
-    self.mesh = jax_task.create_mesh() if mesh is None else mesh
-    self.layout = state_layout(jax_task, self.mesh)
+    if partitioner is not None:
+      self.mesh, self.layout = partitioner.mesh, partitioner.get_layout(declared_state(jax_task))
+    else:
+      self.mesh = jax_task.create_mesh() if mesh is None else mesh
+      self.layout = state_layout(jax_task, self.mesh)
     self.state_specs = self.layout.specs
     self.state_shapes = self.layout.padded_shapes
     self.unpadded_state_shapes = self.layout.unpadded_shapes
@@ -157,7 +171,12 @@ class PartitionedTask:
 
 
 def partition_spmd_model(
-  task_p: Config | steps.Task, init_key: jax.Array, inputs_shape: Any, *, mesh: Mesh | None = None
+  task_p: Config | steps.Task,
+  init_key: jax.Array,
+  inputs_shape: Any,
+  *,
+  mesh: Mesh | None = None,
+  partitioner: BasePjitPartitioner | None = None,
 ) -> PartitionedModel:
   """Partitions a task over its mesh.
 
@@ -166,6 +185,7 @@ def partition_spmd_model(
     init_key: PRNG key of the first values of the variables.
     inputs_shape: tree of shapes and dtypes of one global batch; its batch size need not divide by the devices.
     mesh: the mesh; by default the one the task asks for.
+    partitioner: decides mesh and specs instead of the task; a config of a task takes its mesh axes and rules.
 
   Returns:
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
@@ -175,8 +195,14 @@ def partition_spmd_model(
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
   """
+  if isinstance(task_p, Config) and partitioner is not None:
+    task_p = task_p.clone(
+      mesh_axis_names=partitioner.mesh.axis_names,
+      ici_mesh_shape=None,
+      logical_axis_rules=partitioner.logical_axis_rules,
+    )
   jax_task = task_p.instantiate() if isinstance(task_p, Config) else task_p
-  partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh)
+  partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh, partitioner=partitioner)
   return PartitionedModel(
     partitioned.init_state(init_key),
     partitioned.state_specs,

@@ -4,6 +4,8 @@
 const data = JSON.parse(document.getElementById('data').textContent);
 const $ = (id) => document.getElementById(id);
 const KINDS = { parameter: 'Parameters', slot: 'Optimizer slots', activation: 'Activations', input: 'Inputs' };
+// What the compiler decides is not known, so it has no area.
+const weight = (a) => (a.free ? 0 : a.local);
 const state = { kinds: new Set(['parameter', 'slot']), search: '', whole: false, padded: false, color: 'split', zoom: [], selected: null, closed: new Set() };
 
 function bytes(n) {
@@ -48,7 +50,7 @@ function treeOf(arrays) {
   const root = { name: '', path: [], children: [], byName: new Map(), value: 0, count: 0 };
   for (const array of arrays) {
     let node = root;
-    node.value += array.local; node.count++;
+    node.value += weight(array); node.count++;
     array.place.forEach((name, i) => {
       const last = i === array.place.length - 1;
       let child = last ? null : node.byName.get(name);
@@ -57,7 +59,7 @@ function treeOf(arrays) {
         if (last) child.array = array; else { child.children = []; child.byName = new Map(); node.byName.set(name, child); }
         node.children.push(child);
       }
-      child.value += array.local; child.count++;
+      child.value += weight(array); child.count++;
       node = child;
     });
   }
@@ -76,7 +78,7 @@ function drawTree(root) {
     name.append(make('i', '', node.children ? (closed ? '▸' : '▾') : ''), node.name);
     fill.style.cssText = `width:${((100 * node.value) / Math.max(root.value, 1)).toFixed(2)}%;--fill:${node.array ? colorOf(node.array) : 'var(--soft)'}`;
     bar.append(fill);
-    row.append(name, bar, make('span', 'num', bytes(node.value)));
+    row.append(name, bar, make('span', 'num', node.array && node.array.free ? `≤ ${bytes(node.array.local)}` : bytes(node.value)));
     row.title = node.path.join('.');
     row.onclick = () => {
       if (node.array) { select(node.array); return; }
@@ -158,11 +160,11 @@ function drawDetail() {
 
 function drawLegend(arrays) {
   const host = $('legend'), totals = new Map();
-  for (const a of arrays) totals.set(groupName(a), [a, (totals.get(groupName(a)) || [a, 0])[1] + a.local]);
+  for (const a of arrays) totals.set(groupName(a), [a, (totals.get(groupName(a)) || [a, 0])[1] + weight(a)]);
   host.replaceChildren(...[...totals].map(([name, [a, total]]) => {
     const item = make('span', ''), swatch = make('i', '');
     swatch.style.background = colorOf(a);
-    item.append(swatch, `${name}: ${bytes(total)}`);
+    item.append(swatch, total ? `${name}: ${bytes(total)}` : name);
     return item;
   }));
 }

@@ -38,7 +38,7 @@ from praxis_lite.partitioning.explicit.sharded_params import (
   own_part,
   regathered,
 )
-from praxis_lite.partitioning.model_states import StateLayout
+from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.paths import path_names
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn, spec_axes
 from praxis_lite.partitioning.train_state import TrainState

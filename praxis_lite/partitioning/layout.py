@@ -1,0 +1,83 @@
+"""Where the arrays of a tree lie on a mesh: specs, padded and true shapes.
+
+The invariant: state is padded where it enters and leaves a step, and nowhere else. Inside, every array has its true
+shape, so no layer, optimizer or metric ever sees padding; what the padding holds is always zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
+from praxis_lite.partitioning.specs import complete_spec
+
+
+class StateLayout(NamedTuple):
+  """Where the arrays of a whole `TrainState`, or of a part of one, lie: four trees of the same structure.
+
+  Attributes:
+    specs: PartitionSpecs of full rank.
+    shardings: the same on the mesh.
+    padded_shapes: shapes and dtypes as stored on the mesh, with shardings.
+    unpadded_shapes: true shapes and dtypes.
+  """
+
+  specs: Any
+  shardings: Any
+  padded_shapes: Any
+  unpadded_shapes: Any
+
+  @property
+  def mdl_vars(self) -> StateLayout:
+    """The layout of the model's variables alone."""
+    return StateLayout(*(tree.mdl_vars for tree in self))
+
+  def unpad(self, tree: Any) -> Any:
+    """Inside a step: slices stored arrays to their true shapes."""
+    return self._constrain_padded(slice_to(tree, self.unpadded_shapes))
+
+  def pad(self, tree: Any) -> Any:
+    """Inside a step: pads true arrays to their stored shapes."""
+    return pad_to(self._constrain_padded(tree), self.padded_shapes)
+
+  def _constrain_padded(self, tree: Any) -> Any:
+    """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
+
+    def constrain(x: jax.Array, padded: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+      return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, sharding)
+
+    return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
+
+
+def layout_of(shapes: Any, specs: Any, mesh: Mesh) -> StateLayout:
+  """Returns the layout on `mesh` of any tree.
+
+  Args:
+    shapes: tree of things with a shape and dtype: the true ones.
+    specs: tree of PartitionSpecs, or a prefix of that; None is replicated.
+    mesh: the mesh.
+  """
+  full = broadcast_specs(specs, shapes)
+  unpadded = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), full)
+  padded = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(padded_shape(x.shape, s.spec, mesh), x.dtype, sharding=s), unpadded, shardings
+  )
+  return StateLayout(full, shardings, padded, unpadded)
+
+
+def broadcast_specs(specs: Any, tree: Any) -> Any:
+  """Returns a spec of full rank for each leaf of `tree`, from a prefix of it."""
+
+  def spread(spec: PartitionSpec | None, subtree: Any) -> Any:
+    return jax.tree.map(lambda x: complete_spec(spec, len(x.shape)), subtree)
+
+  return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
+
+
+def is_spec(x: Any) -> bool:
+  """Whether `x` is a leaf of a tree of specs; None is one."""
+  return x is None or isinstance(x, PartitionSpec)
