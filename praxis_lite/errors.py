@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -28,6 +29,16 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
   """A checkpoint is missing or belongs to another model."""
+
+
+@contextlib.contextmanager
+def located(path: str) -> Iterator[None]:
+  """Puts the path of a config in front of the message of a `UserError` that is raised inside."""
+  try:
+    yield
+  except UserError as error:
+    error.args = (f'{path}: {error}',)
+    raise
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -32,11 +32,11 @@ class BaseExperiment:
 
   def task(self) -> Config:
     """Returns the config of the task."""
-    raise NotImplementedError(f'{type(self).__qualname__}.task')
+    raise ConfigError(f'{type(self).__qualname__} has no method task(), which returns the Config of a task; define it')
 
   def datasets(self) -> list[Config]:
     """Returns configs of `BaseInput`s: one with `is_training=True`, and any number to evaluate on."""
-    raise NotImplementedError(f'{type(self).__qualname__}.datasets')
+    raise ConfigError(f'{type(self).__qualname__} has no method datasets(), which returns Configs of inputs; define it')
 
   def decode_datasets(self) -> list[Config]:
     """Returns configs of `BaseInput`s whose batches are prompts to decode."""
@@ -73,8 +73,14 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
     if getattr(task, field) is None:
       setattr(task, field, getattr(experiment, field))
-  datasets, decode_datasets = list(experiment.datasets()), list(experiment.decode_datasets())
-  for method, configs in (('datasets', datasets), ('decode_datasets', decode_datasets)):
-    if not all(isinstance(c, Config) for c in configs):
-      raise ConfigError(f'{name}.{method}() must return a list of Configs of inputs')
-  return ExperimentConfig(task, datasets, decode_datasets)
+  datasets = _inputs(experiment.datasets(), f'{name}.datasets()')
+  return ExperimentConfig(task, datasets, _inputs(experiment.decode_datasets(), f'{name}.decode_datasets()'))
+
+
+def _inputs(configs: Any, method: str) -> list[Config]:
+  if not isinstance(configs, list | tuple):
+    raise ConfigError(f'{method} returned {type(configs).__name__}; it must return a list of Configs of inputs')
+  for i, config in enumerate(configs):
+    if not isinstance(config, Config):
+      raise ConfigError(f'{method}[{i}] is {type(config).__name__}; it must be the Config of an input')
+  return list(configs)

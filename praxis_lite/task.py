@@ -113,7 +113,7 @@ class SingleTask(Configurable):
       raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
     for section in ('train', 'evaluate', 'decode'):
       setattr(self, section, getattr(self, section).instantiate())
-    with located('task.train.learner'):
+    with located('task.train'):
       self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
     if not isinstance(self.model, Config):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {self.model!r}')

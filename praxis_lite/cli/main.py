@@ -107,7 +107,7 @@ def _one_line(error: Exception, command: str) -> str:
   text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
   if isinstance(error, flags.UnrecognizedFlagError):
-    text = f"{text.replace('mean: ', 'mean --').replace(' ?', '?')}; `praxis-lite {command} --help` lists the flags"
+    text = f'{text.replace("mean: ", "mean --").replace(" ?", "?")}; `praxis-lite {command} --help` lists the flags'
   return text
 
 

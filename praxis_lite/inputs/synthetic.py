@@ -125,8 +125,9 @@ class SyntheticLMInput(_Synthetic):
     super().__post_init__()
     if self.pattern not in ('count', 'copy', 'random'):
       raise ConfigError(f"{self.label}.pattern: expected 'count', 'copy' or 'random', got {self.pattern!r}")
-    if self.vocab_size < 2 or self.seq_len < 1:
-      raise ConfigError(f'{self.label}: expected vocab_size of at least 2 and seq_len of at least 1')
+    for name, least in (('vocab_size', 2), ('seq_len', 1)):
+      if getattr(self, name) < least:
+        raise ConfigError(f'{self.label}.{name}: expected at least {least}, got {getattr(self, name)}')
 
   def example_struct(self) -> Struct:
     names = ['ids', 'labels', 'segment_ids', 'segment_pos']

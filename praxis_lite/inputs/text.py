@@ -99,6 +99,11 @@ class TextInput(RandomAccessInput):
     return len(self._corpus.rows)
 
   @property
+  def vocab_size(self) -> int:
+    """How many ids there may be."""
+    return self.tokenizer.vocab_size
+
+  @property
   def num_bytes(self) -> int:
     """Bytes of text in an epoch, without what separates documents."""
     return self._corpus.num_bytes

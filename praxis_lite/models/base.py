@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.call import NestedDict
+from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
 from praxis_lite.partitioning.steps import WeightedScalars
 
@@ -41,6 +42,17 @@ class BaseModel(Layer):
   def __call__(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs of `compute_loss` for a batch."""
     return self.compute_loss(self.compute_predictions(batch), batch)
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `UserError` if this model cannot take the batches of `data`.
+
+    Called on the host before anything is compiled, for what cannot be seen from shapes: JAX reads what is out of
+    bounds from somewhere else, and says nothing.
+
+    Args:
+      data: the input.
+      batch: its first batch, NumPy arrays.
+    """
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns (metrics, decoded outputs), the latter a dict of arrays with the batch as dimension 0."""

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.call import NestedDict
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import DataError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.image_networks import Mlp
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
@@ -49,6 +51,16 @@ class ClassificationModel(BaseModel):
     self.create_child('network', self.network_tpl)
     softmax = self.softmax_tpl.clone(input_dims=self.network.output_dims, num_classes=self.num_classes)
     self.create_child('softmax', softmax)
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if a label of the first batch is no class."""
+    labels = np.asarray(batch['label']) if 'label' in batch else np.zeros(0)
+    bad = labels[(labels < 0) | (labels >= self.num_classes)]
+    if bad.size:
+      raise ConfigError(
+        f'{data.label}: there is a label {bad[0]}, but task.model.num_classes is {self.num_classes}: labels go from 0 '
+        f'to {self.num_classes - 1}'
+      )
 
   def compute_predictions(self, batch: NestedDict) -> ClassPredictions:
     """Returns logits and cross entropy."""

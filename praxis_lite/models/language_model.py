@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.call import NestedDict
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.decoding import Sampler
 from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
@@ -63,6 +65,17 @@ class LanguageModel(BaseModel):
       setattr(lm, name, own)
     self.create_child('lm', lm)
     self.decoder: Sampler = self.decoder_tpl.instantiate()
+
+  def check_input(self, data: BaseInput, batch: NestedDict) -> None:
+    """Raises a `ConfigError` if there are ids beyond the vocabulary."""
+    size = getattr(data, 'vocab_size', None)
+    if size is None:
+      size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
+    known: int | None = getattr(self.lm, 'vocab_size', self.vocab_size)
+    if known is not None and size > known:
+      raise ConfigError(
+        f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be {size} at least'
+      )
 
   # ---------------------------------------------------------------- training and evaluation
 

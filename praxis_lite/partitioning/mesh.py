@@ -44,8 +44,8 @@ def create_device_mesh(
   needed = math.prod(shape.values())
   if needed > len(devices):
     raise ShardingError(
-      f'ici_mesh_shape: the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or pass '
-      f'--devices={needed} to simulate them on the CPU'
+      f'ici_mesh_shape: the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or '
+      f'pass --devices={needed} to simulate them on the CPU'
     )
   devices = devices[:needed]
   if math.prod(dcn) == 1:

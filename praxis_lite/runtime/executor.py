@@ -22,9 +22,9 @@ from praxis_lite.partitioning.spmd import PartitionedTask
 from praxis_lite.partitioning.train_state import TrainState
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import make_console
-from praxis_lite.runtime.datasets import build_datasets, build_inputs
+from praxis_lite.runtime.datasets import build_datasets
 from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.job_dir import prepare_job_log_dir
+from praxis_lite.runtime.job_dir import job_directory
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.program_schedule import Programs
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks
@@ -74,8 +74,8 @@ def run_train(
   """
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
-    # ---- what is trained, where, and on what
-    directory = prepare_job_log_dir(job_log_dir)
+    # ---- what is trained, where, and on what; what cannot be is told before anything is compiled or written
+    directory = to_close.enter_context(job_directory(job_log_dir))
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
@@ -84,11 +84,16 @@ def run_train(
     startup.mark('task')
     datasets = build_datasets(config.datasets)
     train_input = datasets.the_training_input()
-    decode_inputs = build_inputs(config.decode_datasets, 'decode_datasets()')
+    decode_datasets = build_datasets(config.decode_datasets, 'decode_datasets')
     batch_struct = train_input.batch_struct()
+    datasets.check([train_input, *datasets.evaluation], task.model)
     startup.mark('data')
     partitioned = tasks.taking(train_input)
     startup.mark('task')
+    partitioned.train_step.trace()
+    for data in datasets.evaluation:
+      tasks.taking(data).eval_step.trace()
+    startup.mark('trace')
 
     # ---- where it starts: the first that applies of
     #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
@@ -118,7 +123,8 @@ def run_train(
     stop = StopSignals()
     evaluation = [EvalProgram(tasks.taking(i).eval_step, i, keys.evaluate, task.evaluate) for i in datasets.evaluation]
     decoding = [
-      DecodeProgram(tasks.taking(i).decode_step, i, keys.evaluate, task.decode, directory) for i in decode_inputs
+      DecodeProgram(tasks.taking(i).decode_step, i, keys.evaluate, task.decode, directory)
+      for i in decode_datasets.inputs
     ]
     programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
     console.line(_introduction(task.name, partitioned))
@@ -150,7 +156,7 @@ def run_train(
     to_close.enter_context(stop)
     if step < total:
       times = partitioned.train_step.compile()
-      startup.mark_parts({'trace+lower': times.trace + times.lower, 'compile': times.compile})
+      startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     while step < total and not stop.requested_at(step):

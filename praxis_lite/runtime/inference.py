@@ -11,9 +11,9 @@ import jax
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import BaseInput
 from praxis_lite.runtime.checkpoints import Checkpointer
-from praxis_lite.runtime.datasets import build_datasets, build_inputs
+from praxis_lite.runtime.datasets import Datasets, build_datasets
 from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.job_dir import prepare_job_log_dir
+from praxis_lite.runtime.job_dir import job_directory
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.program_schedule import Program, result_line
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks
@@ -44,10 +44,11 @@ def run_eval(
   Raises:
     UserError: the config, the data, or the checkpoint will not do, or there is none.
   """
-  inputs = build_datasets(config.datasets).evaluation
+  datasets = build_datasets(config.datasets)
+  inputs = datasets.evaluation
   if not inputs:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
-  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'evaluate')
+  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'evaluate', datasets)
   settings = model.tasks.jax_task.evaluate
   return _run([EvalProgram(model.tasks.taking(i).eval_step, i, model.key, settings) for i in inputs], model)
 
@@ -61,14 +62,15 @@ def run_decode(
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
-  inputs = build_inputs(config.decode_datasets, 'decode_datasets()')
+  datasets = build_datasets(config.decode_datasets, 'decode_datasets')
+  inputs = datasets.inputs
   if not inputs:
-    raise ConfigError('decode_datasets(): there is no input to decode')
-  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'decode')
-  directory = prepare_job_log_dir(job_log_dir)
+    raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
+  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'decode', datasets)
   settings = model.tasks.jax_task.decode
-  programs = [DecodeProgram(model.tasks.taking(i).decode_step, i, model.key, settings, directory) for i in inputs]
-  return _run(programs, model)
+  with job_directory(job_log_dir) as directory:
+    programs = [DecodeProgram(model.tasks.taking(i).decode_step, i, model.key, settings, directory) for i in inputs]
+    return _run(programs, model)
 
 
 class RestoredModel(NamedTuple):
@@ -88,12 +90,18 @@ def restore_for_inference(
   seed: int,
   inputs: Sequence[BaseInput],
   section: str,
+  datasets: Datasets | None = None,
 ) -> RestoredModel:
-  """Restores a checkpoint for the batches of `inputs`; `section` of the task, 'evaluate' or 'decode', says of what."""
+  """Restores a checkpoint for the batches of `inputs`; `section` of the task, 'evaluate' or 'decode', says of what.
+
+  Where `datasets` are given, which the inputs are from, they are checked before anything slow.
+  """
   checkpointer = Checkpointer(job_log_dir, read_only=True)
   checkpointer.existing_step(step)  # Before anything slow.
   task = config.task.instantiate()
   tasks = PartitionedTasks(task, task.create_mesh(devices))
+  if datasets is not None:
+    datasets.check(inputs, task.model)
   use_ema: bool = getattr(task, section).use_ema
   variables, global_step = restore_variables(checkpointer, tasks.taking(inputs[0]), use_ema=use_ema, step=step)
   checkpointer.close()

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from praxis_lite.errors import UserError
 
 
-def prepare_job_log_dir(job_log_dir: str | os.PathLike[str]) -> Path:
+@contextlib.contextmanager
+def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   """Creates the directory if need be, and writes to it: better now than after an hour of compiling and training.
+
+  If a mistake of the user ends the block before anything was written, what was created is removed again.
 
   Raises:
     UserError: it cannot be created, or nothing can be written there.
   """
   path = Path(job_log_dir).expanduser().absolute()
+  created: list[Path] = []
   try:
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
       pass
   except OSError as error:
-    raise UserError(f'job_log_dir {path} is not writable: {error.strerror or error}') from None
-  return path
+    raise UserError(f'job_log_dir {path} is not writable: {_reason(path, error)}') from None
+  try:
+    yield path
+  except UserError:
+    with contextlib.suppress(OSError):  # It is not empty.
+      for folder in created:
+        folder.rmdir()
+    raise
+
+
+def _reason(path: Path, error: OSError) -> str:
+  """What is in the way: the first folder that is none, or what the system says."""
+  for folder in (path, *path.parents):
+    if folder.is_dir():
+      break
+    if folder.exists():
+      return f'{folder} is a file'
+  return error.strerror or str(error)

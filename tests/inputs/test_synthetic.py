@@ -110,7 +110,7 @@ def test_bad_features_are_named(features, message):
 def test_bad_fields_are_named():
   with pytest.raises(ConfigError, match="pattern: expected 'count', 'copy' or 'random', got 'counts'"):
     SyntheticLMInput(seq_len=4, vocab_size=9, pattern='counts', batch_size=2)
-  with pytest.raises(ConfigError, match='vocab_size of at least 2'):
+  with pytest.raises(ConfigError, match='vocab_size: expected at least 2, got 1'):
     SyntheticLMInput(seq_len=4, vocab_size=1, batch_size=2)
   with pytest.raises(ConfigError, match='num_synthetic_examples'):
     SyntheticLMInput(seq_len=4, vocab_size=9, num_synthetic_examples=0, batch_size=2)

@@ -10,7 +10,7 @@ import pytest
 
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.job_dir import prepare_job_log_dir
+from praxis_lite.runtime.job_dir import job_directory
 from praxis_lite.runtime.startup import StartupTimes, process_age
 
 
@@ -109,18 +109,39 @@ print(float(jnp.ones(()) + 1))
 
 
 def test_the_directory_of_a_run_is_made(tmp_path):
-  path = prepare_job_log_dir(tmp_path / 'runs' / '1')
-  assert path.is_dir() and list(path.iterdir()) == []
+  with job_directory(tmp_path / 'runs' / '1') as path:
+    assert path.is_dir() and list(path.iterdir()) == []
+
+
+def test_after_a_mistake_no_empty_directory_is_left(tmp_path):
+  kept = tmp_path / 'kept'
+  kept.mkdir()
+  with pytest.raises(UserError, match=r'^wrong$'), job_directory(kept / 'runs' / '1'):
+    raise UserError('wrong')
+  assert list(kept.iterdir()) == []
+  with pytest.raises(UserError), job_directory(kept / 'runs' / '1') as path:
+    (path / 'something').write_text('')
+    raise UserError('wrong')
+  assert [p.name for p in path.iterdir()] == ['something']
+
+
+def test_a_directory_that_was_there_stays_after_a_mistake(tmp_path):
+  with pytest.raises(UserError), job_directory(tmp_path):
+    raise UserError('wrong')
+  assert tmp_path.is_dir()
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):
   (tmp_path / 'file').write_text('')
-  with pytest.raises(UserError, match=r'job_log_dir .*file/run is not writable: Not a directory'):
-    prepare_job_log_dir(tmp_path / 'file' / 'run')
+  with (
+    pytest.raises(UserError, match=r'job_log_dir .*file/run is not writable: .*/file is a file'),
+    job_directory(tmp_path / 'file' / 'run'),
+  ):
+    pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write anywhere')
 def test_a_directory_without_permission_is_told(tmp_path):
   tmp_path.chmod(0o500)
-  with pytest.raises(UserError, match='is not writable: Permission denied'):
-    prepare_job_log_dir(tmp_path)
+  with pytest.raises(UserError, match='is not writable: Permission denied'), job_directory(tmp_path):
+    pass
