@@ -147,7 +147,7 @@ class Layer(Configurable):
     The child takes this layer's dtype, fprop dtype, initializer, mesh axis names and logical axis rules where it has
     none.
     """
-    self._claim(name)
+    self._claim_child(name)
     child = self._build_child(name, config)
     self._children[name] = child
     return child
@@ -163,8 +163,11 @@ class Layer(Configurable):
       return [self.create_child(name, template) for name in names]
     if templates is None or len(names) != 1:
       raise ConfigError(f'{self.path_name}: create_children takes names and template=, or one name and templates=')
-    self._claim(names[0])
-    children = [self._build_child(f'{names[0]}_{i}', config) for i, config in enumerate(templates)]
+    self._claim_child(names[0])
+    numbered = [f'{names[0]}_{i}' for i in range(len(templates))]
+    for name in numbered:
+      self._claim(name)
+    children = [self._build_child(name, config) for name, config in zip(numbered, templates)]
     self._children[names[0]] = list(children)
     return children
 
@@ -174,8 +177,15 @@ class Layer(Configurable):
       return config.instantiate(name=name, **inherited)
 
   def _claim(self, name: str) -> None:
-    if name in self._weights or name in self._children:
+    if name in self._weights or name in self._children or any(name == child for child, _ in self.children()):
       raise ConfigError(f"{self.path_name}: the name '{name}' is declared twice")
+
+  def _claim_child(self, name: str) -> None:
+    self._claim(name)
+    if hasattr(type(self), name) or name in self.__dict__:
+      raise ConfigError(
+        f"{self.path_name}: a child cannot be named '{name}', which is an attribute of {type(self).__name__} already"
+      )
 
   def _check_split_mappings(self) -> None:
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):

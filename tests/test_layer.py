@@ -575,6 +575,34 @@ def test_a_name_is_declared_once():
       wrapped(Clash, twice=twice)
 
 
+def test_a_list_of_children_takes_its_numbered_names():
+  class Clash(Layer):
+    list_first: bool = True
+
+    def setup(self):
+      if self.list_first:
+        self.create_children('a', templates=[Config(Scale)])
+      self.create_child('a_0', Config(Scale))
+      if not self.list_first:
+        self.create_children('a', templates=[Config(Scale)])
+
+  for list_first in (True, False):
+    with pytest.raises(ConfigError, match=r"^sub: the name 'a_0' is declared twice"):
+      wrapped(Clash, list_first=list_first)
+
+
+@pytest.mark.parametrize('name', ['init', 'path', 'name', 'dims', 'theta'])
+def test_a_child_is_not_hidden_by_an_attribute(name):
+  class Hides(Layer):
+    dims: int = 3
+
+    def setup(self):
+      self.create_child(name, Config(Scale))
+
+  with pytest.raises(ConfigError, match=rf"^sub: a child cannot be named '{name}', which is an attribute of Hides"):
+    wrapped(Hides)
+
+
 def test_create_children_explains_its_two_forms():
   class Confused(Layer):
     def setup(self):
