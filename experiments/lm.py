@@ -52,7 +52,7 @@ class StdlibLm(_ByteLm):
 
 @registry.register
 class TextLm(_ByteLm):
-  """The same on your own text files: --set datasets[*].path=my_texts/*.txt."""
+  """The same on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
 
   def datasets(self) -> list[Config]:
     train, validation = super().datasets()

@@ -50,7 +50,7 @@ COMMAND = Command(
   'check',
   "look for mistakes in an experiment's shardings, from shapes alone: unknown and unused mesh axes, large replicated "
   'weights, padding, products whose operands do not fit, rules and patterns without effect. Exits with 1 on errors.',
-  'praxis-lite check --exp=lm_sizes.Llama8B --set task.ici_mesh_shape=(2,16,4)',
+  "praxis-lite check --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",
   _flags(),
   _run,
 )

@@ -40,7 +40,8 @@ def experiment_flags() -> flags.FlagValues:
   flags.DEFINE_multi_string(
     'set',
     [],
-    'Override a field of the config; may be repeated. Example: --set task.train.num_train_steps=100',
+    'Override a field of the config, by its path in the output of show; may be repeated. '
+    'Example: --set task.train.num_train_steps=100',
     flag_values=values,
   )
   flags.DEFINE_integer(
@@ -76,14 +77,34 @@ def checkpoint_flags(values: flags.FlagValues) -> None:
 
 
 def help_text(command: Command) -> str:
-  """The help of one command: what it does, an example, and its flags."""
-  lines = [f'praxis-lite {command.name}: {command.description}', '', 'Example:', f'  {command.example}', '', 'Flags:']
-  for name in sorted(command.flags):
-    flag = command.flags[name]
-    if flag.name != name:
-      continue
-    default = '' if flag.default in (None, [], False) else f' (default: {flag.default})'
-    head = f'  --[no]{name}' if isinstance(flag, flags.BooleanFlag) else f'  --{name}'
-    text = ' '.join(str(flag.help).split()) + default
-    lines += [head, textwrap.fill(text, 96, initial_indent='      ', subsequent_indent='      ')]
+  """The help of one command, for a terminal of 80 columns: what it does, an example, and its flags."""
+  lines = [f'praxis-lite {command.name} [--flags]', '']
+  lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
+  lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
+  flag_list = [flag for name, flag in command.flags._flags().items() if flag.name == name]
+  heads = [f'--[no]{flag.name}' if isinstance(flag, flags.BooleanFlag) else f'--{flag.name}' for flag in flag_list]
+  indent = max(map(len, heads)) + 4
+  for head, flag in zip(heads, flag_list):
+    text, _, example = ' '.join(str(flag.help).removesuffix(_MULTI_NOTE).split()).partition(' Example: ')
+    if flag.default not in (None, [], '', False):
+      text += f' Default: {"on" if flag.default is True else flag.default}.'
+    rows = textwrap.wrap(text, _WIDTH - indent) + textwrap.wrap(f'Example: {example}', _WIDTH - indent)
+    lines += [f'  {head if i == 0 else "":<{indent - 2}}{row}' for i, row in enumerate(rows)]
   return '\n'.join(lines) + '\n'
+
+
+# absl adds it to the help of a flag that may be repeated.
+_MULTI_NOTE = ';\n    repeat this option to specify a list of values'
+_WIDTH = 80
+
+
+def _wrapped_command(example: str) -> list[str]:
+  """A command line as one would type it into a shell, continued between flags by backslashes."""
+  command, *arguments = example.split(' --')
+  rows = [f'  {command}']
+  for argument in arguments:
+    if len(rows[-1]) + len(f' --{argument} \\') <= _WIDTH:
+      rows[-1] += f' --{argument}'
+    else:
+      rows.append(f'    --{argument}')
+  return [f'{row} \\' for row in rows[:-1]] + rows[-1:]

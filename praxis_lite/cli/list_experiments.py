@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from absl import flags
@@ -18,12 +19,18 @@ def _run(values: flags.FlagValues) -> int:
   rows = [row for row in rows if wanted in ' '.join(row).lower()]
   width = max((len(name) for name, _ in rows), default=0)
   for name, summary in rows:
-    print(f'{name:<{width}}  {summary}')
+    print(_cut(f'{name:<{width}}  {summary}'))
   if not rows:
     print(f'no experiment matches {values.match!r}')
   for problem in problems:
     print(f'not listed: {problem}', file=sys.stderr)
   return 0
+
+
+def _cut(line: str) -> str:
+  """A line as wide as the terminal at most; all of it where the output goes elsewhere."""
+  columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(line)
+  return line if len(line) <= columns else f'{line[: columns - 1].rstrip()}…'
 
 
 def _summary(experiment: type) -> str:

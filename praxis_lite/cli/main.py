@@ -26,16 +26,14 @@ class _Entry(NamedTuple):
 
 _COMMANDS = {
   'list': _Entry('praxis_lite.cli.list_experiments', 'list the registered experiments'),
-  'show': _Entry(
-    'praxis_lite.cli.show', 'print the config and the parameter table of an experiment, from shapes alone'
-  ),
+  'show': _Entry('praxis_lite.cli.show', 'print the config and parameters of an experiment, from shapes alone'),
   'check': _Entry('praxis_lite.cli.check', 'look for mistakes in the shardings of an experiment, from shapes alone'),
   'train': _Entry('praxis_lite.cli.train', 'train an experiment, or go on where it stopped'),
   'eval': _Entry('praxis_lite.cli.evaluate', 'evaluate a checkpoint'),
   'decode': _Entry('praxis_lite.cli.decode', 'print samples from a checkpoint'),
 }
 
-_USAGE = """praxis-lite: declare how a JAX model is split over devices, and train it on any mesh.
+_USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 
 Usage: praxis-lite COMMAND [--flags]
 

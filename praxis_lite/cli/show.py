@@ -59,9 +59,9 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'show',
-  "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, padding "
-  'and bytes, with totals. Works for models of any size: no array is made.',
-  'praxis-lite show --exp=lm_sizes.Llama8B --set task.ici_mesh_shape=(1,16,4)',
+  "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, "
+  'padding and bytes, with totals. Works for models of any size: no array is made.',
+  "praxis-lite show --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",
   _flags(),
   _run,
 )
