@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite import registry
@@ -11,9 +12,10 @@ from praxis_lite.config import Config
 from praxis_lite.errors import DataError
 from praxis_lite.experiment import BaseExperiment
 from praxis_lite.inputs import ArrayInput
-from praxis_lite.layers import ConvNet, Mlp
+from praxis_lite.layers import ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel
 from tasks.image_classification import ImageClassificationTask
+from tasks.learners import adamw_learner
 
 _NUM_TRAIN = 1437  # Four fifths; the rest is for validation.
 
@@ -83,3 +85,58 @@ class DigitsMlpSharded(DigitsMlp):
     task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_4d': ('data', None, None, None)}
     task.model.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
     return task
+
+
+class _Digits8(_Digits):
+  """A wider, regularized MLP in bfloat16 on 8 devices, in 4 microbatches; its subclasses differ in communication.
+
+  Attributes:
+    strategy: of the task; None replicates all weights: data parallel.
+    partitioning: of the task.
+  """
+
+  ici_mesh_shape = (8,)
+  mesh_axis_names = ('data',)
+  strategy: list[tuple[str, str]] | None = None
+  partitioning = 'auto'
+
+  def network(self) -> Config:
+    return Config(Mlp, input_dims=64, hidden_dims=(512,), dropout_tpl=Config(Dropout, rate=0.1))
+
+  def task(self) -> Config:
+    task = super().task()
+    task.model.fprop_dtype = jnp.bfloat16
+    task.train.learner = adamw_learner(warmup_steps=50, weight_decay=1e-2).set(num_microbatches=4)
+    task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_4d': ('data', None, None, None)}
+    return task.set(strategy=self.strategy, partitioning=self.partitioning)
+
+
+# Weights and biases of more than about 1 KiB: all but the bias of the classes.
+_FULLY_SHARDED = [('.*', 'fsdp(axis="data", min_size_to_shard_mb=0.001)')]
+
+
+@registry.register
+class DigitsDataParallel(_Digits8):
+  """Digits, data parallel: weights are whole on each device, gradients are all-reduced where XLA puts it."""
+
+
+@registry.register
+class DigitsDataParallelExplicit(_Digits8):
+  """Digits, data parallel through `shard_map`: gradients are averaged once a step, after all microbatches."""
+
+  partitioning = 'shard_map'
+
+
+@registry.register
+class DigitsFullySharded(_Digits8):
+  """Digits, fully sharded: each device holds an eighth of weights and slots, which XLA gathers as it sees fit."""
+
+  strategy = _FULLY_SHARDED
+
+
+@registry.register
+class DigitsFullyShardedExplicit(_Digits8):
+  """Digits, fully sharded through `shard_map`: layers gather their weights, and reduce-scatter the gradients."""
+
+  strategy = _FULLY_SHARDED
+  partitioning = 'shard_map'
