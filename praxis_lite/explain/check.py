@@ -74,7 +74,9 @@ def check(
   problems += warnings.unused_patterns(jax_task)
   if trace is not None:
     problems += warnings.unused_axes([*variables, *activations, *inputs], sizes)
-    problems += warnings.mismatches(jax_task, trace, variables, sizes)
+    # Under shard_map, weights are gathered where they are used, and mappings of activations do nothing.
+    if jax_task.partitioning != 'shard_map':
+      problems += warnings.mismatches(jax_task, trace, variables, sizes)
   problems += warnings.replicated(variables, slots, limits)
   problems += warnings.unlike_slots(slots, layout)
   problems += warnings.padding([*variables, *activations, *inputs], limits)

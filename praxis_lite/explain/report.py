@@ -31,7 +31,7 @@ from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
 from praxis_lite.partitioning.state_specs import owner_of
 from praxis_lite.partitioning.strategies import Decision
 from praxis_lite.task import SingleTask
-from praxis_lite.weights import WeightHParams
+from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,10 @@ def explain_slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explana
 
 
 def explain_activations(jax_task: SingleTask, trace: Trace, sizes: Mapping[str, int]) -> list[Explanation]:
-  """Returns an explanation of each activation that a layer names."""
+  """Returns an explanation of each activation that a layer names.
+
+  Under partitioning='shard_map' each device computes its own rows, and mappings of activations do nothing.
+  """
   counts: dict[str, itertools.count[int]] = {}
   found = []
   for constraint in trace.constraints:
@@ -202,11 +205,12 @@ def explain_activations(jax_task: SingleTask, trace: Trace, sizes: Mapping[str, 
 
 def _activation(name: str, constraint: Constraint, jax_task: SingleTask, sizes: Mapping[str, int]) -> Explanation:
   spec, rank = constraint.spec, len(constraint.shape)
-  if spec is None:
+  explicit = jax_task.partitioning == 'shard_map'
+  if spec is None or explicit:
     whole = PartitionSpec(*(None,) * rank)
-    sources = (f'{constraint.field} is not set',) * rank
-    dims = dimensions(constraint.shape, whole, sizes, sources)
-    remarks = ('left to the compiler',)
+    why = "partitioning='shard_map': of its own rows on each device" if explicit else f'{constraint.field} is not set'
+    dims = dimensions(constraint.shape, whole, sizes, (why,) * rank)
+    remarks = ('mappings of activations do nothing here',) if explicit else ('left to the compiler',)
     return Explanation(name, Kind.ACTIVATION, dims, np.dtype(constraint.dtype), sizes, remarks, constrained=False)
   sources = mapping_sources(constraint.mapping, spec, jax_task.logical_axis_rules, constraint.field)
   dims = dimensions(constraint.shape, spec, sizes, sources)
@@ -223,7 +227,10 @@ def explain_inputs(jax_task: SingleTask, inputs_struct: Any, sizes: Mapping[str,
   for path, struct in leaves_by_path(inputs_struct).items():
     rank, field = len(struct.shape), f'train.inputs_split_mapping.map_{len(struct.shape)}d'
     spec = infer_partition_spec_based_on_rank_fn(mapping, everywhere, struct)
-    if spec is None:
+    if jax_task.partitioning == 'shard_map':
+      spec = PartitionSpec(explicit_batch_axes(jax_task, sizes), *(None,) * (rank - 1))
+      field = "partitioning='shard_map': each device takes its own rows"
+    elif spec is None:
       spec = PartitionSpec(everywhere, *(None,) * (rank - 1))
       field = f'{field} is not set: dimension 0 over all mesh axes'
     dims = list(dimensions(padded[path].shape, spec, sizes, (field,) * rank))
@@ -233,6 +240,20 @@ def explain_inputs(jax_task: SingleTask, inputs_struct: Any, sizes: Mapping[str,
       Explanation('.'.join(('inputs', *path)), Kind.INPUT, tuple(dims), np.dtype(struct.dtype), sizes, remarks)
     )
   return found
+
+
+def explicit_batch_axes(jax_task: SingleTask, sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes that rows are split over under partitioning='shard_map': all but those of tensor parallel layers."""
+  weights = leaves_by_path(jax_task.model.abstract_init())
+  decisions = leaves_by_path(place_task_variables(jax_task, sizes))
+  kept = {
+    axis
+    for path, weight in weights.items()
+    if WeightHParamsCollection.KEEP_SPLIT in weight.collections
+    for entry in decisions[path].spec
+    for axis in spec_axes(entry)
+  }
+  return tuple(axis for axis in sizes if axis not in kept)
 
 
 def dimensions(
