@@ -10,10 +10,10 @@ _MIB = 2**20
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.experiments import configured_experiment, prepare_devices
+  from praxis_lite.cli.experiments import configured_experiment, prepare_for_shapes
   from praxis_lite.explain import Limits, check, format_problems, has_errors
 
-  prepare_devices(1)  # Nothing is computed, so an accelerator is left alone.
+  prepare_for_shapes()
   limits = Limits(
     replicated_bytes=int(values.replicated_mib * _MIB),
     wasted_fraction=values.wasted_percent / 100,

@@ -16,6 +16,13 @@ def prepare_devices(count: int | None) -> None:
     simulate_cpu_devices(count)
 
 
+def prepare_for_shapes() -> None:
+  """For commands that compute nothing: an accelerator is left alone, and no devices are simulated."""
+  from praxis_lite.runtime.distributed import leave_accelerators_alone
+
+  leave_accelerators_alone()
+
+
 def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
   """Returns the configs of --exp with every --set applied.
 

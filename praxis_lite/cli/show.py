@@ -8,11 +8,11 @@ from praxis_lite.cli.command import Command, experiment_flags
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.experiments import configured_experiment, prepare_devices
+  from praxis_lite.cli.experiments import configured_experiment, prepare_for_shapes
   from praxis_lite.config_json import to_json
   from praxis_lite.config_text import to_text
 
-  prepare_devices(1)  # Nothing is computed, so an accelerator is left alone.
+  prepare_for_shapes()
   config = configured_experiment(values)
   if values.json:
     print(to_json(config.roots()))

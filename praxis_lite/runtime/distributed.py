@@ -35,6 +35,12 @@ def simulate_cpu_devices(count: int) -> None:
   jax.config.update('jax_num_cpu_devices', count)
 
 
+def leave_accelerators_alone() -> None:
+  """Makes JAX run on the CPU, for what only looks at shapes; does nothing where JAX already runs."""
+  if not _backends_have_started():
+    jax.config.update('jax_platforms', 'cpu')
+
+
 def initialize_distributed(
   coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:

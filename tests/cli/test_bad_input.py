@@ -1,0 +1,318 @@
+"""What users mistype, and what else is wrong with what they give: one clear line, an exit code, and nothing written.
+
+Most are run in this process, which has 8 devices; `test_commands_as_processes.py` has some of them as real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+import pytest
+
+from praxis_lite.cli.main import main
+
+# One process makes the checkpoint that many of them need.
+pytestmark = pytest.mark.xdist_group('cli')
+
+TINY = '--exp=lm.SyntheticLmTiny'
+STDLIB = '--exp=lm.StdlibLmTiny'
+SOFTMAX = 'task.model.lm_tpl.softmax_tpl'
+AXES = r"\('replica', 'data', 'mdl'\)"
+
+
+def fails(capsys, *arguments):
+  """Runs a command that has to fail, and returns its message."""
+  caching = ['--nocompilation_cache'] if arguments[0] in ('train', 'eval', 'decode') else []
+  code = main([*arguments[:1], *caching, *arguments[1:]])
+  out, err = capsys.readouterr()
+  lines = err.splitlines()
+  assert code == 2, f'exit code {code}: {out}{err}'
+  assert len(lines) == 1, err
+  assert out == ''
+  start = f'praxis-lite {arguments[0]}: error: '
+  assert lines[0].startswith(start)
+  return lines[0].removeprefix(start)
+
+
+# ---------------------------------------------------------------- the command line
+
+COMMAND_LINES = {
+  'unknown command': (['trian', TINY], r"no command 'trian'\. Did you mean 'train'\?"),
+  'unknown flag': (['train', TINY, '--job_logdir=x'], r"'job_logdir'\. Did you mean --job_log_dir\?; .*--help` lists"),
+  'no such flag at all': (['train', TINY, '--qqq=1'], r"Unknown command line flag 'qqq'; `praxis-lite train --help`"),
+  'no experiment': (['train', '--job_log_dir=x'], r'--exp is missing: .*--exp=lm\.StdlibLm; `praxis-lite list`'),
+  'no directory': (['train', TINY], r'--job_log_dir is missing: .*--job_log_dir=runs/1'),
+  'no name': (['train', '--job_log_dir=x', 'lm.StdlibLm'], r"unexpected argument 'lm.StdlibLm'; .* --name=value"),
+  'no devices': (['train', TINY, '--job_log_dir=x', '--devices=0'], r'--devices=0: 0 is not a positive integer'),
+  'some devices': (['train', TINY, '--job_log_dir=x', '--devices=some'], r'--devices=some: expected an integer'),
+  'temperature': (['decode', TINY, '--job_log_dir=x', '--temperature=hot'], r'--temperature=hot: expected a number'),
+  'set what': (['show', TINY, '--set'], r'Missing value for flag --set'),
+  'unknown experiment': (['show', '--exp=lm.StdlibLmTyni'], r"no experiment 'lm\.StdlibLmTyni'\. Did you mean lm\."),
+  'unknown module': (['show', '--exp=no_such.module.X'], r"no experiment 'no_such\.module\.X'"),
+  'unknown file': (['show', '--exp=no/such/file.py:X'], r"there is no file 'no/such/file\.py'"),
+}
+
+
+@pytest.mark.parametrize(('arguments', 'message'), COMMAND_LINES.values(), ids=COMMAND_LINES)
+def test_a_mistyped_command_line_is_told(capsys, arguments, message):
+  assert re.search(message, fails(capsys, *arguments))
+
+
+# ---------------------------------------------------------------- the config
+
+OVERRIDES = {
+  'path': (
+    'task.train.num_train_step=5',
+    r"task\.train \(.*\) has no field 'num_train_step'\. Did you mean 'num_train_s",
+  ),
+  'root': ('tsk.train.num_train_steps=5', r"no entry 'tsk'\. Did you mean 'task'\? Its entries: task, datasets"),
+  'index': ('datasets[5].batch_size=4', r'datasets has no entry \[5\]; its entries are \[0\] to \[1\]'),
+  'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is no override; write path=value"),
+  'type': ('task.train.num_train_steps=abc', r"task\.train\.num_train_steps: expected int, got 'abc'"),
+  'float': ('task.train.num_train_steps=1.5', r'task\.train\.num_train_steps: expected int, got 1\.5'),
+  'rate': ("task.train.learner.learning_rate='abc'", r"task\.train\.learner\.learning_rate: expected float, got 'abc'"),
+  'dtype': ('task.model.fprop_dtype=float33', r'task\.model\.fprop_dtype: expected the name of a dtype'),
+  'optimizer': ('task.train.learner.optimizer=optax.adamm', r"optimizer: optax has no 'adamm'\. Did you mean 'adam'"),
+  'steps': ('task.train.num_train_steps=-1', r'task\.train\.num_train_steps = -1: expected an integer of at least 1'),
+  'warm-up': ('task.train.learner.schedule.warmup_steps=-3', r'task\.train: .*\.warmup_steps: expected at least 0'),
+  'accumulation': (
+    'task.train.learner.num_microbatches=0',
+    r'task\.train: learner\.num_microbatches: expected at least',
+  ),
+  'model': ('task.model=None', r'task\.model: expected the config of a BaseModel, got None'),
+  'kv heads': ('task.model.num_kv_heads=2', r'attention\.num_kv_heads: 2 does not divide num_heads, 3'),
+  'no layers': ('task.model.num_layers=0', r'lm\.transformer\.num_layers: expected at least 1, got 0'),
+  'no dims': ('task.model.model_dims=0', r'\.w: shape \(.*0.*\); every dimension must be at least 1'),
+  'two sizes': (
+    'task.model.lm_tpl.model_dims=32',
+    r'model_dims is 18, but .*lm_tpl\.model_dims is 32; set one of them',
+  ),
+  'small vocabulary': (
+    'task.model.vocab_size=20',
+    r'datasets\[0\]: train: its ids go up to 36, but task\.model\.vocab_size is 20; it must be 37 at least',
+  ),
+  'no training data': ('datasets[0].is_training=False', r'exactly one input must have is_training=True, and 0 of 2'),
+  'batch': ('datasets[1].batch_size=0', r'datasets\[1\]: validation\.batch_size: expected an integer of at least 1'),
+  # Shardings.
+  'unknown axis': (
+    f'{SOFTMAX}.weight_split_dims_mapping.wt=(model, data)',
+    rf"^lm\.softmax\.weight_split_dims_mapping\.wt: axis 'model' is not a mesh axis; mesh_axis_names = {AXES}\. "
+    r"Did you mean 'mdl'\?$",
+  ),
+  'unknown axis of an activation': (
+    f'{SOFTMAX}.activation_split_dims_mapping.out=(replica, None, model)',
+    r"^lm\.softmax\.activation_split_dims_mapping\.out: axis 'model' is not a mesh axis",
+  ),
+  'axis twice': (
+    f'{SOFTMAX}.weight_split_dims_mapping.wt=(mdl, mdl)',
+    r"^lm\.softmax\.weight_split_dims_mapping\.wt: mesh axis 'mdl' occurs twice in \('mdl', 'mdl'\)",
+  ),
+  'wrong rank': (
+    f'{SOFTMAX}.weight_split_dims_mapping.wt=(mdl, data, None)',
+    r"^lm\.softmax\.w: mapping \('mdl', 'data', None\) has 3 entries, but the tensor has 2 dimensions; give one entry",
+  ),
+  'missing map': (
+    "task.train.inputs_split_mapping={'map_1d': None}",
+    r"^task\.train: inputs_split_mapping has no 'map_2d', and an input of shape \(6, 32\) needs it",
+  ),
+  'axis of a map': (
+    'task.train.inputs_split_mapping.map_2d=(dta, None)',
+    r"^task\.train: inputs_split_mapping\.map_2d: axis 'dta' is not a mesh axis.*Did you mean 'data'\?$",
+  ),
+  'rank of a map': (
+    'task.train.inputs_split_mapping.map_2d=(data, None, None)',
+    r'^task\.train: inputs_split_mapping\.map_2d: mapping .* has 3 entries, but the tensor has 2 dimensions',
+  ),
+  'large mesh': (
+    'task.ici_mesh_shape=(3, 3, 1)',
+    r'^task: ici_mesh_shape: the mesh .* needs 9 devices, and there are 8; make it smaller, or pass --devices=9',
+  ),
+  'rank of the mesh': (
+    'task.ici_mesh_shape=(1, 2)',
+    r'^task: ici_mesh_shape = \(1, 2\) has 2 sizes, and mesh_axis_names',
+  ),
+  'empty mesh': ('task.ici_mesh_shape=(1, 0, 1)', r"^task: ici_mesh_shape = .*: the size of 'data' must be a positive"),
+  'rule of a strategy': (
+    """task.strategy=[('.*', 'fsdq(axis="data")')]""",
+    r"^task\.strategy: .*no sharding rule 'fsdq' is registered.*Did you mean 'fsdp'\?$",
+  ),
+}
+
+
+@pytest.mark.parametrize(('override', 'message'), OVERRIDES.values(), ids=OVERRIDES)
+def test_a_config_that_cannot_be_is_told_and_nothing_is_written(capsys, tmp_path, override, message):
+  told = fails(capsys, 'train', TINY, f'--job_log_dir={tmp_path / "runs" / "1"}', '--set', override)
+  assert re.search(message, told), told
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_smaller_than_that_of_the_tokenizer_is_told(capsys, tmp_path):
+  told = fails(capsys, 'train', STDLIB, f'--job_log_dir={tmp_path}', '--set', 'task.model.vocab_size=200')
+  assert 'its ids go up to 255, but task.model.vocab_size is 200; it must be 256 at least' in told
+
+
+# ---------------------------------------------------------------- data
+
+
+def train_text(capsys, directory, *overrides):
+  sets = [word for override in overrides for word in ('--set', override)]
+  return fails(capsys, 'train', '--exp=lm.TextLm', f'--job_log_dir={directory}', *sets)
+
+
+def test_a_required_field_that_is_not_set_is_told(capsys, tmp_path):
+  run = tmp_path / 'run'
+  assert train_text(capsys, run) == 'datasets[0]: TextInput.path: a value is required and none is set'
+  assert train_text(capsys, run, 'datasets[0].path=x').startswith('datasets[1]: TextInput.path: a value is required')
+  assert not run.exists()
+
+
+def test_data_that_cannot_be_read_is_told_before_anything_is_written(capsys, tmp_path):
+  run = tmp_path / 'run'
+  (tmp_path / 'folder').mkdir()
+  (tmp_path / 'empty.txt').write_text('')
+  (tmp_path / 'text.txt').write_text('some text, and some more of it. ' * 1000)
+  cases = {
+    'nothing/*.txt': r'no file matches .*nothing/\*\.txt',
+    'nothing.txt': r'there is no .*nothing\.txt|no file .*nothing\.txt',
+    'empty.txt': r'empty\.txt is empty',
+    'folder': r'there are no files in the directory .*folder',
+  }
+  for name, message in cases.items():
+    told = train_text(capsys, run, f'datasets[*].path={tmp_path / name}')
+    assert re.match(rf'datasets\[0\]: train\.path: .*(?:{message})', told), told
+  # The data to evaluate on, too: better now than after a day of training.
+  told = train_text(
+    capsys, run, f'datasets[0].path={tmp_path / "text.txt"}', f'datasets[1].path={tmp_path / "empty.txt"}'
+  )
+  assert told.startswith('datasets[1]: validation.path: ') and told.endswith('empty.txt is empty')
+  assert not run.exists()
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/mem'), reason='needs a file that even root cannot read')
+def test_data_that_the_system_refuses_is_told(capsys, tmp_path):
+  told = train_text(capsys, tmp_path / 'run', 'datasets[*].path=/proc/self/mem')
+  assert told.startswith('datasets[0]: train.path: cannot read /proc/self/mem: ')
+
+
+# ---------------------------------------------------------------- the directory of the run
+
+
+def test_a_directory_that_cannot_be_written_is_told(capsys, tmp_path):
+  file = tmp_path / 'file'
+  file.write_text('kept')
+  for directory in (file, file / 'run'):
+    told = fails(capsys, 'train', TINY, f'--job_log_dir={directory}')
+    assert told == f'job_log_dir {directory} is not writable: {file} is a file'
+  if os.path.isdir('/proc/self'):
+    assert 'job_log_dir /proc/run is not writable: ' in fails(capsys, 'train', TINY, '--job_log_dir=/proc/run')
+  assert file.read_text() == 'kept'
+
+
+@pytest.mark.parametrize('command', [('eval',), ('decode', '--prompt=def ')], ids=['eval', 'decode'])
+def test_without_a_checkpoint_there_is_nothing_to_evaluate_or_to_prompt(capsys, tmp_path, command):
+  run = tmp_path / 'run'
+  told = fails(capsys, command[0], STDLIB, f'--job_log_dir={run}', *command[1:])
+  assert told == f'there is no checkpoint in {run}/checkpoints; train first, with the same --job_log_dir'
+  assert not run.exists()
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """The directory of a short run of `lm.StdlibLmTiny`."""
+  directory = tmp_path_factory.mktemp('trained')
+  sets = ['--set', 'task.train.num_train_steps=2', '--set', 'task.evaluate.max_batches=1']
+  assert main(['train', STDLIB, '--nocompilation_cache', f'--job_log_dir={directory}', *sets]) == 0
+  return directory
+
+
+OTHER_MODELS = {
+  'train': ['train', TINY],
+  'wider': ['train', STDLIB, '--set', 'task.model.model_dims=32'],
+  'eval': ['eval', TINY],
+  'decode': ['decode', '--exp=lm.StdlibLm', '--prompt=a'],
+}
+
+
+@pytest.mark.parametrize('arguments', OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained, arguments):
+  before = sorted(trained.rglob('*'))
+  told = fails(capsys, *arguments, f'--job_log_dir={trained}')
+  assert re.search(r'checkpoints/2 is a checkpoint of another model: mdl_vars\.lm\.\S+ is float32\[.*\] in it', told)
+  assert told.endswith('start a new run in another --job_log_dir.')
+  assert sorted(trained.rglob('*')) == before
+
+
+PROMPTS = {
+  'step': (['--prompt=a', '--step=7'], r'there is no checkpoint of step 7 in .*; there are \[2\]'),
+  'stop': (['--prompt=a', '--stop=abc'], r"--stop='abc' is 3 tokens; a stop text must be one"),
+  'top_p': (['--prompt=a', '--top_p=3'], r'top_p: expected more than 0 and at most 1, or None, got 3\.0'),
+  'top_k': (['--prompt=a', '--top_k=0'], r'top_k: expected at least 1, or None, got 0'),
+  'temperature': (['--prompt=a', '--temperature=-1'], r'temperature: expected at least 0, got -1\.0'),
+  'empty': (['--prompt='], r'a prompt is empty; it needs one token at least'),
+  'none': ([], r'decode_datasets\(\): there is no input to decode; to continue a text, pass --prompt'),
+}
+
+
+@pytest.mark.parametrize(('arguments', 'message'), PROMPTS.values(), ids=PROMPTS)
+def test_a_prompt_that_cannot_be_continued_is_told(capsys, trained, arguments, message):
+  assert re.search(message, fails(capsys, 'decode', STDLIB, f'--job_log_dir={trained}', *arguments))
+
+
+def test_a_prompt_needs_a_tokenizer(capsys, trained, tmp_path):
+  told = fails(capsys, 'decode', TINY, f'--job_log_dir={trained}', '--prompt=a')
+  assert told == '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one'
+
+
+def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):
+  copy = tmp_path / 'copy'
+  shutil.copytree(trained, copy)
+  shutil.rmtree(copy / 'checkpoints' / '2' / 'state')
+  assert 'checkpoints/2' in fails(capsys, 'eval', STDLIB, f'--job_log_dir={copy}')
+
+
+# ---------------------------------------------------------------- the user's own file
+
+BASE = 'from praxis_lite.experiment import BaseExperiment\n'
+STDLIB_TINY = 'from experiments.lm import StdlibLmTiny as Tiny\n'
+OWN_FILES = {
+  'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed \(.*experiment\.py:1\)"),
+  'import': ('import numpyy\n', 'A', r"ModuleNotFoundError: No module named 'numpyy' \(.*experiment\.py:1\)"),
+  'name': (f'{BASE}class Mine(BaseExperiment): pass\n', 'Mien', r"no experiment 'Mien'\. Did you mean 'Mine'\?"),
+  'task': (
+    f'{BASE}class A(BaseExperiment): pass\n',
+    'A',
+    r'A has no method task\(\), which returns the Config of a task',
+  ),
+  'no config': (
+    f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return 3\n',
+    'A',
+    r'A\.task\(\) returned int; it must',
+  ),
+  'no list': (
+    f'{STDLIB_TINY}class A(Tiny):\n  def datasets(self): return None\n',
+    'A',
+    r'A\.datasets\(\) returned None',
+  ),
+  'field': (
+    f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return super().task().set(modle=3)\n',
+    'A',
+    r"has no field 'modle'\. Did you mean 'model'\?",
+  ),
+}
+
+
+@pytest.mark.parametrize(('code', 'name', 'message'), OWN_FILES.values(), ids=OWN_FILES)
+def test_mistakes_in_the_users_own_file_are_told(capsys, tmp_path, monkeypatch, code, name, message):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'experiment.py').write_text(code)
+  told = fails(capsys, 'show', f'--exp=experiment.py:{name}')
+  assert re.search(message, told), told
+
+
+def test_a_bug_in_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'buggy.py').write_text(f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return self.nothing\n')
+  with pytest.raises(AttributeError, match='nothing'):
+    main(['show', '--exp=buggy.py:A'])
