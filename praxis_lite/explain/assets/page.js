@@ -137,7 +137,7 @@ function drawDetail() {
   const host = $('detail'), a = state.selected;
   host.replaceChildren();
   if (!a) { host.append(make('p', 'empty', 'Select an array in the tree or in the areas.')); return; }
-  const waste = a.waste ? `, ${bytes(a.waste)} of padding (${((100 * a.waste) / (a.bytes + a.waste)).toFixed(1)} %)` : ', no padding';
+  const waste = a.waste ? `, ${bytes(a.waste)} of padding (${((100 * a.waste) / (a.bytes + a.waste)).toFixed(2)} %)` : ', no padding';
   const copies = a.copies > 1 ? `each part on ${a.copies} devices` : 'each part on one device';
   host.append(make('h3', '', a.path));
   host.append(make('p', '', `${KINDS[a.kind].replace(/s$/, '')}, ${shapeText(a)} ${a.dtype}: ${bytes(a.bytes)} in all, ${a.free ? 'at most ' : ''}${bytes(a.local)} on each device; ${a.free ? 'the compiler decides' : copies}${waste}.`));

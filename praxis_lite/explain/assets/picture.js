@@ -43,9 +43,10 @@ function drawPicture(host, array, mesh, show, hide) {
   if (!rank) { host.append(make('p', '', 'A scalar: every device holds it.')); return; }
   const held = partsOfDevices(array, mesh);
   const split = array.dims.map((d, i) => i).filter((i) => array.dims[i][2] > 1);
-  // Two dimensions are drawn: those that are split most, or else the last ones.
+  // Two dimensions are drawn: those that are split most, or else the largest.
   const picked = [...split].sort((a, b) => array.dims[b][2] - array.dims[a][2]).slice(0, 2);
-  for (let i = rank - 1; i >= 0 && picked.length < Math.min(2, rank); i--) if (!picked.includes(i)) picked.push(i);
+  const whole = array.dims.map((d, i) => i).filter((i) => !picked.includes(i)).sort((a, b) => array.dims[b][0] - array.dims[a][0]);
+  while (picked.length < Math.min(2, rank)) picked.push(whole.shift());
   picked.sort((a, b) => a - b);
   const [rowDim, colDim] = rank === 1 ? [null, 0] : picked;
   const fixed = split.filter((i) => !picked.includes(i));
@@ -97,7 +98,7 @@ function drawPicture(host, array, mesh, show, hide) {
   function arrayFigure(rows, cols, holders, add) {
     const rowLength = rowDim === null ? 1 : array.dims[rowDim][0], colLength = array.dims[colDim][0];
     const ratio = Math.sqrt(Math.min(16, Math.max(1 / 16, colLength / Math.max(rowLength, 1))));
-    const wide = Math.min(390, cols * 30), high = Math.min(260, rows * 20);
+    const wide = Math.min(390, cols * (array.copies > 1 ? 48 : 30)), high = Math.min(260, rows * 20);
     const width = Math.round(Math.min(390, Math.max(200, wide, 230 * ratio)));
     const height = rowDim === null ? 56 : Math.round(Math.min(260, Math.max(100, high, 230 / ratio)));
     const drawnRows = Math.min(rows, MOST_PARTS), drawnCols = Math.min(cols, MOST_PARTS);
