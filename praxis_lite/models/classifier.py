@@ -15,6 +15,7 @@ from praxis_lite.call import NestedDict
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError, did_you_mean
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.image_networks import Mlp
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
@@ -46,6 +47,8 @@ class ClassificationModel(BaseModel):
   network_tpl: Config = template(Mlp)
   softmax_tpl: Config = template(FullSoftmax, use_bias=True)
   input_name: str = 'image'
+  weight_split_dims_mapping: Config = template(SplitMapping)
+  activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     self.create_child('network', self.network_tpl)

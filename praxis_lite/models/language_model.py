@@ -19,6 +19,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.decoding import Sampler
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer_lm import TransformerLm
 from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
@@ -50,6 +51,8 @@ class LanguageModel(BaseModel):
   packed: bool = True
   tokens_are_bytes: bool = False
   decoder_tpl: Config = template(Sampler)
+  weight_split_dims_mapping: Config = template(SplitMapping)
+  activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     lm = self.lm_tpl.clone()
