@@ -1,0 +1,81 @@
+"""What the commands print about themselves and about experiments."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from praxis_lite import registry
+from praxis_lite.cli import list_experiments
+from praxis_lite.cli.main import _COMMANDS, main
+
+COMMANDS = sorted(_COMMANDS)
+
+
+@pytest.mark.parametrize('arguments', [[], ['--help'], *([name, '--help'] for name in COMMANDS)], ids=str)
+def test_help_shows_an_example_and_fits_80_columns(capsys, arguments):
+  assert main(arguments) == 0
+  out = capsys.readouterr().out
+  assert 'Example:' in out and max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_each_flag_shows_an_example_of_itself(capsys, name):
+  main([name, '--help'])
+  entries = re.split(r'\n  (?=--)', capsys.readouterr().out.partition('\nFlags:')[2])[1:]
+  assert entries
+  for entry in entries:
+    flag = re.match(r'--(?:\[no\])?(\w+)', entry).group(1)
+    assert re.search(rf'Example: --(no)?{flag}\b', entry), entry
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_the_example_of_a_command_parses(capsys, monkeypatch, name):
+  import importlib
+  import shlex
+
+  command = importlib.import_module(_COMMANDS[name].module).COMMAND
+  program, typed, *arguments = shlex.split(command.example)
+  assert (program, typed) == ('praxis-lite', name)
+  seen = {}
+  monkeypatch.setattr(
+    importlib.import_module(_COMMANDS[name].module), 'COMMAND', command._replace(run=lambda v: seen.update(exp=v) or 0)
+  )
+  assert main([name, *arguments]) == 0, capsys.readouterr().err
+  assert seen
+
+
+def test_flags_of_one_call_are_not_left_for_the_next(capsys):
+  assert main(['list', '--match=StdlibLmTiny']) == 0
+  assert len(capsys.readouterr().out.splitlines()) == 1
+  assert main(['list']) == 0
+  assert len(capsys.readouterr().out.splitlines()) > 10
+
+
+def test_list_prints_each_registered_experiment_with_its_summary(capsys):
+  assert main(['list']) == 0
+  out, err = capsys.readouterr()
+  lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+  registry.load_all()
+  ours = [n for n in registry.names() if n.startswith('experiments.')]
+  assert {n.removeprefix('experiments.') for n in ours} <= lines.keys()
+  assert lines['lm.StdlibLm'].startswith('The default: a model of the Python standard library')
+  assert err == ''
+
+
+@pytest.mark.parametrize('columns', [40, 80, 100])
+def test_list_fits_the_terminal(capsys, monkeypatch, columns):
+  monkeypatch.setattr(list_experiments.sys.stdout, 'isatty', lambda: True, raising=False)
+  monkeypatch.setattr(list_experiments.shutil, 'get_terminal_size', lambda: os.terminal_size((columns, 24)))
+  assert main(['list']) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert max(map(len, lines)) <= columns
+  assert any(line.endswith('…') for line in lines)
+  assert all(len(line) > columns - 15 for line in lines if line.endswith('…'))
+
+
+def test_list_says_when_nothing_matches(capsys):
+  assert main(['list', '--match=no such thing']) == 0
+  assert capsys.readouterr().out == "no experiment matches 'no such thing'\n"
