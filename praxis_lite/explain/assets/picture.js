@@ -98,13 +98,16 @@ function drawPicture(host, array, mesh, show, hide) {
   function arrayFigure(rows, cols, holders, add) {
     const rowLength = rowDim === null ? 1 : array.dims[rowDim][0], colLength = array.dims[colDim][0];
     const ratio = Math.sqrt(Math.min(16, Math.max(1 / 16, colLength / Math.max(rowLength, 1))));
-    const wide = Math.min(390, cols * (array.copies > 1 ? 48 : 30)), high = Math.min(260, rows * 20);
-    const width = Math.round(Math.min(390, Math.max(200, wide, 230 * ratio)));
+    const wide = Math.min(416, cols * (array.copies > 1 ? 52 : 30)), high = Math.min(260, rows * 20);
+    const width = Math.round(Math.min(416, Math.max(200, wide, 230 * ratio)));
     const height = rowDim === null ? 56 : Math.round(Math.min(260, Math.max(100, high, 230 / ratio)));
     const drawnRows = Math.min(rows, MOST_PARTS), drawnCols = Math.min(cols, MOST_PARTS);
     const left = rowDim === null ? 0 : 92, top = 20, w = width / drawnCols, h = height / drawnRows;
     const svg = shape('svg', { width: left + width + 2, height: top + height + 2 });
     svg.append(hatch());
+    // Numbers in all cells or in none; what lies in padding may be without.
+    const longest = Math.max(0, ...[...holders.values()].map((devices) => deviceList(devices).length));
+    const fits = h > 13 && longest * 6 + 4 < w;
     for (let r = 0; r < drawnRows; r++) for (let c = 0; c < drawnCols; c++) {
       const key = `${r},${c}`, x = left + c * w, y = top + r * h;
       const cell = shape('rect', { x, y, width: w, height: h, fill: partColor(r, rows, c, cols) });
@@ -113,7 +116,7 @@ function drawPicture(host, array, mesh, show, hide) {
       if (padCol) svg.append(shape('rect', { class: 'pad', x: x + w * (1 - padCol), y, width: w * padCol, height: h }));
       if (padRow) svg.append(shape('rect', { class: 'pad', x, y: y + h * (1 - padRow), width: w * (1 - padCol), height: h * padRow }));
       const text = deviceList(holders.get(key) || []);
-      if (h > 15 && text.length * 6.4 + 8 < w * (1 - padCol)) svg.append(label(text, x + (w * (1 - padCol)) / 2, y + h / 2 + 4, 'middle'));
+      if (fits && text.length * 6 + 4 < w * (1 - padCol)) svg.append(label(text, x + (w * (1 - padCol)) / 2, y + h / 2 + 4, 'middle'));
     }
     const every = (n, room, need) => Math.max(1, Math.ceil((n * need) / room));
     for (let c = 0; c < drawnCols; c += every(drawnCols, width, 80)) {
@@ -124,7 +127,7 @@ function drawPicture(host, array, mesh, show, hide) {
     }
     const names = rowDim === null ? 'dimension 0' : `dimension ${rowDim} down, ${colDim} across`;
     const cut = rows > drawnRows || cols > drawnCols ? `; the first ${MOST_PARTS} parts of each` : '';
-    return figure(`The array: ${names}. In each part, the devices that hold it${array.waste ? '; hatched is padding' : ''}${cut}.`, svg);
+    return figure(`The array: ${names}. ${fits ? 'In each part, the devices that hold it' : 'Point at a part for the devices that hold it'}${array.waste ? '; hatched is padding' : ''}${cut}.`, svg);
   }
 
   function padShare(part, dim) {
@@ -139,7 +142,7 @@ function drawPicture(host, array, mesh, show, hide) {
     // The longer side goes across; a mesh of one axis is wrapped.
     const inner = axes.length === 1 ? Math.min(16, last) : last, outer = Math.ceil(count / inner), turned = outer > inner;
     const columns = turned ? outer : inner, lines = turned ? inner : outer;
-    const side = Math.max(5, Math.min(34, Math.floor(Math.min(380 / columns, 300 / Math.min(lines, 30)))));
+    const side = Math.max(5, Math.min(34, Math.floor(Math.min(340 / columns, 300 / Math.min(lines, 30)))));
     const svg = shape('svg', { width: columns * side + 2, height: lines * side + 2 });
     held.forEach((parts, device) => {
       const r = rowDim === null ? 0 : parts[rowDim], c = parts[colDim];
@@ -147,7 +150,7 @@ function drawPicture(host, array, mesh, show, hide) {
       const cell = shape('rect', { x, y, width: side, height: side, rx: 2, fill: inPlane[device] ? partColor(r, rows, c, cols) : 'var(--whole)' });
       if (inPlane[device]) add(`${r},${c}`, cell); else { cell.classList.add('cell', 'off'); }
       svg.append(cell);
-      if (side >= 22) svg.append(label(String(device), x + side / 2, y + side / 2 + 4, 'middle'));
+      if (side >= String(count - 1).length * 6.2 + 6) svg.append(label(String(device), x + side / 2, y + side / 2 + 4, 'middle'));
     });
     const others = axes.slice(0, -1).map(([name]) => name).join(' × '), name = axes.length ? axes[axes.length - 1][0] : '';
     const [down, across] = turned ? [name, others] : [others, name];
@@ -164,8 +167,9 @@ function hatch() {
 }
 
 function figure(caption, svg) {
-  const element = make('figure', '');
-  element.append(make('figcaption', '', caption), svg);
+  const element = make('figure', ''), words = make('figcaption', '', caption);
+  words.style.maxWidth = `${Math.max(280, Number(svg.getAttribute('width')))}px`;
+  element.append(words, svg);
   return element;
 }
 
