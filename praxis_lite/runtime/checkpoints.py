@@ -119,8 +119,10 @@ class Checkpointer:
 
   def close(self) -> None:
     """Waits as `wait` does, and releases all threads."""
-    self.wait()
-    self._manager.close()
+    try:
+      self.wait()
+    finally:
+      self._manager.close()
 
   # ---------------------------------------------------------------- restoring
 
