@@ -13,7 +13,7 @@ demo: $(VENV)/.installed
 	$(BIN)/praxis-lite decode --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR) --prompt="def "
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist=worksteal tests
+	$(BIN)/python -m pytest -n 2 --dist=loadgroup tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

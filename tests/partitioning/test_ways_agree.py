@@ -1,0 +1,131 @@
+"""One language model, one seed, sharded in every way there is: equal specs train bit for bit alike, others to 1e-4."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.inputs import SyntheticLMInput
+from praxis_lite.learning import Learner
+from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner, partition_spmd_model
+from praxis_lite.task import SingleTask
+
+# One worker, so that the curves that several tests look at are computed once.
+pytestmark = pytest.mark.xdist_group('ways_agree')
+
+STEPS = 50
+AXES = ('data', 'model')
+RULES = (('batch', 'data'), ('embed', 'data'), ('heads', 'model'))
+
+
+def task(model, mesh, **fields):
+  config = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
+  config.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': ('data', None)}
+  config.train.learner = Config(
+    Learner, optimizer=Config(optax.adamw), learning_rate=1e-2, clip_gradient_norm_to_value=1.0
+  )
+  return config
+
+
+def model(**splits):
+  """Vocabulary 37, D 18, 3 heads and F 45: nothing divides."""
+  config = transformer_lm(vocab_size=37, model_dims=18, num_layers=2, num_heads=3, dims_per_head=6, hidden_dims=45)
+  config.packed = False
+  return set_sharding(config, **splits) if splits else config
+
+
+def by_mapping(mesh):
+  return task(model(batch_axes='data', data_axis='data', mdl_axis='model'), mesh), {}
+
+
+def by_rules(mesh):
+  return task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), mesh, logical_axis_rules=RULES), {}
+
+
+def by_strategy(mesh):
+  ops = 'fsdp(axis="data", min_size_to_shard_mb=0, allow_padding=True)'
+  return task(model(), mesh, strategy=[('.*', ops)]), {}
+
+
+def by_t5x(mesh):
+  config = task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), None)
+  partitioner = PjitPartitioner(mesh[1], logical_axis_rules=RULES, devices=jax.devices()[: mesh[0] * mesh[1]])
+  return config, {'partitioner': partitioner}
+
+
+def by_moe(mesh):
+  config = task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), None)
+  devices = jax.devices()[: mesh[0] * mesh[1]]
+  return config, {'partitioner': MoePjitPartitioner(0, mesh[1], logical_axis_rules=RULES, devices=devices)}
+
+
+def explicitly(mesh, data_axis):
+  splits = {'batch_axes': 'data', 'data_axis': data_axis, 'mdl_axis': None}
+  return task(model(**splits), (mesh[0] * mesh[1], 1), partitioning='shard_map'), {}
+
+
+WAYS = {
+  'mapping': by_mapping,
+  'rules': by_rules,
+  'strategy': by_strategy,
+  't5x': by_t5x,
+  'moe': by_moe,
+  'shard_map_data': functools.partial(explicitly, data_axis=None),
+  'shard_map_fsdp': functools.partial(explicitly, data_axis='data'),
+}
+
+
+def losses(config, arguments):
+  data = Config(SyntheticLMInput, seq_len=12, vocab_size=37, batch_size=10, num_synthetic_examples=40, is_training=True)
+  source = data.instantiate()
+  trained = partition_spmd_model(config, jax.random.key(0), source.batch_struct(), **arguments)
+  state, key, curve = trained.partitioned_train_state, jax.random.key(1), []
+  for _ in range(STEPS):
+    out = trained.train_step(state, key, source.get_next())
+    state = out.state
+    curve.append(float(out.weighted_loss))
+  return np.array(curve), jax.device_get(state.mdl_vars)
+
+
+@functools.cache
+def curve_of(way, mesh):
+  with jax.default_matmul_precision('highest'):
+    return losses(*WAYS[way](mesh))
+
+
+@pytest.fixture(scope='module')
+def one_device():
+  curve, _ = losses(task(model(), (1, 1)), {})
+  assert curve[-1] < curve[0] / 2
+  return curve
+
+
+@pytest.mark.parametrize('mesh', [(4, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize('way', WAYS)
+def test_trains_like_one_device(way, mesh, one_device):
+  np.testing.assert_allclose(curve_of(way, mesh)[0], one_device, rtol=1e-4)
+
+
+@pytest.mark.parametrize('mesh', [(4, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize('way', ['rules', 't5x', 'moe'])
+def test_equal_specs_train_bit_for_bit_alike(way, mesh):
+  curve, variables = curve_of(way, mesh)
+  expected_curve, expected = curve_of('mapping', mesh)
+  np.testing.assert_array_equal(curve, expected_curve)
+  jax.tree.map(np.testing.assert_array_equal, variables, expected)
+
+
+def test_the_specs_are_equal_where_bits_are_compared():
+  for mesh in [(4, 2), (5, 1)]:
+    specs = []
+    for way in ('mapping', 'rules', 't5x', 'moe'):
+      config, arguments = WAYS[way](mesh)
+      struct = {name: jax.ShapeDtypeStruct((10, 12), jnp.int32) for name in ('ids', 'labels')}
+      trained = partition_spmd_model(config, jax.random.key(0), struct, **arguments)
+      specs.append(trained.train_state_partition_specs.mdl_vars)
+    assert all(s == specs[0] for s in specs)
