@@ -28,14 +28,16 @@ def _run(values: flags.FlagValues) -> int:
 
       print(f'wrote {write_page(values.html, report, values.exp, check(config))}')
     return 0
+  parts = []
   if values.config:
-    print(to_text(config.roots()), end='\n\n')
+    parts.append(to_text(config.roots()).rstrip())
   if values.parameters:
     from praxis_lite.partitioning.parameter_table import format_parameter_table, parameter_table
 
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
-    print(format_parameter_table(parameter_table(task, sizes), sizes))
+    parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
+  print('\n\n'.join(parts))  # All at once: a mistake in the config is told alone.
   return 0
 
 

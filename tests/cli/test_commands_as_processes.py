@@ -1,0 +1,69 @@
+"""Commands as the shell runs them: exit codes, one line on stderr, no traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(sys.executable).parent / 'praxis-lite'
+PROGRAM = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, '-m', 'praxis_lite.cli.main']
+
+
+def run(*arguments, cwd):
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env |= {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(cwd / 'cache')}
+  return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=env)
+
+
+MISTAKES = {
+  'experiment': (['train', '--exp=lm.Nothing', '--job_log_dir=run'], "there is no experiment 'lm.Nothing'"),
+  'devices': (
+    ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run'],
+    "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices, and there are 1",
+  ),
+  'simulated devices': (
+    ['train', '--exp=lm.StdlibLmMixed', '--job_log_dir=run', '--devices=3'],
+    "task: ici_mesh_shape: the mesh {'replica': 2, 'data': 2, 'mdl': 2} needs 8 devices, and there are 3",
+  ),
+  'data': (
+    ['train', '--exp=lm.TextLm', '--job_log_dir=run', '--set', 'datasets[*].path=nothing/*.txt'],
+    'datasets[0]: train.path: no file matches nothing/*.txt',
+  ),
+  'checkpoint': (['decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', '--prompt=a'], 'there is no checkpoint in '),
+}
+
+
+@pytest.mark.parametrize(('arguments', 'message'), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, arguments, message):
+  done = run(*arguments, cwd=tmp_path)
+  assert done.returncode == 2
+  assert done.stdout == ''
+  assert len(done.stderr.splitlines()) == 1, done.stderr
+  assert done.stderr.startswith(f'praxis-lite {arguments[0]}: error: {message}')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_bug_is_no_mistake_of_the_user_and_keeps_its_traceback(tmp_path):
+  (tmp_path / 'buggy.py').write_text(
+    'from experiments.lm import StdlibLmTiny as Tiny\nclass A(Tiny):\n  def task(self): return self.nothing\n'
+  )
+  done = run('show', '--exp=buggy.py:A', cwd=tmp_path)
+  assert done.returncode == 1
+  assert done.stderr.startswith('Traceback') and "has no attribute 'nothing'" in done.stderr.splitlines()[-1]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+  program = ' '.join(PROGRAM)
+  done = subprocess.run(
+    ['bash', '-o', 'pipefail', '-c', f'{program} show --exp=lm.StdlibLm | head -n 1'],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=tmp_path,
+  )
+  assert (done.returncode, done.stderr) == (0, '')
+  assert len(done.stdout.splitlines()) == 1
