@@ -1,6 +1,7 @@
 """Rematerialisation by name: what of a layer's forward pass is kept for its backward pass.
 
-    none                               everything XLA wants; the most memory, the least work
+    none                               everything XLA wants, but for weights that explicit collectives have gathered; the
+                                       most memory, the least work
     full                               nothing but the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
     dots_with_no_batch_dims_saveable   results of products with weights, not those of attention
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.partitioning.explicit.sharded_params import regathered
 
 _POLICIES: dict[str, Callable[..., Any]] = {
   'full': jax.checkpoint_policies.nothing_saveable,
@@ -53,7 +55,7 @@ def remat(fn: Callable[..., Any], policy: str, save_names: Sequence[str] = (), *
     in_scan: `fn` is the body of a scan. Elsewhere XLA must be kept from merging the recomputation with the first pass.
   """
   if policy == 'none':
-    return fn
+    return regathered(fn, in_scan=in_scan)
   saveable = _POLICIES[policy]
   if save_names:
     named = jax.checkpoint_policies.save_only_these_names(*save_names)

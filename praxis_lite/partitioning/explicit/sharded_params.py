@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -178,9 +178,20 @@ def as_sharded(x: jax.Array, spec: PartitionSpec, shape: Sequence[int], prefix: 
   return ShardedParam(x, axes[prefix:], tuple(shape[prefix:])) if any(axes[prefix:]) else x
 
 
-def regathered(fn: Any) -> Any:
-  """Returns `fn` so differentiated that gathered parameters are not kept for the backward pass, but gathered again."""
-  return jax.checkpoint(fn, policy=_save_all_but_gathered)
+def regathered(fn: Callable[..., Any], *, in_scan: bool) -> Callable[..., Any]:
+  """Returns `fn` so differentiated that what it gathers is not kept for the backward pass, but gathered again.
+
+  Args:
+    fn: a pure function of arrays. Where none of them is part of a `ShardedParam`, it is called as it is.
+    in_scan: `fn` is the body of a scan. Elsewhere XLA must be kept from merging the second gather with the first.
+  """
+  again = jax.checkpoint(fn, policy=_save_all_but_gathered, prevent_cse=not in_scan)
+
+  def call(*args: Any) -> Any:
+    sharded = any(_is_sharded(x) for x in jax.tree.leaves(args, is_leaf=_is_sharded))
+    return (again if sharded else fn)(*args)
+
+  return call
 
 
 def _save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -36,7 +36,6 @@ from praxis_lite.partitioning.explicit.sharded_params import (
   as_sharded,
   gather_params,
   own_part,
-  regathered,
 )
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.paths import path_names
@@ -106,9 +105,7 @@ class ExplicitTrainStep:
     trained, others = learner.split(state.mdl_vars, weights)
     others = self._others(others)
     with self._entered():
-      loss, out, gradients = value_and_grad(
-        regathered(self._loss), trained, others, key, inputs, learner.num_microbatches
-      )
+      loss, out, gradients = value_and_grad(self._loss, trained, others, key, inputs, learner.num_microbatches)
     loss = jax.lax.pmean(loss, self.batch_axes) if self.batch_axes else loss
     gradients = sync_gradients(gradients, self.batch_axes, learner.trained(specs, weights))
     update = learner.update(

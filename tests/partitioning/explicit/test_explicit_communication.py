@@ -36,7 +36,7 @@ def test_data_parallel_all_reduces_gradients_and_gathers_no_parameter():
 def test_fully_sharded_gathers_each_layer_twice_and_reduce_scatters_its_gradient():
   p = partitioned(lm_task('shard_map', strategy=FSDP, model_dims=16, hidden_dims=48), lm_batch(ROWS))
   found = counts(p.train_step.compiled)
-  attention, ff, table = 4 * 16 * 16, 3 * 16 * 48, 16 * (-(-VOCAB // 8) * 8)
+  attention, ff, table = 4 * 16 * 16, 3 * 16 * 48, 16 * VOCAB
   # Four weights of attention and three of the feed-forward layer, forward and backward; the embedding, forward; the
   # softmax, whose product the forward pass ends and the backward pass begins with, once.
   gathers, gathered = found['all-gather']
