@@ -1,8 +1,8 @@
 """Language models of published sizes, with the meshes and splits one would begin with. Their data is text of your own.
 
   praxis-lite show --exp=lm_sizes.Llama8B
-  praxis-lite train --exp=lm_sizes.Gpt2Small --job_log_dir=runs/gpt2 --set datasets[*].path=my_texts/*.txt \\
-    --set datasets[*].tokenizer_tpl.model_path=my_tokenizer.model
+  praxis-lite train --exp=lm_sizes.Gpt2Small --job_log_dir=runs/gpt2 --set 'datasets[*].path=my_texts/*.txt' \\
+    --set 'datasets[*].tokenizer_tpl.model_path=my_tokenizer.model'
 """
 
 from __future__ import annotations
