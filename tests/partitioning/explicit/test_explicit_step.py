@@ -9,7 +9,7 @@ from explicit_models import FSDP, class_batch, lm_batch, lm_task, partitioned, t
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers import ConvNet, Dropout, Mlp
-from praxis_lite.models import ClassificationModel
+from praxis_lite.models import ClassificationModel, transformer_lm
 from praxis_lite.task import SingleTask
 
 
@@ -100,3 +100,19 @@ def test_a_batch_without_a_mapping_for_its_rank_is_refused_as_under_compiler_pla
   task.train.inputs_split_mapping = {'map_1d': ('data',)}
   with pytest.raises(ValueError, match='map_4d'):
     partitioned(task, class_batch(8)).train_step.compile()
+
+
+@pytest.mark.parametrize('kind', [{'style': 'gpt2'}, {'repeat': False, 'remat': 'full'}, {'remat': 'dots_saveable'}])
+def test_other_language_models_match_too(kind):
+  def task(partitioning):
+    sizes = {'vocab_size': 37, 'model_dims': 20, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 44}
+    config = lm_task(partitioning, 4, [('.*', 'fsdp(axis="data", min_size_to_shard_mb=0)')])
+    config.model = transformer_lm(**sizes, **kind)
+    config.train.learner.num_microbatches = 2
+    return config
+
+  batches = [lm_batch(13, seed) for seed in range(2)]
+  first, losses, _ = train(task('auto'), batches)
+  explicit, explicit_losses, _ = train(task('shard_map'), batches)
+  assert_close(explicit.mean_metrics, first.mean_metrics)
+  np.testing.assert_allclose(explicit_losses, losses, rtol=1e-5)
