@@ -204,7 +204,7 @@ class Learner(Configurable):
 
     Args:
       gradients: of the trained variables, a part of the variable tree.
-      loss: the loss, which must be finite for the step to count.
+      loss: the loss, which must be finite for the step to count; the same on all devices.
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
@@ -220,21 +220,13 @@ class Learner(Configurable):
     rate = self.learning_rate_at(step)
     finite = None if self.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    gradients = self._regularized(self._clipped(gradients, grad_norm, declared, sum_parts), variables, declared)
-    updates, new_states = self._optimizer(declared, rate).update(gradients, opt_states, variables, loss)
-    if self.decoupled_weight_decay:
-      updates = jax.tree.map(
-        lambda u, v, w: u - rate * self.decoupled_weight_decay * v if is_regularized(w) else u,
-        updates,
-        variables,
-        declared,
-      )
-    new_variables = self._keep_if_not(finite, optax.apply_updates(variables, updates), variables)
-    new_states = self._keep_if_not(finite, new_states, opt_states)
-    if ema_vars is not None:
-      decay = jnp.minimum(self.ema_decay, (1.0 + step) / (10.0 + step))
-      averaged = jax.tree.map(lambda e, v: (e + (1 - decay) * (v - e)).astype(e.dtype), ema_vars, new_variables)
-      ema_vars = self._keep_if_not(finite, averaged, ema_vars)
+    def changed() -> tuple[Any, Any, Any]:
+      prepared = self._regularized(self._clipped(gradients, grad_norm, declared, sum_parts), variables, declared)
+      updates, new_states = self._optimizer(declared, rate).update(prepared, opt_states, variables, loss)
+      new_variables = optax.apply_updates(variables, self._decayed(updates, variables, declared, rate))
+      return new_variables, new_states, self._averaged(ema_vars, new_variables, step)
+
+    new_variables, new_states, ema_vars = _if_finite(finite, changed, (variables, opt_states, ema_vars))
     stats = {'learning_rate': rate, 'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
@@ -267,9 +259,28 @@ class Learner(Configurable):
     limit = self.clip_gradient_single_norm_to_value
     return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
-  @staticmethod
-  def _keep_if_not(finite: jax.Array | None, new: Any, old: Any) -> Any:
-    return new if finite is None else jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+  def _decayed(self, updates: Any, variables: Any, declared: Any, rate: jax.Array) -> Any:
+    if not self.decoupled_weight_decay:
+      return updates
+    factor = rate * self.decoupled_weight_decay
+    return jax.tree.map(lambda u, v, w: u - factor * v if is_regularized(w) else u, updates, variables, declared)
+
+  def _averaged(self, averages: Any, variables: Any, step: jax.Array) -> Any:
+    if averages is None:
+      return None
+    new = 1.0 - jnp.minimum(self.ema_decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
+
+
+def _if_finite(finite: jax.Array | None, changed: Callable[[], Any], kept: Any) -> Any:
+  """Returns what `changed()` does, or `kept` if the step is not finite.
+
+  A branch lets XLA update donated arrays in place. Choosing between old and new element by element would read the old
+  slots once more after the new ones are written, and so copy each of them.
+  """
+  if finite is None:
+    return changed()
+  return jax.lax.cond(finite, changed, lambda: kept)
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
