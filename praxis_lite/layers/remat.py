@@ -1,6 +1,6 @@
 """Rematerialisation by name: what of a layer's forward pass is kept for its backward pass.
 
-    none                               everything XLA wants, but for weights that explicit collectives have gathered; the
+    none                               everything XLA wants, but for weights that explicit collectives gather; the
                                        most memory, the least work
     full                               nothing but the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
