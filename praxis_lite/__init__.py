@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from praxis_lite.learning import Learner
   from praxis_lite.models import BaseModel
   from praxis_lite.partitioning import partition_spmd_model
+  from praxis_lite.runtime import simulate_cpu_devices
   from praxis_lite.task import SingleTask
   from praxis_lite.weights import WeightHParams, WeightInit
 
@@ -32,6 +33,7 @@ __all__ = [
   'WeightInit',
   'partition_spmd_model',
   'registry',
+  'simulate_cpu_devices',
   'template',
 ]
 
@@ -46,6 +48,7 @@ _MODULES = {
   'WeightHParams': 'weights',
   'WeightInit': 'weights',
   'partition_spmd_model': 'partitioning',
+  'simulate_cpu_devices': 'runtime',
   'template': 'config',
 }
 
