@@ -21,11 +21,16 @@ checkpointer = Checkpointer(sys.argv[1], max_to_keep=2)
 step = checkpointer.latest_step() or 0
 shapes = layout.shapes
 state = random_state(layout)
-print('saving', flush=True)
-while True:
+def save():
+  global step, state
   step += 1
   state = jax.tree.map(lambda x: x * 0 + step, state)
   checkpointer.save(step, state, layout.true_shapes, {'position': step})
+save()
+checkpointer.wait()
+print('saving', flush=True)  # one checkpoint more than before is there; now it may be killed
+while True:
+  save()
 """
 
 
