@@ -10,7 +10,9 @@ RUN_DIR ?= runs/demo
 
 demo: $(VENV)/.installed
 	$(BIN)/praxis-lite train --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR)
-	$(BIN)/praxis-lite decode --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR) --prompt="def "
+	@echo; echo "What it writes, twice, after the first four lines:"; echo
+	$(BIN)/praxis-lite decode --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR) --num_samples=2 --seed=2 \
+	  --prompt="$$(printf 'import os\n\n\nclass Reader:\n    def __init__(self, name')"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist=loadgroup tests

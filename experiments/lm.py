@@ -42,7 +42,7 @@ class _ByteLm(BaseExperiment):
   def task(self) -> Config:
     task = Config(LanguageModelTask, model=self.model())
     task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=50)
-    task.train.set(num_train_steps=1000, log_interval_steps=20, eval_interval_steps=500, save_interval_steps=250)
+    task.train.set(num_train_steps=900, log_interval_steps=20, eval_interval_steps=450, save_interval_steps=150)
     task.train.inputs_split_mapping = {'map_1d': None, 'map_2d': None}
     return task
 
