@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/praxis-lite train --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR)
 	@echo; echo "What it writes, twice, after the first four lines:"; echo
 	$(BIN)/praxis-lite decode --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR) --num_samples=2 --seed=2 \
-	  --prompt="$$(printf 'import os\n\n\nclass Reader:\n    def __init__(self, name')"
+	  --prompt="$$(printf 'class Reader:\n    def __init__(self, name):\n        self.name = name\n        self.')"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist=loadgroup tests
