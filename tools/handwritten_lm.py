@@ -52,7 +52,7 @@ def init_params(size: Size, key: jax.Array) -> dict[str, jax.Array]:
     'q': (L, D, N, H),
     'k': (L, D, N, H),
     'v': (L, D, N, H),
-    'o': (L, D, N, H),
+    'o': (L, N, H, D),
     'gate': (L, D, F),
     'up': (L, D, F),
     'down': (L, F, D),
@@ -74,7 +74,7 @@ def sharding_specs() -> dict[str, P]:
     'q': projection,
     'k': projection,
     'v': projection,
-    'o': projection,
+    'o': P(None, 'mdl', None, 'data'),
     'gate': P(None, 'data', 'mdl'),
     'up': P(None, 'data', 'mdl'),
     'down': P(None, 'mdl', 'data'),
@@ -112,7 +112,7 @@ def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size, split
     q_BTNH, k_BTNH = rotate(q_BTNH, sin_BT1h, cos_BT1h), rotate(k_BTNH, sin_BT1h, cos_BT1h)
     mixed_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
     mixed_BTNH = split(mixed_BTNH, 'data', None, 'mdl', None)
-    x_BTD = x_BTD + split(jnp.einsum('btnh,dnh->btd', mixed_BTNH, w['o']), 'data', None, None)
+    x_BTD = x_BTD + split(jnp.einsum('btnh,nhd->btd', mixed_BTNH, w['o']), 'data', None, None)
     h_BTD = rms_norm(x_BTD, w['norm2'])
     h_BTF = split(jax.nn.silu(h_BTD @ w['gate']) * (h_BTD @ w['up']), 'data', None, 'mdl')
     return split(x_BTD + split(h_BTF @ w['down'], 'data', None, None), 'data', None, None), None
@@ -123,9 +123,7 @@ def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size, split
 
 
 def make_optimizer(learning_rate: float, decay_mask: Any) -> optax.GradientTransformation:
-  return optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay_mask)
-  )
+  return optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay_mask)
 
 
 def make_step(size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Callable[..., Any]:
@@ -142,7 +140,9 @@ def make_step(size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = 
   def step(params: dict[str, jax.Array], opt_state: Any, batch: dict[str, jax.Array]) -> Any:
     batch = {name: split(x, 'data', None) for name, x in batch.items()}
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, {'loss': loss, 'grad_norm': optax.global_norm(grads)}
+    norm = optax.global_norm(grads)
+    scale = 1 / jnp.maximum(norm, 1)
+    updates, opt_state = tx.update(jax.tree.map(lambda g: g * scale, grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, {'loss': loss, 'grad_norm': norm}
 
   return step
