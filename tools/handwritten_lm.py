@@ -87,7 +87,7 @@ def sharding_specs() -> dict[str, P]:
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
   x32_BTD = x_BTD.astype(jnp.float32)
-  y_BTD = x32_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x32_BTD), -1, keepdims=True) + 1e-6)
+  y_BTD = x32_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x32_BTD), -1, keepdims=True) + 1e-5)
   return (y_BTD * scale_D).astype(x_BTD.dtype)
 
 

@@ -42,7 +42,7 @@ class Contestant:
   def __init__(
     self, lower: Callable[[], Any], start: Callable[[], Any], advance: Callable[[Any, Any], Any], num_params: int
   ):
-    self._lower, self._start, self._advance = lower, start, advance
+    self._lower, self.start, self.advance = lower, start, advance
     self.num_params = num_params
     self._state: Any = None
     self._loss: Any = None
@@ -59,8 +59,8 @@ class Contestant:
   def step(self) -> None:
     """Takes a step and waits for it."""
     if self._state is None:
-      self._state = self._start()
-    self._state, self._loss = self._advance(self.compiled, self._state)
+      self._state = self.start()
+    self._state, self._loss = self.advance(self.compiled, self._state)
     jax.block_until_ready((self._state, self._loss))
 
   def loss(self) -> float:
