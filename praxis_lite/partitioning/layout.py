@@ -31,6 +31,10 @@ class StateLayout(NamedTuple):
   unpadded_shapes: Any
 
   @property
+  def mesh(self) -> Mesh:
+    return jax.tree.leaves(self.shardings)[0].mesh
+
+  @property
   def mdl_vars(self) -> StateLayout:
     """The layout of the model's variables alone."""
     return StateLayout(*(tree.mdl_vars for tree in self))

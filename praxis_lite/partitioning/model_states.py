@@ -30,9 +30,14 @@ def place_task_variables(jax_task: steps.Task, mesh: MeshLike) -> Any:
   return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
 
 
+def train_state_shapes(jax_task: steps.Task) -> TrainState:
+  """Returns the true shapes and dtypes of a task's train state."""
+  return jax.eval_shape(lambda key: steps.initialize_train_state(jax_task, key), jax.random.key(0))
+
+
 def state_layout(jax_task: steps.Task, mesh: Mesh) -> StateLayout:
   """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables."""
-  unpadded = jax.eval_shape(lambda key: steps.initialize_train_state(jax_task, key), jax.random.key(0))
+  unpadded = train_state_shapes(jax_task)
   specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
 
   def follow_vars(tree: Any, init_fn: Any = None) -> Any:
@@ -49,8 +54,7 @@ def state_layout(jax_task: steps.Task, mesh: Mesh) -> StateLayout:
 
 def declared_state(jax_task: steps.Task) -> TrainState:
   """Returns a task's train state with `WeightHParams` as variables and shapes elsewhere, as partitioners take it."""
-  shapes = jax.eval_shape(lambda key: steps.initialize_train_state(jax_task, key), jax.random.key(0))
-  return shapes.replace(mdl_vars=jax_task.model.abstract_init())
+  return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
 
 
 def init_partitioned_state(jax_task: steps.Task, layout: StateLayout, mesh: Mesh, init_key: jax.Array) -> TrainState:

@@ -24,7 +24,13 @@ from praxis_lite.partitioning import steps
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
 from praxis_lite.partitioning.explicit.step import ExplicitTrainStep
-from praxis_lite.partitioning.model_states import declared_state, init_partitioned_state, state_layout
+from praxis_lite.partitioning.layout import StateLayout, layout_of
+from praxis_lite.partitioning.model_states import (
+  declared_state,
+  init_partitioned_state,
+  state_layout,
+  train_state_shapes,
+)
 from praxis_lite.partitioning.partitioned_step import PartitionedStep
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.partitioning.train_state import TrainState
@@ -52,6 +58,7 @@ class PartitionedTask:
     inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
     mesh: the mesh; by default the one the task asks for.
     partitioner: decides mesh and specs instead of the task, by its logical axis rules.
+    layout: where a train state already lies, mesh included, instead of all these.
 
   Attributes:
     mesh: the mesh.
@@ -68,13 +75,16 @@ class PartitionedTask:
     *,
     mesh: Mesh | None = None,
     partitioner: BasePartitioner | None = None,
+    layout: StateLayout | None = None,
   ):
     self.jax_task = jax_task
-    if partitioner is not None:
-      self.mesh, self.layout = partitioner.mesh, partitioner.get_layout(declared_state(jax_task))
+    if layout is not None:
+      self.layout = layout
+    elif partitioner is not None:
+      self.layout = partitioner.get_layout(declared_state(jax_task))
     else:
-      self.mesh = jax_task.create_mesh() if mesh is None else mesh
-      self.layout = state_layout(jax_task, self.mesh)
+      self.layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
+    self.mesh = self.layout.mesh
     self.state_specs = self.layout.specs
     self.state_shapes = self.layout.padded_shapes
     self.unpadded_state_shapes = self.layout.unpadded_shapes
@@ -226,10 +236,11 @@ def get_partitioned_spmd_model_decode_fn(
     jax_task: an instantiated task.
     init_key: not used: decoding draws from the key passed to each call. It stands here as in Pax.
     partitioned_train_state: the state whose mesh the function runs on.
-    train_state_partition_specs: specs of that state.
+    train_state_partition_specs: specs of that state, whatever decided them.
     inputs_shape: tree of shapes and dtypes of one global batch of prompts.
   """
-  del init_key, train_state_partition_specs
+  del init_key
   mesh = jax.tree.leaves(partitioned_train_state)[0].sharding.mesh
-  partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh)
+  layout = layout_of(train_state_shapes(jax_task), train_state_partition_specs, mesh)
+  partitioned = PartitionedTask(jax_task, inputs_shape, layout=layout)
   return partitioned.decode_step, partitioned.inputs_partition_spec

@@ -12,6 +12,7 @@ from praxis_lite.config import Config
 from praxis_lite.errors import DataError, ShardingError
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.model_states import initialize_partitioned_model_states
+from praxis_lite.partitioning.partitioners import PjitPartitioner
 from praxis_lite.partitioning.spmd import get_partitioned_spmd_model_decode_fn, partition_spmd_model
 from praxis_lite.partitioning.steps import eval_step_single_learner, initialize_train_state, train_step_single_learner
 from praxis_lite.task import SingleTask
@@ -210,6 +211,31 @@ def test_decoding_is_partitioned_too():
   np.testing.assert_array_equal(
     decoded['ids'], expected(alone.mdl_vars, jax.random.key(0), alone.step, batch()).decoded['ids']
   )
+
+
+def test_decoding_takes_a_state_as_a_partitioner_has_laid_it_out():
+  axes = ('data', 'model')
+  partitioner = PjitPartitioner(
+    num_partitions=4,
+    logical_axis_rules=(('data', 'data'), ('mdl', 'model')),
+    params_axis_names_overrides=(('emb', ('data', None)), ('bias', (None,))),
+  )
+  config = task().set(mesh_axis_names=axes, logical_axis_rules=partitioner.logical_axis_rules)
+  config.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': ('data', None)}
+  model = partition_spmd_model(config, jax.random.key(0), struct(batch()), partitioner=partitioner)
+  state = model.partitioned_train_state
+  assert state.mdl_vars['emb'].sharding.spec == jax.sharding.PartitionSpec('data', None)
+
+  decode, _ = get_partitioned_spmd_model_decode_fn(
+    config.instantiate(), jax.random.key(0), state, model.train_state_partition_specs, struct(batch())
+  )
+  decoded = decode(state.mdl_vars, jax.random.key(0), state.step, batch()).decoded['ids']
+  variables = {
+    name: np.asarray(state.mdl_vars[name])[tuple(slice(d) for d in weight.shape)]
+    for name, weight in config.model.instantiate().abstract_init().items()
+  }
+  (_, expected), _ = config.model.instantiate().apply(variables, batch(), do_eval=True, method='decode')
+  np.testing.assert_array_equal(decoded, expected['ids'])
 
 
 def test_mistakes_are_told_before_anything_is_compiled():
