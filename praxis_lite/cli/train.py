@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from absl import flags
 
 from praxis_lite.cli.command import Command, compilation_cache_flag, experiment_flags, job_log_dir_flag
@@ -19,8 +22,18 @@ def _run(values: flags.FlagValues) -> int:
 
   initialize_distributed(values.coordinator_address, values.num_processes, values.process_id)
   set_up_compilation_cache(enabled=values.compilation_cache)
-  run_train(config, job_log_dir, seed=values.seed, restore_input=values.restore_input)
+  run_train(config, job_log_dir, seed=values.seed, restore_input=values.restore_input, advise=_warnings)
   return 0
+
+
+def _warnings(task: Any, batch_struct: Any) -> Iterator[str]:
+  """What `check` warns of, on a mesh of several devices."""
+  from math import prod
+
+  if prod(task.mesh_sizes().values()) > 1:
+    from praxis_lite.explain import check
+
+    yield from map(str, check(task, batch_struct))
 
 
 def _flags() -> flags.FlagValues:

@@ -11,9 +11,9 @@ step, and a checkpoint holds the position in the input as of its own step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,6 +33,9 @@ from praxis_lite.runtime.signals import StopSignals
 from praxis_lite.runtime.startup import StartupTimes
 from praxis_lite.runtime.summaries import SummaryWriter
 from praxis_lite.runtime.train_log import TrainLog
+
+# (the built task, shapes and dtypes of a training batch) -> lines to print.
+Advice = Callable[[Any, Any], Iterable[str]]
 
 
 class TrainResult(NamedTuple):
@@ -58,6 +61,7 @@ def run_train(
   devices: Sequence[jax.Device] | None = None,
   seed: int = 0,
   restore_input: bool = True,
+  advise: Advice | None = None,
 ) -> TrainResult:
   """Trains, or goes on where an earlier run of the same directory stopped.
 
@@ -67,6 +71,7 @@ def run_train(
     devices: the devices to build the mesh from; all by default.
     seed: of the first values and of everything drawn in training.
     restore_input: False starts the training data anew instead of where the checkpoint left it, for a changed dataset.
+    advise: says what about the task may not be meant so; it is asked before anything is compiled.
 
   Raises:
     UserError: the config, the data, the directory or the checkpoint in it will not do.
@@ -128,6 +133,10 @@ def run_train(
     ]
     programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
     console.line(_introduction(task.name, partitioned))
+    if advise is not None and is_primary_process():
+      for line in advise(task, batch_struct):
+        console.line(line)
+      startup.mark('check')
     if is_restored:
       nothing_left = '; all steps are taken' if step >= total else ''
       console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')

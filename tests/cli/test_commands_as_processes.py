@@ -47,6 +47,15 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, arguments, message):
   assert not (tmp_path / 'run').exists()
 
 
+def test_training_on_a_mesh_warns_of_what_check_finds(tmp_path):
+  arguments = ['--exp=lm.SyntheticLmTiny', '--set', 'task.train.num_train_steps=1', '--job_log_dir=run']
+  one = run('train', *arguments, cwd=tmp_path)
+  assert 'warning' not in one.stdout
+  mesh = run('train', *arguments, '--set', 'task.ici_mesh_shape=(1,4,1)', '--devices=4', cwd=tmp_path)
+  assert mesh.returncode == 0
+  assert 'warning: padding: inputs: 25.0% of the rows of a batch only fill up the mesh' in mesh.stdout
+
+
 def test_a_bug_is_no_mistake_of_the_user_and_keeps_its_traceback(tmp_path):
   (tmp_path / 'buggy.py').write_text(
     'from experiments.lm import StdlibLmTiny as Tiny\nclass A(Tiny):\n  def task(self): return self.nothing\n'

@@ -172,6 +172,18 @@ def test_moving_averages_are_evaluated_unless_asked_otherwise(tmp_path):
   assert run_eval(config, tmp_path)['eval/valid']['loss'] == pytest.approx(without, rel=1e-5)
 
 
+def test_advice_is_printed_before_the_first_step(tmp_path, capsys):
+  asked = []
+
+  def advise(task, batch_struct):
+    asked.append((task.mesh_sizes(), batch_struct['x'].shape))
+    return ['warning: one', 'warning: two']
+
+  run_train(tiny_run(3, num_train_steps=1), tmp_path, advise=advise)
+  assert asked == [({'data': 3}, (6, 10))]
+  assert capsys.readouterr().out.splitlines()[1:3] == ['warning: one', 'warning: two']
+
+
 def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   config = tiny_run(1)
   config.datasets[0].num_epochs = 1
