@@ -9,6 +9,7 @@ the same examples in the same order each time; order and parallelism that depend
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import re
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class BaseTFInput(BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._pipeline: tuple[_Request, Iterator[Any]] | None = None
+    self._chunk: tuple[int, int, Rows | None, int] | None = None  # epoch, number, rows, how many
 
   # What subclasses give: elements as they are read, and examples made from a batch of them.
 
@@ -73,22 +75,37 @@ class BaseTFInput(BaseInput):
     return elements
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    if (count, start, stop) == self._usual_request():
+    if self.num_hosts > 1 and (count, start, stop) == self._own_batch():
       return self._read_group(epoch, position, count, start, stop)
-    # Mixtures ask for other numbers each time, for which one pipeline serves example by example.
-    parts, available = [], 0
+    # One host wants all of each batch, and mixtures ask for other numbers each time: both are served from whole chunks.
+    parts: list[Rows] = []
+    available = 0
     while available < count:
-      rows, n = self._read_group(epoch, position + available, 1, 0, 1)
-      if not n:
+      chunk, size, first = self._chunk_at(epoch, position + available)
+      n = min(size - first, count - available)
+      if n <= 0:
         break
-      if rows is not None and start <= available < stop:
-        parts.append(rows)
-      available += 1
+      low, high = max(start - available, 0), min(stop - available, n)
+      if chunk is not None and low < high:
+        parts.append(jax.tree.map(operator.itemgetter(slice(first + low, first + high)), chunk))
+      available += n
     return concatenate_rows(parts), available
 
-  def _usual_request(self) -> tuple[int, int, int]:
+  def _own_batch(self) -> tuple[int, int, int]:
     start = self.host_index * self.host_batch_size
     return self.batch_size, start, start + self.host_batch_size
+
+  def _chunk_at(self, epoch: int, position: int) -> tuple[Rows | None, int, int]:
+    """Returns `batch_size` consecutive examples with that of `position` among them; their number; and where it is.
+
+    The last chunk is kept, so reading on, by whatever numbers, goes through one pipeline once.
+    """
+    number, first = divmod(position, self.batch_size)
+    if self._chunk is None or self._chunk[:2] != (epoch, number):
+      rows, size = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
+      self._chunk = (epoch, number, rows, size)
+    _, _, rows, size = self._chunk
+    return rows, size, first
 
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     """Reads the next group from the pipeline that stands there, or from a new one that skips to `position`."""
@@ -116,6 +133,11 @@ class BaseTFInput(BaseInput):
     """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""
     tf = import_tensorflow()
     dataset = self.elements(epoch)
+    if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+      raise DataError(
+        f'{self.label}: the dataset repeats for ever, so num_epochs = {self.num_epochs} would never be over; leave out '
+        'its repeat(), or add take(n)'
+      )
     if self.shuffle:
       seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
       dataset = dataset.shuffle(self.shuffle_buffer_size, seed=seed, reshuffle_each_iteration=False)
@@ -190,5 +212,6 @@ def struct_of(spec: Any, where: str) -> Struct:
 
 def first_line(error: Exception) -> str:
   """Returns the first line of an error of TensorFlow's, without the place in its graph."""
-  # Messages begin with the place in the graph, in double braces.
-  return re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
+  # Messages begin with the place in the graph, in double braces, and may end with the operation.
+  line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
+  return re.sub(r' *\[Op:\w+\] name: *$', '', line)

@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.inputs import Feature, TFDataInput, TFRecordInput, write_tfrecords
+from praxis_lite.inputs import ArrayInput, Feature, MixtureInput, TFDataInput, TFRecordInput, write_tfrecords
 
 FEATURES = {'x': Config(Feature, shape=(2, 3)), 'y': Config(Feature, dtype='int32'), 'z': Config(Feature, dtype='bool')}
 
@@ -107,7 +107,7 @@ def test_missing_damaged_and_foreign_files_are_named(tmp_path):
   bad = tmp_path / 'bad.tfrecord'
   bad.write_bytes(bad.read_bytes()[:-3])
   source = TFRecordInput(file_pattern=str(tmp_path / '*.tfrecord'), **{**fields, 'batch_size': 50})
-  _expect(source, r'images\.file_pattern: .*bad\.tfrecord is not a whole TFRecord file')
+  _expect(source, r'images\.file_pattern: .*bad\.tfrecord is not a whole TFRecord file: [^\[]*$')
   (tmp_path / 'text.tfrecord').write_text('this is not a record file, whatever its name says')
   source = TFRecordInput(file_pattern=str(tmp_path / 'text.tfrecord'), **fields)
   _expect(source, r'images\.file_pattern: .*text\.tfrecord is not a whole TFRecord file')
@@ -169,6 +169,55 @@ def test_errors_within_a_dataset_surface():
     )
 
   _expect(TFDataInput(dataset_fn=dataset, batch_size=3), 'TensorFlow cannot read the data: .*bad')
+
+
+def _counting(tf, count):
+  return tf.data.Dataset.range(count).map(lambda i: {'n': tf.cast(i, tf.int32)})
+
+
+@pytest.mark.parametrize('weights', [[1.0, 1.0], [50.0, 1.0]])
+def test_a_mixture_reads_its_dataset_through_one_pipeline_whatever_numbers_it_asks_for(weights):
+  import tensorflow as tf
+
+  opened = []
+
+  def dataset():
+    opened.append(None)
+    return _counting(tf, 10_000)
+
+  mixture = MixtureInput(
+    inputs=[Config(TFDataInput, dataset_fn=dataset), Config(ArrayInput, arrays={'n': np.full(3, -1, np.int32)})],
+    weights=weights,
+    batch_size=4,
+    is_training=True,
+    shuffle=False,
+  )
+  read = np.concatenate([mixture.get_next()['n'] for _ in range(200)])
+  np.testing.assert_array_equal(read[read >= 0], np.arange((read >= 0).sum()))
+  assert len(opened) == 2  # for the shapes, and to read it
+
+
+def test_another_batch_size_goes_on_at_the_same_example():
+  import tensorflow as tf
+
+  fields = {'dataset_fn': lambda: _counting(tf, 10), 'num_epochs': 2, 'shuffle': False}
+  first = TFDataInput(batch_size=3, **fields)
+  first.get_next()
+  second = TFDataInput(batch_size=4, **fields)
+  second.set_state(first.get_state())
+  read = [batch['n'][batch['weights'] > 0].tolist() for batch in second]
+  assert read == [[3, 4, 5, 6], [7, 8, 9], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_dataset_that_never_ends_is_for_training_only():
+  import tensorflow as tf
+
+  def dataset():
+    return _counting(tf, 3).repeat()
+
+  _expect(TFDataInput(dataset_fn=dataset, batch_size=2), r'repeats for ever, .*num_epochs = 1 .*; leave out its repeat')
+  training = TFDataInput(dataset_fn=dataset, batch_size=2, is_training=True, shuffle=False)
+  assert [training.get_next()['n'].tolist() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
 
 
 @pytest.mark.parametrize(
