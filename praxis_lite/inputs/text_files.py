@@ -81,10 +81,10 @@ def stable_hash(name: str) -> int:
 def split_of_content(data: bytes, split: str, heldout_fraction: float) -> bytes:
   """Returns the part of a file that belongs to a split: training first, then validation, then test.
 
-  Parts end at the ends of lines, or, in text that has none, between characters.
+  Parts end at the ends of lines, or, where a line is as long as a held-out part, between characters.
   """
-  first = _cut(data, 1 - 2 * heldout_fraction)
-  second = max(first, _cut(data, 1 - heldout_fraction))
+  first = _cut(data, 1 - 2 * heldout_fraction, heldout_fraction)
+  second = max(first, _cut(data, 1 - heldout_fraction, heldout_fraction))
   return {'train': data[:first], 'validation': data[first:second], 'test': data[second:]}[split]
 
 
@@ -113,9 +113,10 @@ def _files_of(path: str, where: str) -> list[str]:
   raise DataError(f'{where}: there is no file or directory {path}')
 
 
-def _cut(data: bytes, fraction: float) -> int:
+def _cut(data: bytes, fraction: float, reach: float) -> int:
+  """Where to cut at about `fraction` of `data`: after the last line end before it, not further back than `reach`."""
   at = round(len(data) * fraction)
-  newline = data.rfind(b'\n', 0, at)
+  newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)
   if newline >= 0:
     return newline + 1
   while 0 < at < len(data) and data[at] & 0xC0 == 0x80:  # within a UTF-8 character

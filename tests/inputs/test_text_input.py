@@ -84,6 +84,14 @@ def test_position_splits_of_one_long_line_keep_characters_whole(tmp_path):
   assert parts == ['漢字' * 6, '漢', '字']
 
 
+@pytest.mark.parametrize('text', ['A title\n' + 'word ' * 2000, ('word ' * 200 + '\n') * 10])
+def test_position_splits_of_lines_longer_than_a_part_are_still_of_their_size(tmp_path, text):
+  (tmp_path / 'a').write_text(text)
+  sizes = [TextInput(path=tmp_path, split=s, **FIELDS).num_bytes for s in ('train', 'validation', 'test')]
+  assert sum(sizes) == len(text)
+  np.testing.assert_allclose(sizes, np.array([0.9, 0.05, 0.05]) * len(text), atol=5)
+
+
 def test_file_splits_are_disjoint_complete_and_the_same_elsewhere(tmp_path):
   names = [f'f{i}' for i in range(40)]
   splits = {}
