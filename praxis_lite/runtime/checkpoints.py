@@ -14,8 +14,8 @@ taken for a checkpoint, and is cleaned up by the next.
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import time
 from typing import Any
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.partitioning.train_state import TrainState
+from praxis_lite.runtime.quiet_orbax import quiet_orbax
 from praxis_lite.runtime.state_names import check_same_model, from_nested_dict, records_of, to_nested_dict
 
 _FORMAT = 1
@@ -58,7 +59,7 @@ class Checkpointer:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
     import orbax.checkpoint as ocp
 
-    logging.getLogger('absl').addFilter(_drop_orbax_chatter)
+    quiet_orbax()
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
     keep: list[Any] = [policies.LatestN(max_to_keep)]
@@ -201,11 +202,6 @@ class Checkpointer:
     return CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}')
 
 
-def _drop_orbax_chatter(record: logging.LogRecord) -> bool:
-  """Keeps Orbax's account of its own doings, some of it at level WARNING, off the console."""
-  return record.levelno >= logging.ERROR or f'{os.sep}orbax{os.sep}' not in record.pathname
-
-
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
   from importlib import metadata
 
@@ -226,7 +222,11 @@ def _fields(state: TrainState) -> tuple[Any, ...]:
 
 def _first_line(error: Exception) -> str:
   lines = str(error).strip().splitlines()
-  return f'{type(error).__name__}: {lines[0]}' if lines else type(error).__name__
+  if not lines:
+    return type(error).__name__
+  # TensorStore appends how it was asked, thousands of characters in JSON.
+  said = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
+  return f'{type(error).__name__}: {said}'
 
 
 # PRNG keys, which some optimizers hold, are stored as the integers they are made of.

@@ -9,6 +9,7 @@ A run that resumes at step s drops what was written for later steps: curves go o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.call import Summary
+from praxis_lite.errors import UserError
 
 JSONL_NAME = 'metrics.jsonl'
 _MAX_IMAGES = 4
@@ -63,10 +65,27 @@ class SummaryWriter:
       metrics: numbers, or arrays whose leading dimensions are layers: `name` becomes `name/0`, `name/1`, ...
       summaries: what layers have added, with values on the host or the device. Scalars among them go to both files, the
         rest to the event files only.
+
+    Raises:
+      UserError: nothing more can be written there: the disk is full, say.
     """
     if not self._enabled:
       return
-    summaries = summaries or {}
+    try:
+      self._write(step, split, metrics, summaries or {})
+    except OSError as error:
+      raise UserError(f'metrics cannot be written to {self._directory}: {error.strerror or error}') from error
+
+  def close(self) -> None:
+    """Closes all files."""
+    if not self._enabled:
+      return
+    # All that could be written has been flushed; the rest has been told.
+    for file in (self._jsonl, *self._event_writers.values()):
+      with contextlib.suppress(OSError):
+        file.close()
+
+  def _write(self, step: int, split: str, metrics: Mapping[str, Any], summaries: Mapping[str, Summary]) -> None:
     scalars = expand_scalars(metrics)
     scalars |= expand_scalars({name: s.value for name, s in summaries.items() if s.kind == 'scalar'})
     # JSON has no NaN: a value that is not finite is null.
@@ -81,13 +100,6 @@ class SummaryWriter:
       if summary.kind != 'scalar':
         _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
     events.flush()
-
-  def close(self) -> None:
-    """Closes all files."""
-    if self._enabled:
-      self._jsonl.close()
-    for writer in self._event_writers.values():
-      writer.close()
 
   def _events(self, split: str) -> Any:
     if split not in self._event_writers:

@@ -1,0 +1,89 @@
+"""A disk that is full, and a checkpoint that is damaged: each is told once, in a line, and nothing else is printed."""
+
+from __future__ import annotations
+
+import resource
+import signal
+
+import numpy as np
+import pytest
+from small_states import layout_on, random_state
+
+from praxis_lite.errors import UserError
+from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.runtime.summaries import SummaryWriter
+
+# A limit to the size of files stands for a disk that is full: more cannot be written.
+SAVE_WITHOUT_ROOM = """
+import resource, sys, time
+from small_states import layout_on, random_state
+from praxis_lite.errors import CheckpointError
+from praxis_lite.runtime.checkpoints import Checkpointer
+layout = layout_on(1)
+checkpointer = Checkpointer(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+try:
+  checkpointer.save(1, random_state(layout), layout.true_shapes, None)
+  checkpointer.wait()
+except CheckpointError as error:
+  print(error, flush=True)
+del checkpointer
+time.sleep(0.5)
+"""
+
+RESTORE = """
+import sys, time
+from small_states import layout_on
+from praxis_lite.errors import CheckpointError
+from praxis_lite.runtime.checkpoints import Checkpointer
+try:
+  Checkpointer(sys.argv[1]).restore(*layout_on(1))
+except CheckpointError as error:
+  print(error, flush=True)
+time.sleep(0.5)
+"""
+
+
+def _told(process) -> str:
+  out, err = process.communicate(timeout=120)
+  assert err == ''
+  (line,) = out.splitlines()
+  assert len(line) < 800
+  return line
+
+
+def test_a_save_that_fails_is_told_in_a_line(tmp_path, run_python):
+  line = _told(run_python(SAVE_WITHOUT_ROOM, str(tmp_path)))
+  assert line.startswith(f'saving a checkpoint in {tmp_path}/checkpoints failed: ') and 'File too large' in line
+
+
+@pytest.mark.parametrize('damaged', ['state/manifest.ocdbt', 'state/d/*', 'state/_METADATA', 'inputs/metadata'])
+def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path, run_python, damaged):
+  layout = layout_on(1)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, random_state(layout), layout.true_shapes, None)
+  checkpointer.close()
+  for path in (tmp_path / 'checkpoints' / '1').glob(damaged):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  if damaged.startswith('inputs'):
+    with pytest.raises(UserError, match=r'cannot be read .*; remove this folder'):
+      Checkpointer(tmp_path).input_state()
+    return
+  line = _told(run_python(RESTORE, str(tmp_path)))
+  assert line.startswith(f'{tmp_path}/checkpoints/1 cannot be read (') and 'tensorstore_spec' not in line
+
+
+def test_metrics_that_cannot_be_written_are_an_error_of_a_line(tmp_path):
+  writer = SummaryWriter(tmp_path)
+  writer.write(1, 'train', {'loss': 1.0})
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  try:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    with pytest.raises(UserError, match=rf'metrics cannot be written to {tmp_path}: File too large'):
+      for step in range(2, 100):
+        writer.write(step, 'train', {'loss': np.float64(1.0)})
+    writer.close()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, previous)
