@@ -19,6 +19,7 @@ import jax
 from jax.experimental import multihost_utils
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHOW_CURSOR = b'\x1b[?25h'
 
 
 class StopSignals:
@@ -67,11 +68,16 @@ class StopSignals:
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     if self.received is not None:
+      if os.isatty(1):
+        os.write(1, _SHOW_CURSOR)  # The progress bar hides it, and nobody will close the bar now.
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
       return
     self.received = signal.Signals(number).name
+    text = f'{self.received}: finishing the step and saving; once more ends the run at once\n'
+    if os.isatty(2):
+      text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.
     # os.write: a handler that prints may interrupt another print, and buffered files are not re-entrant.
-    os.write(2, f'{self.received}: finishing the step and saving; once more ends the run at once\n'.encode())
+    os.write(2, text.encode())
     if self._several_processes:
       os.kill(os.getpid(), signal.SIGTERM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import threading
 
@@ -49,6 +51,21 @@ def test_a_second_signal_ends_the_process_at_once(run_python, name):
   process.send_signal(signal.Signals[name])
   out, _ = process.communicate(timeout=30)
   assert process.returncode == -signal.Signals[name] and out == ''
+
+
+def test_ended_at_once_on_a_terminal_the_cursor_that_the_progress_bar_hides_is_shown_again(run_python):
+  ours, terminal = pty.openpty()
+  process = run_python(LOOP, 'hang', stdout=terminal, stderr=terminal)
+  os.close(terminal)
+  screen = b''
+  for wanted in (b'running', b'received SIGINT'):
+    while wanted not in screen:
+      screen += os.read(ours, 1000)
+    process.send_signal(signal.SIGINT)
+  assert process.wait(timeout=30) == -signal.SIGINT
+  screen += os.read(ours, 1000)
+  assert screen.endswith(b'\x1b[?25h')
+  os.close(ours)
 
 
 def test_handlers_are_put_back():
