@@ -24,6 +24,11 @@ from praxis_lite.config import REQUIRED, Configurable
 from praxis_lite.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
 
+_REMEDY = (
+  'Use the data and settings it was saved with, or start the data anew: train --norestore_input, or '
+  'run_train(..., restore_input=False)'
+)
+
 
 class BaseInput(Configurable):
   """A stream of batches. Subclasses give `example_struct` and `read`.
@@ -187,13 +192,13 @@ class BaseInput(Configurable):
     missing = [k for k in (*required, *expected) if k not in state]
     if missing:
       raise CheckpointError(
-        f"{self.label}: the saved input state has no '{missing[0]}'; it was saved by another kind of input"
+        f"{self.label}: the saved input state has no '{missing[0]}'; it was saved by another kind of input. {_REMEDY}"
       )
     for key, value in expected.items():
       if state[key] != value:
         raise CheckpointError(
           f'{self.label}: the saved input state is of {key} = {state[key]!r}, but this input has {value!r}, so it '
-          'cannot continue exactly. Use the data and settings it was saved with, or restore without the input state.'
+          f'cannot continue exactly. {_REMEDY}'
         )
 
   def _is_over(self) -> bool:
