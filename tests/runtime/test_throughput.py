@@ -82,6 +82,7 @@ def test_images_have_examples_and_no_tokens_and_a_cpu_no_mfu():
     ('NVIDIA GH200 480GB', 'gpu', 989e12),
     ('NVIDIA B200', 'gpu', 2250e12),
     ('NVIDIA L4', 'gpu', 121e12),
+    ('NVIDIA L40', 'gpu', 181e12),
     ('NVIDIA L40S', 'gpu', 362e12),
     ('NVIDIA A10G', 'gpu', 70e12),
     ('Tesla V100-SXM2-16GB', 'gpu', 125e12),
