@@ -24,7 +24,7 @@ from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import make_console
 from praxis_lite.runtime.datasets import build_datasets
 from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.job_dir import job_directory
+from praxis_lite.runtime.job_dir import held_for_training, job_directory
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.program_schedule import Programs
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks
@@ -81,6 +81,8 @@ def run_train(
   with contextlib.ExitStack() as to_close:
     # ---- what is trained, where, and on what; what cannot be is told before anything is compiled or written
     directory = to_close.enter_context(job_directory(job_log_dir))
+    if is_primary_process():
+      to_close.enter_context(held_for_training(directory))
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)

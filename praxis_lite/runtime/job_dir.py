@@ -1,8 +1,9 @@
-"""The directory of a run, where everything it writes goes."""
+"""The directory of a run, where everything it writes goes, one run at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,31 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
       for folder in created:
         folder.rmdir()
     raise
+
+
+@contextlib.contextmanager
+def held_for_training(path: Path) -> Iterator[None]:
+  """Holds a directory for one training run at a time: a second would take half-written checkpoints for left-overs.
+
+  The system lets go of it however the process ends. Where the file system knows no locks, nothing is held.
+
+  Raises:
+    UserError: another run is training there.
+  """
+  directory = os.open(path, os.O_RDONLY)
+  try:
+    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(directory)
+    raise UserError(
+      f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
+    ) from None
+  except OSError:
+    pass  # A file system without locks.
+  try:
+    yield
+  finally:
+    os.close(directory)
 
 
 def _reason(path: Path, error: OSError) -> str:

@@ -222,6 +222,19 @@ def test_changed_data_is_refused_and_can_be_started_anew(tmp_path):
   assert run_train(config, tmp_path, restore_input=False).step == 20
 
 
+def test_a_directory_is_trained_in_by_one_run_at_a_time(tmp_path, run_python):
+  process = run_python(RUN, str(tmp_path), '1', '0.2', '0')
+  for line in process.stdout:
+    if line.startswith('step 5/'):
+      break
+  before = sorted(p.name for p in tmp_path.iterdir())
+  with pytest.raises(UserError, match='another run is training in job_log_dir'):
+    run_train(tiny_run(1), tmp_path)
+  assert sorted(p.name for p in tmp_path.iterdir()) == before
+  out, err = process.communicate(timeout=60)
+  assert out.splitlines()[-1] == 'ended by done 20', err
+
+
 def test_another_model_in_the_directory_is_refused(tmp_path):
   run_train(tiny_run(1, num_train_steps=1, learner={'ema_decay': 0.9}), tmp_path)
   with pytest.raises(CheckpointError, match=r'another learner: opt_states'):
