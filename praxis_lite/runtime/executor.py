@@ -171,7 +171,12 @@ def run_train(
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     while step < total and not stop.requested_at(step):
-      batch = next(batches, None)
+      try:
+        batch = next(batches, None)
+      except Exception:
+        if jax.process_count() == 1:  # Saving takes all processes, and the others have no reason to.
+          save()
+        raise
       if batch is None:
         ended_by = 'data'
         console.line(f'the training data is over after {step} of {total} steps')

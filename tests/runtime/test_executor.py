@@ -12,7 +12,8 @@ import optax
 import pytest
 from tiny_runs import ArrayInput, Config, examples, expected_loss, tiny_run
 
-from praxis_lite.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.config import config_values
+from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.runtime import Checkpointer, NonFiniteError, run_decode, run_eval, run_train
 
 DEVICES = 8
@@ -191,6 +192,27 @@ def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   assert (result.step, result.ended_by) == (9, 'data')
   assert 'the training data is over after 9 of 20 steps' in capsys.readouterr().out
   assert Checkpointer(tmp_path, read_only=True).latest_step() == 9
+
+
+class BreakingInput(ArrayInput):
+  """Cannot be read from its eighth batch on."""
+
+  def read(self, epoch, position, count, start, stop):
+    if position >= 7 * self.batch_size:
+      raise DataError('the disk is gone')
+    return super().read(epoch, position, count, start, stop)
+
+
+def test_when_the_data_breaks_the_steps_taken_are_saved(tmp_path):
+  config = tiny_run(1, save_interval_steps=100)
+  fields = dict(config_values(config.datasets[0]))
+  del fields['seconds']
+  whole, config.datasets[0] = config.datasets[0], Config(BreakingInput, **fields)
+  with pytest.raises(DataError, match='the disk is gone'):
+    run_train(config, tmp_path)
+  assert Checkpointer(tmp_path, read_only=True).latest_step() == 7
+  config.datasets[0] = whole
+  assert run_train(config, tmp_path, restore_input=False).step == 20
 
 
 def with_bad_example(config):
