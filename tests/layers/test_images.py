@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
@@ -64,6 +65,39 @@ def test_convolution_is_the_loop_of_its_formula(padding, filter_size, strides, d
   variables, y = run(Conv2D, image(), filter_shape=(*filter_size, C, 8), params_init=None, **fields)
   assert variables['w'].shape == (*filter_size, C // groups, 8)
   np.testing.assert_allclose(y, looped_conv(image(), variables['w'], strides, dilations, padding, groups), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'images, out, fields',
+  [
+    ((None, 'a', None, None), (None, None, None, 'b'), {'filter_shape': (4, 2, C, 4), 'strides': (3, 1)}),
+    (('a', None, None, None), (None, 'a', 'b', None), {'filter_shape': (3, 4, C, 4), 'strides': (2, 2)}),
+    ((None, None, 'a', None), (None, 'a', None, None), {'filter_shape': (2, 1, C, 4), 'dilations': (2, 2)}),
+  ],
+)
+def test_height_and_width_may_be_split_over_one_axis_of_several(images, out, fields):
+  """XLA's own partitioning of these has wrong values, or wrong gradients of the filters."""
+  mesh = jax.make_mesh((2, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
+  config = Config(Conv2D, padding='VALID', **fields)
+  config.activation_split_dims_mapping.out = out
+  variables, x = config.instantiate().init(jax.random.key(0)), image(2, 12, 11, C)
+
+  def step(layer, variables, x):
+    def loss(variables, x):
+      y, _ = layer.apply(variables, x)
+      return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(variables, x)
+
+  def on_mesh(variables, x):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*images)))
+      return step(config.set(mesh_axis_names=('a', 'b')).instantiate(), variables, x)
+
+  expected = step(config.instantiate(), variables, x)
+  whole = NamedSharding(mesh, PartitionSpec())
+  actual = jax.jit(on_mesh, out_shardings=whole)(*jax.device_put((variables, x), whole))
+  jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected)
 
 
 def test_bias_of_a_convolution_is_added_to_each_channel_and_not_regularized():
