@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from praxis_lite.errors import ConfigError
 
@@ -113,13 +114,23 @@ class Frame:
     self._draws[path] = count + 1
     return jax.random.fold_in(fold_in_path(self.key, path[len(self.root) :]), count)
 
+  def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array) -> None:
+    """Adds weight * value to the auxiliary losses; what a name has already, as of a layer used twice, stays in it."""
+    if name in self.aux_losses:
+      old_value, old_weight = self.aux_losses[name]
+      total = old_weight + weight
+      value = (old_weight * old_value + weight * value) / jnp.where(total == 0, 1, total)
+      weight = total
+    self.aux_losses[name] = (value, weight)
+
   def side_outputs(self) -> SideOutputs:
     return SideOutputs(self.summaries, self.aux_losses, self.updates, self.decode_state)
 
   def absorb(self, path: Path, side: SideOutputs) -> None:
     """Takes over the side outputs of a nested call whose root is the layer at `path`."""
     self.summaries.update(side.summaries)
-    self.aux_losses.update(side.aux_losses)
+    for name, aux_loss in side.aux_losses.items():
+      self.add_aux_loss(name, *aux_loss)
     if side.updates:
       self.update(path, _overlay(_lookup(self.updates, path[len(self.root) :]) or {}, side.updates))
     if side.decode_state:

@@ -311,8 +311,12 @@ class Layer(Configurable):
     self._frame().summaries[f'{self.path_name}/{name}'] = Summary(jnp.asarray(value), kind)
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
-    """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`."""
-    self._frame().aux_losses[f'{self.path_name}/{name}'] = (jnp.asarray(value), jnp.asarray(weight, jnp.float32))
+    """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
+
+    A layer that is used several times adds as often; what is reported is then the mean by weight.
+    """
+    name = f'{self.path_name}/{name}'
+    self._frame().add_aux_loss(name, jnp.asarray(value), jnp.asarray(weight, jnp.float32))
 
   def update_var(self, name: str, value: jax.Array) -> None:
     """In a call: sets a non-trainable variable; later reads in the same call see the new value.

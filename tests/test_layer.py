@@ -320,6 +320,29 @@ def test_side_outputs_are_named_by_path():
   np.testing.assert_allclose(y, 2 * x_BD() + 1)
 
 
+@pytest.mark.parametrize('absorbed', [False, True])
+def test_auxiliary_losses_of_a_layer_used_twice_add_up(absorbed):
+  class Penalty(Layer):
+    def __call__(self, x):
+      self.add_aux_loss('size', jnp.mean(x), weight=x[0, 0])
+      return 3 * x
+
+  class Twice(Wrapper):
+    def __call__(self, x):
+      for _ in range(2):
+        if absorbed:
+          x, side = self.sub.apply(self.sub.variables, x)
+          self.sub.absorb(side)
+        else:
+          x = self.sub(x)
+      return x
+
+  _, side = build(Twice, sub_tpl=Config(Penalty)).apply({}, jnp.full((2, 3), 2.0))
+  ((name, (value, weight)),) = side.aux_losses.items()
+  assert name == 'sub/size'
+  assert (weight, value * weight) == (2.0 + 6.0, pytest.approx(2.0 * 2.0 + 6.0 * 6.0))
+
+
 def test_update_of_a_variable_is_read_back_in_the_call_and_leaves_the_arguments_alone():
   layer = build(Counter)
   variables = layer.init(KEY)
