@@ -70,7 +70,7 @@ def value_and_grad(
     index, microbatch = xs
     (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
     # A microbatch of padding alone weighs nothing, whatever its loss is.
-    counts = output.weight > 0
+    counts = output.weight != 0
     gradients = jax.tree.map(
       lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i
     )
@@ -81,7 +81,7 @@ def value_and_grad(
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
   start = (zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), others)
   (gradients, loss, weight, updated), outputs = jax.lax.scan(one, start, (jnp.arange(num_microbatches), microbatches))
-  divisor = jnp.where(weight > 0, weight, 1.0)
+  divisor = jnp.where(weight == 0, 1.0, weight)
   gradients = jax.tree.map(lambda g, v: (g / divisor).astype(v.dtype), gradients, trained)
   output = LossOutput(
     weight=weight,
@@ -103,8 +103,8 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax
   values, weights = values.astype(jnp.float32), weights.astype(jnp.float32)
   by_value = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
   total = jnp.sum(by_value, axis=0)
-  weighted = jnp.sum(jnp.where(by_value > 0, values * by_value, 0), axis=0)
-  return weighted / jnp.where(total > 0, total, 1), jnp.sum(weights, axis=0)
+  weighted = jnp.sum(jnp.where(by_value == 0, 0, values * by_value), axis=0)
+  return weighted / jnp.where(total == 0, 1, total), jnp.sum(weights, axis=0)
 
 
 def split_rows(x: jax.Array, parts: int) -> jax.Array:

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -18,6 +19,8 @@ from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning.collectives import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
+from praxis_lite.partitioning.spmd import partition_spmd_model
+from praxis_lite.task import SingleTask
 
 V, B, T = 13, 3, 8
 
@@ -80,6 +83,23 @@ def test_loss_is_the_mean_negative_log_probability_of_the_labels(style):
   np.testing.assert_allclose(metrics['accuracy'], [correct.sum() / weights.sum(), weights.sum()], rtol=1e-5)
   np.testing.assert_allclose(per_example['loss'][:2], [xent[0].mean(), xent[1, :5].mean()], rtol=1e-5)
   assert per_example['loss'][2] == 0 and per_example['weights'].tolist() == [8, 5, 0]
+
+
+@pytest.mark.parametrize('k', [1, 3])
+@pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
+def test_a_weight_that_is_nan_makes_a_step_that_does_not_count(partitioning, k):
+  task = Config(SingleTask, model=config(), mesh_axis_names=('data',), ici_mesh_shape=(2,), partitioning=partitioning)
+  task.train.learner.set(optimizer=Config(optax.sgd), num_microbatches=k)
+  rng = np.random.default_rng(0)
+  ids = rng.integers(0, V, (6, T + 1)).astype(np.int32)
+  data = {'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': np.ones((6, T), np.float32)}
+  model = partition_spmd_model(task, jax.random.key(0), data)
+  out = model.train_step(model.partitioned_train_state, jax.random.key(0), data)
+  assert out.mean_metrics['skipped'][0] == 0
+  data['weights'][4, 2] = np.nan
+  out = model.train_step(out.state, jax.random.key(0), data)
+  assert not np.isfinite(out.weighted_loss)
+  assert out.mean_metrics['skipped'][0] == 1
 
 
 def test_training_computes_no_accuracy():

@@ -50,9 +50,9 @@ def sync_metrics(metrics: WeightedScalars, axes: str | Sequence[str]) -> Weighte
     return metrics
   axes = (axes,) if isinstance(axes, str) else tuple(axes)
   pairs = {name: (jnp.float32(mean), jnp.float32(weight)) for name, (mean, weight) in metrics.items()}
-  sums = {name: (jnp.where(w > 0, m * w, 0.0), w) for name, (m, w) in pairs.items()}
+  sums = {name: (jnp.where(w == 0, 0.0, m * w), w) for name, (m, w) in pairs.items()}
   stacked = jax.lax.psum(jnp.stack([jnp.stack(pair) for pair in sums.values()]), axes)
-  return {name: (s / jnp.where(w > 0, w, 1.0), w) for name, (s, w) in zip(sums, stacked)}
+  return {name: (s / jnp.where(w == 0, 1.0, w), w) for name, (s, w) in zip(sums, stacked)}
 
 
 def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
@@ -67,8 +67,8 @@ def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tupl
   if not axes:
     return loss, weight
   total = jax.lax.psum(weight, tuple(axes))
-  scale = jax.lax.axis_size(tuple(axes)) * weight / jnp.where(total > 0, total, 1.0)
-  return jnp.where(weight > 0, loss * scale, 0.0), total
+  scale = jax.lax.axis_size(tuple(axes)) * weight / jnp.where(total == 0, 1.0, total)
+  return jnp.where(weight == 0, 0.0, loss * scale), total
 
 
 def accumulate_gradients(
