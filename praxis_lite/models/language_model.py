@@ -4,6 +4,7 @@ B batch, T length, V vocabulary, P length of prompts, M most tokens to decode.
 
 A batch holds, each [B, T]: `ids`, `labels` (the next tokens) int32, `weights` float32, where rows are packed
 `segment_ids` and `segment_pos` int32, and where tokens are not bytes `bytes` float32, the bytes of text of each label.
+Weights [B] are those of all tokens of a row.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class LanguageModel(BaseModel):
     segments: dict[str, Any] = {}
     if self.packed:
       segments = {'segment_ids': batch.get('segment_ids'), 'segment_pos': batch.get('segment_pos')}
-    return self.lm(batch['ids'], batch['labels'], batch['weights'], **segments)
+    return self.lm(batch['ids'], batch['labels'], _weights_of_tokens(batch), **segments)
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
@@ -95,7 +96,7 @@ class LanguageModel(BaseModel):
     Metrics: `loss`, nats per token; `nats_per_byte` where the bytes are known; in evaluation `accuracy`, the fraction
     of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
     """
-    xent_BT, weights_BT = predictions.xent, batch['weights']
+    xent_BT, weights_BT = predictions.xent, _weights_of_tokens(batch)
     loss, num_tokens = weighted_mean(xent_BT, weights_BT)
     metrics = {'loss': (loss, num_tokens)}
     if 'bytes' in batch:
@@ -138,3 +139,9 @@ class LanguageModel(BaseModel):
       'log_prob': weighted_mean(decoded.log_probs, jnp.arange(decoded.ids.shape[1]) < decoded.lengths[:, None]),
     }
     return metrics, {**decoded._asdict(), 'prompt_ids': prompt_ids_BP, 'prompt_lengths': prompt_lengths_B}
+
+
+def _weights_of_tokens(batch: NestedDict) -> jax.Array:
+  """The weights [B, T] of a batch; where it has weights of rows, [B], these are of each of their tokens."""
+  weights = batch['weights']
+  return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['labels'].shape)

@@ -85,6 +85,16 @@ def test_loss_is_the_mean_negative_log_probability_of_the_labels(style):
   assert per_example['loss'][2] == 0 and per_example['weights'].tolist() == [8, 5, 0]
 
 
+@pytest.mark.parametrize('rows', [1, B, T])
+def test_weights_of_rows_are_those_of_their_tokens(rows):
+  model, variables = make()
+  ids = np.random.default_rng(0).integers(0, V, (rows, T + 1)).astype(np.int32)
+  data, weights_B = {'ids': ids[:, :-1], 'labels': ids[:, 1:]}, np.linspace(1, 2, rows, dtype=np.float32)
+  by_row, _ = evaluate(model, variables, {**data, 'weights': weights_B}, do_eval=True)
+  by_token, _ = evaluate(model, variables, {**data, 'weights': np.tile(weights_B[:, None], (1, T))}, do_eval=True)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), by_row, by_token)
+
+
 @pytest.mark.parametrize('k', [1, 3])
 @pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
 def test_a_weight_that_is_nan_makes_a_step_that_does_not_count(partitioning, k):
