@@ -84,7 +84,7 @@ def test_evaluating_its_checkpoint_gives_what_training_gave(run, trained):
   directory, _ = trained
   printed = run('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}')
   expected = records(directory)['eval/validation', 20]
-  assert f'step 20 eval/validation loss {expected["loss"]:.4g} ' in printed
+  assert f'step 20 eval/validation loss {expected["loss"]:#.4g} ' in printed
   assert 'step 10 ' in run('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}', '--step=10')
 
 

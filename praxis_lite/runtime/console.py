@@ -1,7 +1,7 @@
 """What a run prints: plain lines in a pipe, a live progress bar on a terminal.
 
     step 120/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81 12.3 step/s 50.3k tok/s
-    step 120 eval/valid loss 2.401 accuracy 0.412 (57 batches, 3.1 s)
+    step 120 eval/valid loss 2.401 accuracy 0.4120 (57 batches, 3.1 s)
 
 On a terminal the figures of training stand below the bar, and only the other lines scroll.
 """
@@ -113,16 +113,21 @@ def train_figures(metrics: Mapping[str, Any], rates: Rates | None) -> list[str]:
 def metrics_line(step: int, split: str, metrics: Mapping[str, Any], note: str = '') -> str:
   """Returns the line of an evaluation: the loss first, then the other scalars by name."""
   names = sorted((n for n in metrics if np.ndim(metrics[n]) == 0), key=lambda n: (n != 'loss', n))
-  shown = [f'{name} {float(metrics[name]):.4g}' for name in names]
+  shown = [f'{name} {_digits(float(metrics[name]), 4)}' for name in names]
   return ' '.join([f'step {step} {split}', *shown, *([f'({note})'] if note else [])])
 
 
 def short_number(value: float) -> str:
-  """Three digits or so: 0.123, 12.3, 50.3k, 1.23M."""
+  """Three digits: 0.123, 12.3, 50.0k, 1.23M."""
   for size, suffix in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
     if value >= 0.9995 * size:
-      return f'{value / size:.3g}{suffix}'
-  return f'{value:.3g}'
+      return f'{_digits(value / size, 3)}{suffix}'
+  return _digits(value, 3)
+
+
+def _digits(value: float, count: int) -> str:
+  """So many digits, zeros at the end among them: a figure is as long as the one in the line above it."""
+  return f'{value:#.{count}g}'.removesuffix('.')
 
 
 def _format(name: str, value: Any) -> str:
@@ -131,4 +136,4 @@ def _format(name: str, value: Any) -> str:
     return f'{number:.1e}'
   if name == 'loss' and abs(number) < 1000:
     return f'{number:.3f}'
-  return f'{number:.2g}' if abs(number) < 10 else f'{number:.3g}'
+  return _digits(number, 2 if abs(number) < 9.95 else 3)

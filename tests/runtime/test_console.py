@@ -37,15 +37,32 @@ def test_a_diverging_loss_is_still_readable():
 
 def test_an_evaluation_line_has_the_loss_first_and_leaves_arrays_out():
   line = metrics_line(120, 'eval/valid', {'acc': 0.5, 'loss': 2.0, 'aux': np.zeros(3)}, '57 batches, 3.1 s')
-  assert line == 'step 120 eval/valid loss 2 acc 0.5 (57 batches, 3.1 s)'
+  assert line == 'step 120 eval/valid loss 2.000 acc 0.5000 (57 batches, 3.1 s)'
 
 
 @pytest.mark.parametrize(
   ('value', 'text'),
-  [(0.1234, '0.123'), (12.34, '12.3'), (999.4, '999'), (999.9, '1k'), (50321, '50.3k'), (2.5e6, '2.5M'), (3e9, '3G')],
+  [
+    (0.1234, '0.123'),
+    (4, '4.00'),
+    (12.34, '12.3'),
+    (999.4, '999'),
+    (999.9, '1.00k'),
+    (9000, '9.00k'),
+    (50321, '50.3k'),
+    (2.5e6, '2.50M'),
+    (3e9, '3.00G'),
+  ],
 )
-def test_short_numbers(value, text):
+def test_short_numbers_keep_their_digits(value, text):
   assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+  ('norm', 'text'), [(0.97, '0.97'), (1.0, '1.0'), (9.949, '9.9'), (9.97, '9.97'), (14.62, '14.6'), (100.0, '100')]
+)
+def test_the_gradient_norm_keeps_its_digits(norm, text):
+  assert train_line(1, 2, {'grad_norm': norm}, None) == f'step 1/2 grad_norm {text}'
 
 
 def test_plain_lines_go_to_the_stream_one_at_a_time():
