@@ -23,7 +23,7 @@ import optax
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning.optimizer_config import build_optimizer, is_stackable
+from praxis_lite.learning.optimizer_config import build_optimizer, is_stackable, looking_at_all
 from praxis_lite.learning.subtrees import Path, leaves, merge, select
 from praxis_lite.partitioning.paths import leaves_by_path, path_names
 from praxis_lite.partitioning.state_specs import owner_of
@@ -40,7 +40,7 @@ class GroupedOptimizer:
     per_layer: whether repeated layers are updated each by itself; None does so where it makes a difference, or might.
 
   Raises:
-    ConfigError: see `build_optimizer`.
+    ConfigError: see `build_optimizer`; or `per_layer` is None, and parts of the optimizer call for both.
   """
 
   def __init__(self, config: Config, weights: Any, learning_rate: Any, per_layer: bool | None = None):
@@ -48,6 +48,13 @@ class GroupedOptimizer:
     regularized = {path: is_regularized(weight) for path, weight in by_path.items()}
     self._optimizer = build_optimizer(config, learning_rate, regularized)
     self._groups = _groups(by_path, apart=not is_stackable(config) if per_layer is None else per_layer)
+    whole = looking_at_all(config)
+    if whole and per_layer is None and self._groups.keys() - {'all', 'single'}:
+      raise ConfigError(
+        f'learner.optimizer: {whole[0]} looks at all variables together, and something else in it at each, for which '
+        'repeated layers are updated one by one. Clip by learner.clip_gradient_norm_to_value, or set '
+        'learner.per_layer_statistics: True looks at each layer alone, False at each stack of layers as one variable'
+      )
 
   def init(self, variables: Any) -> dict[str, Any]:
     """Returns the first state for `variables`."""

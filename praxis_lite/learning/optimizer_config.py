@@ -79,6 +79,11 @@ def is_stackable(config: Config) -> bool:
   )
 
 
+def looking_at_all(config: Config) -> list[str]:
+  """Returns the names of the factories in `config` known to look at all variables together, such as their norm."""
+  return [_name(c) for c in _configs(config) if _module(c).startswith('optax.') and _name(c) in _GLOBAL.split()]
+
+
 def not_elementwise(config: Config) -> list[str]:
   """Returns the names of the factories in `config` that are not known to treat every entry of a variable by itself."""
   known = frozenset([*_ELEMENTWISE.split(), *_COMBINING.split()]) - _DRAWING

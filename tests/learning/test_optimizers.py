@@ -140,6 +140,22 @@ def test_the_comparison_with_single_layers_would_notice_statistics_over_the_stac
   assert not np.allclose(w, v, rtol=1e-2)
 
 
+def test_a_norm_of_all_variables_is_not_taken_layer_by_layer() -> None:
+  parts = (
+    Config(optax.clip_by_global_norm, 1.0),
+    Config(optax.scale_by_trust_ratio),
+    Config(optax.scale_by_learning_rate),
+  )
+  optimizer, weights = Config(optax.chain, *parts), declarations()
+  with pytest.raises(ConfigError, match=r'clip_by_global_norm looks at all .* learner.clip_gradient_norm_to_value'):
+    Config(Learner, optimizer=optimizer).instantiate().init(values(weights), weights)
+  for chosen in (True, False):
+    learner = Config(Learner, optimizer=optimizer, per_layer_statistics=chosen).instantiate()
+    assert learner.init(values(weights), weights)
+  alone = {'w': weight(3, 2)}
+  assert set(Config(Learner, optimizer=optimizer).instantiate().init(values(alone), alone)) == {'single'}
+
+
 def test_slots_of_adam_are_named_by_their_variables() -> None:
   weights = declarations()
   state = Config(Learner, optimizer=Config(optax.adam)).instantiate().init(values(weights), weights)
