@@ -69,7 +69,7 @@ def padded_batch_shape(batch_struct: Mapping[str, Any], multiple: int) -> dict[s
 
 
 def check_batch(batch: Any, expected: Any) -> None:
-  """Raises a DataError where a batch has other leaves or sizes than `expected`, but for the share of each process."""
+  """Raises a DataError where a batch is not as `expected`: leaves, sizes but for the share of each process, dtypes."""
   want, have = (
     {jax.tree_util.keystr(p, simple=True, separator='.'): x for p, x in _leaves(t)} for t in (expected, batch)
   )
@@ -80,6 +80,17 @@ def check_batch(batch: Any, expected: Any) -> None:
       raise DataError(
         f'batch leaf {name!r} has shape {tuple(have[name].shape)}; the step was built for {tuple(x.shape)}'
       )
+    # On a device, int64 is int32 and float64 float32.
+    if jax.dtypes.canonicalize_dtype(have[name].dtype) != jax.dtypes.canonicalize_dtype(x.dtype):
+      raise DataError(f'batch leaf {name!r} is {have[name].dtype}; the step was built for {x.dtype}')
+
+
+def is_on_device(batch: Any, expected: Any) -> bool:
+  """Whether a batch is of JAX's arrays already, padded to the shapes of `expected`."""
+  have, want = _leaves(batch), _leaves(expected)
+  return [path for path, _ in have] == [path for path, _ in want] and all(
+    isinstance(x, jax.Array) and x.shape == e.shape for (_, x), (_, e) in zip(have, want)
+  )
 
 
 def put_on_mesh(batch: Any, mesh: Mesh | None, specs: Any) -> Any:

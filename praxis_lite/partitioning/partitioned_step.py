@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from praxis_lite.partitioning.batch import batch_size, check_batch, pad_batch, put_on_mesh
+from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
 
 
 class CompileTimes(NamedTuple):
@@ -60,7 +61,7 @@ class PartitionedStep:
     """Pads a host batch with zero-weight rows to the compiled shape and places it on the mesh, asynchronously.
 
     Args:
-      batch: NumPy arrays: the global batch, or with several processes this process's share of it.
+      batch: arrays of the host: the global batch, or with several processes this process's share of it.
 
     Raises:
       DataError: the batch has other arrays than the step was built for.
@@ -97,6 +98,16 @@ class PartitionedStep:
 
   def __call__(self, *args: Any) -> Any:
     *others, inputs = args
-    if any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(inputs)):
+    if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)
+    others = [_as_key(x) if _is_key(expected) else x for x, expected in zip(others, self.arguments, strict=False)]
     return self.compiled(*others, inputs)
+
+
+def _is_key(x: Any) -> bool:
+  return isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(key: jax.Array) -> jax.Array:
+  """A key as it is, or as `jax.random.key` makes it if `jax.random.PRNGKey` has made it."""
+  return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

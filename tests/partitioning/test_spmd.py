@@ -1,6 +1,7 @@
 """A partitioned model trains, evaluates and decodes as on one device, whatever the mesh, divisible or not."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -236,6 +237,18 @@ def test_decoding_takes_a_state_as_a_partitioner_has_laid_it_out():
   }
   (_, expected), _ = config.model.instantiate().apply(variables, batch(), do_eval=True, method='decode')
   np.testing.assert_array_equal(decoded, expected['ids'])
+
+
+def test_steps_take_arrays_of_jax_and_keys_of_either_kind():
+  model = partition_spmd_model(task((1, 2, 4)), jax.random.PRNGKey(0), struct(batch()))
+  state, key = model.partitioned_train_state, jax.random.key(1)
+  step = functools.partial(model.eval_step, state.mdl_vars)
+  expected = step(key, state.step, batch()).weighted_loss
+  assert step(jax.random.PRNGKey(1), state.step, batch()).weighted_loss == expected
+  assert step(key, state.step, jax.tree.map(jnp.asarray, batch())).weighted_loss == expected
+  assert step(key, 0, model.eval_step.put_inputs(batch())).weighted_loss == expected
+  with pytest.raises(DataError, match=r"'weights' is int64; the step was built for float32"):
+    step(key, 0, {**batch(), 'weights': np.ones((BATCH, LENGTH), np.int64)})
 
 
 def test_mistakes_are_told_before_anything_is_compiled():
