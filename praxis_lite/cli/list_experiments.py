@@ -20,7 +20,7 @@ def _run(values: flags.FlagValues) -> int:
   width = max((len(name) for name, _ in rows), default=0)
   for name, summary in rows:
     print(_cut(f'{name:<{width}}  {summary}'))
-  if not rows:
+  if not rows and wanted:
     print(f'no experiment matches {values.match!r}')
   for problem in problems:
     print(f'not listed: {problem}', file=sys.stderr)

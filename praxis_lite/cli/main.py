@@ -9,6 +9,7 @@ import copy
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -73,12 +74,21 @@ def main(argv: Sequence[str]) -> int:
     return 2
   except KeyboardInterrupt:
     return 130
+  except Exception as error:
+    if not _is_out_of_memory(error):
+      raise
+    print(f'praxis-lite {name}: error: {_out_of_memory(error)}', file=sys.stderr)
+    return 2
 
 
 def run() -> None:
   """The console script."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   sys.path.insert(0, os.getcwd())
+  # Ctrl-C ends the process at once, inside a library's import or compiler too, where Python's own exception would be
+  # lost or come minutes late. Training catches it itself, to save first; anything else may be killed at any time.
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
     code = main(sys.argv[1:])
     sys.stdout.flush()
@@ -104,9 +114,20 @@ def _one_line(error: Exception, command: str) -> str:
   # absl's words for these are Python's, or end too early.
   text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
+  text = re.sub(r"\('Non-boolean argument to boolean flag', '.*'\)", 'expected true or false', text)
   if isinstance(error, flags.UnrecognizedFlagError):
     text = f'{text.replace("mean: ", "mean --").replace(" ?", "?")}; `praxis-lite {command} --help` lists the flags'
   return text
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+  # By name: JAX is not imported here, and raises one type of error for all that goes wrong in a program.
+  return type(error).__name__ in ('JaxRuntimeError', 'XlaRuntimeError') and 'RESOURCE_EXHAUSTED' in str(error)
+
+
+def _out_of_memory(error: Exception) -> str:
+  what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
+  return f'{what}; it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
 
 
 if __name__ == '__main__':

@@ -66,6 +66,7 @@ class LiveConsole(Console):
     self._screen = console.Console(file=self._stream, highlight=False)
     self._live = live.Live(self._rows([]), console=self._screen, refresh_per_second=4)
     self._live.start()
+    self._screen.show_cursor(True)  # It would stay hidden after a kill.
 
   def train_step(self, step: int, metrics: Mapping[str, Any], rates: Rates | None) -> None:
     self._progress.update(self._bar, completed=step)

@@ -16,7 +16,7 @@ from praxis_lite.errors import UserError
 def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   """Creates the directory if need be, and writes to it: better now than after an hour of compiling and training.
 
-  If a mistake of the user ends the block before anything was written, what was created is removed again.
+  If an error ends the block before anything was written, what was created is removed again.
 
   Raises:
     UserError: it cannot be created, or nothing can be written there.
@@ -32,7 +32,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
     raise UserError(f'job_log_dir {path} is not writable: {_reason(path, error)}') from None
   try:
     yield path
-  except UserError:
+  except BaseException:
     with contextlib.suppress(OSError):  # It is not empty.
       for folder in created:
         folder.rmdir()
