@@ -115,8 +115,8 @@ def short_path(path: str) -> str:
 
 
 def _where(error: Exception) -> str:
-  if isinstance(error, SyntaxError) and error.filename:
-    return f'{short_path(error.filename)}:{error.lineno}'
+  if isinstance(error, SyntaxError):  # Its traceback is that of the compiler.
+    return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
   frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
   files = [(file, line) for file, line in frames if not file.startswith('<')]
   # The last line of the user's own code says more than the depth of a library.

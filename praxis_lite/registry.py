@@ -76,6 +76,8 @@ def get(name: str) -> Any:
     return _entries[name].experiment
   if ':' in name or name.endswith('.py'):
     location, _, cls = name.partition(':')
+    if not location.endswith('.py') and (not location or '/' in location):
+      raise UserError(f'{name!r} names no Python file; write path/to/file.py:MyExperiment')
     module = _load_file(location) if location.endswith('.py') else import_module(location)
     return _experiment_in(module, cls)
   module_name, _, cls = name.rpartition('.')

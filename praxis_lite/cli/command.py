@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from absl import flags
 
+# JAX makes a key of 32 bits of a seed: larger ones would draw what a smaller one draws.
+MAX_SEED = 2**32 - 1
+
 
 class Command(NamedTuple):
   """One command of the command line.

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, checkpoint_flags, experiment_flags
+from praxis_lite.cli.command import MAX_SEED, Command, checkpoint_flags, experiment_flags
 from praxis_lite.errors import UserError
 
 # Flags that set a field of the model's decoder where they are given.
@@ -33,7 +33,7 @@ def _run(values: flags.FlagValues) -> int:
   tokenizer = _tokenizer(config)
   _set_decoder(config.task, tokenizer, values)
   prompts = [prompt for prompt in values.prompt for _ in range(values.num_samples)]
-  ids = [tokenizer.encode(prompt) for prompt in prompts]
+  ids = [_encode(tokenizer, prompt) for prompt in prompts]
   for i, (prompt, continuation) in enumerate(
     zip(prompts, decode_prompts(config, job_log_dir, ids, step=values.step, seed=values.seed))
   ):
@@ -50,6 +50,13 @@ def _tokenizer(config: Any) -> Any:
     if tokenizer is not None:
       return tokenizer
   raise UserError('--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one')
+
+
+def _encode(tokenizer: Any, prompt: str) -> list[int]:
+  try:
+    return list(tokenizer.encode(prompt))
+  except UnicodeEncodeError as error:  # Bytes of the command line that are no text.
+    raise UserError(f'--prompt={prompt!r} is not UTF-8 text: character {error.start} is a byte of its own') from None
 
 
 def _set_decoder(task: Any, tokenizer: Any, values: flags.FlagValues) -> None:
@@ -93,7 +100,14 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_multi_string(
     'stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"', flag_values=values
   )
-  flags.DEFINE_integer('seed', 0, 'Seed of the samples. Example: --seed=1', flag_values=values)
+  flags.DEFINE_integer(
+    'seed',
+    0,
+    'Seed of the samples. Example: --seed=1',
+    lower_bound=0,
+    upper_bound=MAX_SEED,
+    flag_values=values,
+  )
   return values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from praxis_lite.cli.command import Command, experiment_flags
+from praxis_lite.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -12,6 +13,8 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.config_json import to_json
   from praxis_lite.config_text import to_text
 
+  if values.html == '':
+    raise UserError('--html is empty: name a file, as in --html=sharding.html')
   prepare_for_shapes()
   config = configured_experiment(values)
   if values.json:

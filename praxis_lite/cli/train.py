@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, compilation_cache_flag, experiment_flags, job_log_dir_flag
+from praxis_lite.cli.command import MAX_SEED, Command, compilation_cache_flag, experiment_flags, job_log_dir_flag
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -40,7 +40,12 @@ def _flags() -> flags.FlagValues:
   values = experiment_flags()
   job_log_dir_flag(values)
   flags.DEFINE_integer(
-    'seed', 0, 'Seed of the first values and of all that is drawn in training. Example: --seed=1', flag_values=values
+    'seed',
+    0,
+    'Seed of the first values and of all that is drawn in training. Example: --seed=1',
+    lower_bound=0,
+    upper_bound=MAX_SEED,
+    flag_values=values,
   )
   flags.DEFINE_boolean(
     'restore_input',

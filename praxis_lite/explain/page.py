@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from praxis_lite.errors import UserError
 from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
 from praxis_lite.explain.problems import Problem
 from praxis_lite.explain.report import ShardingReport
@@ -29,10 +30,16 @@ def write_page(path: str, report: ShardingReport, title: str, problems: Sequence
 
   Returns:
     The path of the file.
+
+  Raises:
+    UserError: it cannot be written.
   """
-  file = pathlib.Path(path)
-  file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(render_page(report, title, problems), encoding='utf-8')
+  file, page = pathlib.Path(path), render_page(report, title, problems)
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding='utf-8')
+  except OSError as error:
+    raise UserError(f'cannot write the page {file}: {error.strerror}') from None
   return file
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.call import NestedDict
-from praxis_lite.errors import DataError
+from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
 from praxis_lite.partitioning.steps import WeightedScalars
@@ -56,8 +56,12 @@ class BaseModel(Layer):
     """
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns (metrics, decoded outputs), the latter a dict of arrays with the batch as dimension 0."""
-    raise NotImplementedError(f'{type(self).__name__} does not decode')
+    """Returns (metrics, decoded outputs), the latter a dict of arrays with the batch as dimension 0.
+
+    Raises:
+      ConfigError: this model does not decode.
+    """
+    raise ConfigError(f'task.model: {type(self).__name__} has no method decode(batch), so it cannot decode')
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

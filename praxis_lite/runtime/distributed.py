@@ -6,6 +6,7 @@ All of it has to happen before JAX starts its backends, so a program calls these
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -47,9 +48,8 @@ def initialize_distributed(
   """Joins the processes of a run on several hosts; without arguments and settings to that effect, does nothing.
 
   Each argument falls back to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`.
-    On a
-  cluster that JAX knows (Cloud TPU, Slurm, Open MPI, Kubernetes), `coordinator_address='auto'` asks the cluster for all
-  three.
+  On a cluster that JAX knows (Cloud TPU, Slurm, Open MPI, Kubernetes), `coordinator_address='auto'` asks the cluster
+  for all three.
 
   Args:
     coordinator_address: `host:port` of process 0, the same in all processes, or 'auto'.
@@ -57,7 +57,7 @@ def initialize_distributed(
     process_id: which of them this is, from 0.
 
   Raises:
-    ConfigError: some of the three are given and others not, or JAX has already started.
+    ConfigError: some of the three are given and others not, they do not fit, or JAX has already started.
   """
   address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
   processes = _from_environment(num_processes, 'JAX_NUM_PROCESSES')
@@ -68,13 +68,21 @@ def initialize_distributed(
   if _backends_have_started():
     raise ConfigError('cannot join the other processes: JAX has already started; call initialize_distributed first')
   if address == 'auto':
-    jax.distributed.initialize()
+    try:
+      jax.distributed.initialize()
+    except ValueError as error:
+      raise ConfigError(f'coordinator_address=auto: no cluster that JAX knows runs this process ({error})') from None
     return
   missing = [name for name, value in given.items() if value is None]
   if missing:
     raise ConfigError(
       f'to run on several hosts, {", ".join(missing)} must be set too; or coordinator_address=auto alone'
     )
+  assert address is not None and processes is not None and process is not None
+  if not re.fullmatch(r'.+:\d+', address):
+    raise ConfigError(f'coordinator_address = {address!r}: expected host:port of process 0, as in 10.0.0.1:1234')
+  if not 0 <= process < processes:
+    raise ConfigError(f'process_id = {process}: expected 0 to num_processes - 1, and num_processes is {processes}')
   jax.distributed.initialize(address, processes, process)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -37,6 +39,21 @@ MISTAKES = {
 }
 
 
+HOSTS = ['train', '--exp=lm.SyntheticLmTiny', '--job_log_dir=run', '--num_processes=1']
+NO_PORT, NO_SUCH = ['--process_id=0', '--coordinator_address=a'], ['--process_id=1', '--coordinator_address=a:1']
+MISTAKES |= {
+  'coordinator': (
+    [*HOSTS, '--process_id=0', '--coordinator_address=a'],
+    "coordinator_address = 'a': expected host:port",
+  ),
+  'process': (
+    [*HOSTS, '--process_id=1', '--coordinator_address=a:1'],
+    'process_id = 1: expected 0 to num_processes - 1',
+  ),
+  'cluster': ([*HOSTS, '--coordinator_address=auto'], 'coordinator_address=auto: no cluster that JAX knows runs this'),
+}
+
+
 @pytest.mark.parametrize(('arguments', 'message'), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, arguments, message):
   done = run(*arguments, cwd=tmp_path)
@@ -63,6 +80,34 @@ def test_a_bug_is_no_mistake_of_the_user_and_keeps_its_traceback(tmp_path):
   done = run('show', '--exp=buggy.py:A', cwd=tmp_path)
   assert done.returncode == 1
   assert done.stderr.startswith('Traceback') and "has no attribute 'nothing'" in done.stderr.splitlines()[-1]
+
+
+def test_an_interrupt_before_the_first_step_ends_the_process_at_once(tmp_path):
+  # As libraries do while they are imported or compile: an exception would be swallowed, or come when they are done.
+  (tmp_path / 'slow.py').write_text(
+    'import pathlib, time\npathlib.Path("started").touch()\n'
+    'try: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(60)\n'
+  )
+  arguments = [*PROGRAM, 'train', '--exp=slow.py:A', '--job_log_dir=run']
+  started = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+  while not (tmp_path / 'started').exists():
+    assert started.poll() is None
+    time.sleep(0.05)
+  started.send_signal(signal.SIGINT)
+  assert started.communicate(timeout=30) == ('', '')
+  assert started.returncode == -signal.SIGINT
+
+
+def test_a_prompt_of_stray_bytes_is_told(tmp_path):
+  done = run(
+    'train', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', '--set', 'task.train.num_train_steps=1', cwd=tmp_path
+  )
+  assert done.returncode == 0
+  done = run('decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', b'--prompt=a\xff', cwd=tmp_path)
+  assert done.returncode == 2
+  assert done.stderr == (
+    "praxis-lite decode: error: --prompt='a\\udcff' is not UTF-8 text: character 1 is a byte of its own\n"
+  )
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

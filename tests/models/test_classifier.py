@@ -10,7 +10,7 @@ import pytest
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.layers import ConvNet, FullSoftmax, GroupNorm, Mlp
-from praxis_lite.models import ClassificationModel
+from praxis_lite.models import BaseModel, ClassificationModel
 
 B, H, W, C, V = 6, 5, 4, 2, 3
 KEY = jax.random.key(0)
@@ -39,6 +39,11 @@ def run(config, inputs, variables=None, **kwargs):
   model = config.instantiate()
   variables = model.init(KEY) if variables is None else variables
   return model.apply(variables, inputs, **kwargs)
+
+
+def test_a_model_without_decode_says_so():
+  with pytest.raises(ConfigError, match=r'^task\.model: BaseModel has no method decode\(batch\)'):
+    BaseModel().decode(batch())
 
 
 def test_loss_and_accuracy_of_a_mlp_are_those_computed_by_hand():
