@@ -110,6 +110,12 @@ class Layer(Configurable):
         setattr(self, field, default)
     if self.fprop_dtype is None:
       self.fprop_dtype = self.dtype
+    for field in ('dtype', 'fprop_dtype'):
+      dtype = jnp.dtype(getattr(self, field))
+      if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+          f'{self.path_name}.{field}: expected a floating dtype, such as float32 or bfloat16, got {dtype}'
+        )
     self._check_split_mappings()
     self.setup()
     self._ready = True

@@ -112,7 +112,14 @@ class SingleTask(Configurable):
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
     for section in ('train', 'evaluate', 'decode'):
-      setattr(self, section, getattr(self, section).instantiate())
+      config = getattr(self, section)
+      if not isinstance(config, Config):
+        raise ConfigError(f'task.{section}: expected the config of its settings, got {config!r}')
+      setattr(self, section, config.instantiate())
+    for section in ('evaluate', 'decode'):
+      max_batches = getattr(self, section).max_batches
+      if max_batches is not None and max_batches < 1:
+        raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
     with located('task.train'):
       self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
     if not isinstance(self.model, Config):

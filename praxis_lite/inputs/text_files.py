@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from praxis_lite.config import Config
@@ -27,13 +27,16 @@ def find_files(path: Any, where: str) -> list[str]:
     where: what to call the path in an error.
 
   Raises:
+    ConfigError: `path` is none of these.
     DataError: a path does not exist, or no file is found.
   """
   if isinstance(path, Config):
     path = path.instantiate()
   elif callable(path):
     path = path()
-  paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+  paths = [path] if isinstance(path, (str, os.PathLike)) else path
+  if not isinstance(paths, Iterable) or not all(isinstance(entry, (str, os.PathLike)) for entry in paths):
+    raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
   found: set[str] = set()
   for entry in paths:
     found.update(_files_of(os.path.expanduser(os.fspath(entry)), where))
@@ -110,7 +113,7 @@ def _files_of(path: str, where: str) -> list[str]:
     if not files:
       raise DataError(f'{where}: no file matches {path}')
     return files
-  raise DataError(f'{where}: there is no file or directory {path}')
+  raise DataError(f'{where}: there is no file or directory {path or repr(path)}')
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:

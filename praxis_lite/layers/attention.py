@@ -149,6 +149,8 @@ class MultiHeadAttention(Layer):
   def _complete(self) -> tuple[int, int, int, int]:
     """Fills in the hyperparameters that follow from others, rejects contradictions, and returns D, N, K, H."""
     D, N = self.input_dims, self.num_heads
+    if N < 1:
+      raise ConfigError(f'{self.path_name}.num_heads: expected at least 1, got {N}')
     if self.num_kv_heads is None:
       self.num_kv_heads = N
     if self.num_kv_heads < 1 or N % self.num_kv_heads:

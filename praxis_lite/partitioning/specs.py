@@ -13,6 +13,7 @@ The specs made here are of full rank, one entry per dimension, because padding i
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean
 from praxis_lite.weights import SplitDimsMapping
+
+_MAP_KEY = re.compile(r'map_\d+d')
 
 
 def to_partition_spec(
@@ -121,10 +124,13 @@ def infer_partition_spec_based_on_rank_fn(
     The spec, or None for 'leave it as it is'.
 
   Raises:
-    ShardingError: there is no mapping for this rank, or it is not valid.
+    ShardingError: there is no mapping for this rank, or it is not valid; or a key is no `map_Nd`.
   """
   if mapping_dict is None or not x.shape:
     return None
+  unknown = next((key for key in mapping_dict if not _MAP_KEY.fullmatch(key)), None)
+  if unknown is not None:
+    raise ShardingError(f'inputs_split_mapping.{unknown}: its keys are map_1d, map_2d, ..., one for each rank')
   rank = len(x.shape)
   key = f'map_{rank}d'
   if key not in mapping_dict:

@@ -48,9 +48,15 @@ COMMAND_LINES = {
   'no devices': (['train', TINY, '--job_log_dir=x', '--devices=0'], r'--devices=0: 0 is not a positive integer'),
   'some devices': (['train', TINY, '--job_log_dir=x', '--devices=some'], r'--devices=some: expected an integer'),
   'temperature': (['decode', TINY, '--job_log_dir=x', '--temperature=hot'], r'--temperature=hot: expected a number'),
+  'seed': (['train', TINY, '--job_log_dir=x', '--seed=-1'], r'--seed=-1: .*in the range \[0, 4294967295\]'),
   'set what': (['show', TINY, '--set'], r'Missing value for flag --set'),
   'unknown experiment': (['show', '--exp=lm.StdlibLmTyni'], r"no experiment 'lm\.StdlibLmTyni'\. Did you mean lm\."),
   'unknown module': (['show', '--exp=no_such.module.X'], r"no experiment 'no_such\.module\.X'"),
+  'not even a file': (['show', '--exp=:'], r"':' names no Python file; write path/to/file\.py:MyExperiment"),
+  'no Python file': (['show', '--exp=texts/a.txt:X'], r"'texts/a\.txt:X' names no Python file; write path/to/file\.py"),
+  'no page': (['show', TINY, '--html='], r'--html is empty: name a file'),
+  'page in a directory': (['show', TINY, '--html=/'], r'cannot write the page /: Is a directory'),
+  'boolean': (['show', TINY, '--json=maybe'], r'--json=maybe: expected true or false$'),
   'unknown file': (['show', '--exp=no/such/file.py:X'], r"there is no file 'no/such/file\.py'"),
 }
 
@@ -82,6 +88,11 @@ OVERRIDES = {
     r'task\.train: learner\.num_microbatches: expected at least',
   ),
   'model': ('task.model=None', r'task\.model: expected the config of a BaseModel, got None'),
+  'no settings': ('task.train=None', r'^task\.train: expected the config of its settings, got None'),
+  'no batches': ('task.evaluate.max_batches=0', r'^task\.evaluate\.max_batches = 0: expected at least 1, or None'),
+  'dtype of weights': ('task.model.dtype=int32', r'LanguageModel\.dtype: expected a floating dtype, .*got int32'),
+  'dtype of a pass': ('task.model.fprop_dtype=int8', r'\.fprop_dtype: expected a floating dtype, .*got int8'),
+  'no heads': ('task.model.num_heads=0', r'attention\.num_heads: expected at least 1, got 0'),
   'kv heads': ('task.model.num_kv_heads=2', r'attention\.num_kv_heads: 2 does not divide num_heads, 3'),
   'no layers': ('task.model.num_layers=0', r'lm\.transformer\.num_layers: expected at least 1, got 0'),
   'no dims': ('task.model.model_dims=0', r'\.w: shape \(.*0.*\); every dimension must be at least 1'),
@@ -116,6 +127,10 @@ OVERRIDES = {
   'missing map': (
     "task.train.inputs_split_mapping={'map_1d': None}",
     r"^task\.train: inputs_split_mapping has no 'map_2d', and an input of shape \(6, 32\) needs it",
+  ),
+  'name of a map': (
+    'task.train.inputs_split_mapping.map_x=(data, None)',
+    r'^task\.train: inputs_split_mapping\.map_x: its keys are map_1d, map_2d, \.\.\.',
   ),
   'axis of a map': (
     'task.train.inputs_split_mapping.map_2d=(dta, None)',
@@ -187,6 +202,10 @@ def test_data_that_cannot_be_read_is_told_before_anything_is_written(capsys, tmp
     capsys, run, f'datasets[0].path={tmp_path / "text.txt"}', f'datasets[1].path={tmp_path / "empty.txt"}'
   )
   assert told.startswith('datasets[1]: validation.path: ') and told.endswith('empty.txt is empty')
+  for path in ('3', '[3]'):
+    told = train_text(capsys, run, f'datasets[*].path={path}')
+    assert told == f'datasets[0]: train.path: expected a path, or a list of paths, got {path}'
+  assert train_text(capsys, run, 'datasets[*].path=').endswith("train.path: there is no file or directory ''")
   assert not run.exists()
 
 
@@ -278,6 +297,12 @@ BASE = 'from praxis_lite.experiment import BaseExperiment\n'
 STDLIB_TINY = 'from experiments.lm import StdlibLmTiny as Tiny\n'
 OWN_FILES = {
   'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed \(.*experiment\.py:1\)"),
+  'bytes': ('\0', 'A', r'cannot import experiment\S*: SyntaxError: source code string cannot contain null bytes$'),
+  'memory': (
+    f'{STDLIB_TINY}import jax.numpy as jnp\nclass A(Tiny):\n  def task(self): return jnp.zeros((1 << 24, 1 << 24))\n',
+    'A',
+    r'^Out of memory allocating \d+ bytes; it may fit with a smaller batch or model',
+  ),
   'import': ('import numpyy\n', 'A', r"ModuleNotFoundError: No module named 'numpyy' \(.*experiment\.py:1\)"),
   'name': (f'{BASE}class Mine(BaseExperiment): pass\n', 'Mien', r"no experiment 'Mien'\. Did you mean 'Mine'\?"),
   'task': (
