@@ -1,7 +1,10 @@
 """The Python blocks of the guides run, each guide top to bottom in one namespace."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +22,17 @@ def test_guide_runs(guide, tmp_path, monkeypatch):
     # Blank lines before the code make line numbers in a traceback those of the guide.
     code = '\n' * text[: match.start(1)].count('\n') + match[1]
     exec(compile(code, str(guide), 'exec'), namespace)
+
+
+@pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
+def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
+  script = tmp_path / 'guide.py'
+  script.write_text('\n'.join(BLOCK.findall(guide.read_text())))
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(
+    [sys.executable, script.name], capture_output=True, text=True, check=False, cwd=tmp_path, env=env
+  )
+  assert done.returncode == 0, done.stderr
 
 
 def test_links_between_documents_lead_somewhere():
