@@ -7,9 +7,8 @@
 Arrays are stored with the padding of their mesh. Their true shapes are stored beside them, and are what a restore
 compares; the padding, zeros at the end, is cut or extended to what the restoring mesh needs.
 
-Orbax writes them: in the background, into a folder that is renamed when it is complete. What a killed run leaves behind
-  is never
-taken for a checkpoint, and is cleaned up by the next.
+Orbax writes them: in the background, into a folder that is renamed when it is complete. What a killed run leaves
+behind is never taken for a checkpoint, and is cleaned up by the next.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class Programs:
 
 def result_line(step: int, program: Program, result: Any) -> str:
   """Returns what the console shows of a result."""
-  note = f'{result.num_batches} batches, {result.seconds:.1f} s'
+  batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
+  note = f'{batches}, {result.seconds:.1f} s'
   if isinstance(program, DecodeProgram):
     note = f'{note}, {program.output_path(step)}'
   return metrics_line(step, program.split, result.metrics, note)
