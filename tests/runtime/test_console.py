@@ -88,6 +88,7 @@ def test_on_a_terminal_of_80_columns_nothing_is_cut_off(monkeypatch):
   monkeypatch.setenv('TTY_COMPATIBLE', '1')
   stream = io.StringIO()
   console = LiveConsole(100000, stream=stream)
+  assert stream.getvalue().rfind('\x1b[?25h') > stream.getvalue().rfind('\x1b[?25l')  # A kill leaves a cursor.
   console.train_step(12345, METRICS, Rates(12.34, 148.1, 50321.0, 0.412))
   console.line('step 12345 eval/valid loss 2 [not markup]')
   console.close()

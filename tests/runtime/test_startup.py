@@ -119,6 +119,9 @@ def test_after_a_mistake_no_empty_directory_is_left(tmp_path):
   with pytest.raises(UserError, match=r'^wrong$'), job_directory(kept / 'runs' / '1'):
     raise UserError('wrong')
   assert list(kept.iterdir()) == []
+  with pytest.raises(KeyboardInterrupt), job_directory(kept / 'runs' / '1'):
+    raise KeyboardInterrupt
+  assert list(kept.iterdir()) == []
   with pytest.raises(UserError), job_directory(kept / 'runs' / '1') as path:
     (path / 'something').write_text('')
     raise UserError('wrong')
