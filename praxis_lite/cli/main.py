@@ -94,7 +94,11 @@ def run() -> None:
     sys.stdout.flush()
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    code = 0
+    code = 0  # As with `show | head`: who reads has seen enough.
+    if sys.argv[1:2] == ['train']:
+      code = 2
+      told = 'what read its output has ended, and the run with it; the same command goes on from the last checkpoint'
+      print(f'praxis-lite train: error: {told}', file=sys.stderr)
   sys.exit(code)
 
 

@@ -110,6 +110,20 @@ def test_a_prompt_of_stray_bytes_is_told(tmp_path):
   )
 
 
+def test_training_that_loses_its_reader_is_not_done(tmp_path):
+  flags = '--exp=lm.SyntheticLmTiny --job_log_dir=run --set task.train.num_train_steps=3000'
+  done = subprocess.run(
+    ['bash', '-c', f'{" ".join(PROGRAM)} train {flags} | head -n 1; exit ${{PIPESTATUS[0]}}'],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=tmp_path,
+    env=os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')},
+  )
+  assert done.returncode == 2
+  assert done.stderr.startswith('praxis-lite train: error: what read its output has ended')
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
   program = ' '.join(PROGRAM)
   done = subprocess.run(
