@@ -39,6 +39,7 @@ from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.observers import report_constraint
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
 from praxis_lite.partitioning.explicit.sharded_params import ShardedParam
+from praxis_lite.partitioning.gathered_weights import as_used
 from praxis_lite.partitioning.rules import resolve_split_mapping
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
@@ -400,7 +401,7 @@ class Theta:
     castable = jnp.issubdtype(stored, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
     if sharded:
       return value.gather(layer.fprop_dtype if castable else None)
-    return value.astype(layer.fprop_dtype) if castable else value
+    return as_used((*layer.path, name), value.astype(layer.fprop_dtype) if castable else value)
 
 
 def init_tree(weights: NestedDict, key: jax.Array) -> NestedDict:

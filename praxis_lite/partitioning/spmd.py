@@ -24,6 +24,7 @@ from praxis_lite.partitioning import steps
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
 from praxis_lite.partitioning.explicit.step import ExplicitTrainStep
+from praxis_lite.partitioning.gathered_weights import gathering, specs_to_gather
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.model_states import (
   declared_state,
@@ -32,6 +33,7 @@ from praxis_lite.partitioning.model_states import (
   train_state_shapes,
 )
 from praxis_lite.partitioning.partitioned_step import PartitionedStep
+from praxis_lite.partitioning.paths import Path
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.partitioning.train_state import TrainState
 
@@ -153,6 +155,11 @@ class PartitionedTask:
       return per_example
     return jax.tree.map(lambda x: x[: self._batch_size], per_example)
 
+  @functools.cached_property
+  def _specs_to_gather(self) -> dict[Path, PartitionSpec]:
+    mapping = self.jax_task.train.inputs_split_mapping
+    return specs_to_gather(self.jax_task.model, self.state_specs.mdl_vars, mapping, dict(self.mesh.shape))
+
   # ---------------------------------------------------------------- around a step
 
   @property
@@ -177,7 +184,13 @@ class PartitionedTask:
       self.inputs_partition_spec,
     )
     arguments = (*state_arguments, *replicated_arguments, inputs)
-    return PartitionedStep(fn, arguments, out_shardings, mesh=self.mesh, donate_argnums=donate)
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+      with gathering(self._specs_to_gather):
+        return fn(*args)
+
+    return PartitionedStep(step, arguments, out_shardings, mesh=self.mesh, donate_argnums=donate)
 
 
 def partition_spmd_model(
