@@ -89,14 +89,16 @@ def test_an_interrupt_before_the_first_step_ends_the_process_at_once(tmp_path):
     'try: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(60)\n'
   )
   arguments = [*PROGRAM, 'train', '--exp=slow.py:A', '--job_log_dir=run']
+  # As from a terminal: these tests may run in a shell's background, whose processes ignore interrupts.
+  listening = (
+    'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])'
+  )
   started = subprocess.Popen(
-    arguments,
+    [sys.executable, '-c', listening, *arguments],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     cwd=tmp_path,
-    # As from a terminal: these tests may run in a shell's background, whose processes ignore interrupts.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )
   while not (tmp_path / 'started').exists():
     assert started.poll() is None
