@@ -72,7 +72,9 @@ def as_used(path: Path, weight: jax.Array) -> jax.Array:
 def _row_axes(model: Any, inputs_split_mapping: Mapping[str, Any] | None, mesh_sizes: Mapping[str, int]) -> set[str]:
   """All axes that split dimension 0 of an input or an activation together with others."""
   specs = [
-    to_partition_spec(mapping, tuple(mesh_sizes)) for mapping in (inputs_split_mapping or {}).values() if mapping
+    to_partition_spec(mapping, tuple(mesh_sizes), path=f'inputs_split_mapping.{key}')
+    for key, mapping in (inputs_split_mapping or {}).items()
+    if mapping
   ]
   for layer in model.descendants():
     mappings = layer.activation_split_dims_mapping

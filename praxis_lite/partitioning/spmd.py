@@ -158,7 +158,8 @@ class PartitionedTask:
   @functools.cached_property
   def _specs_to_gather(self) -> dict[Path, PartitionSpec]:
     mapping = self.jax_task.train.inputs_split_mapping
-    return specs_to_gather(self.jax_task.model, self.state_specs.mdl_vars, mapping, dict(self.mesh.shape))
+    with located('task.train'):
+      return specs_to_gather(self.jax_task.model, self.state_specs.mdl_vars, mapping, dict(self.mesh.shape))
 
   # ---------------------------------------------------------------- around a step
 
