@@ -6,8 +6,7 @@ weights w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
-Gradients and metrics inside `shard_map`: accumulated over microbatches, and brought together over devices.
-
+Inside `shard_map`, gradients and metrics are also brought together over devices.
 Each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of device d scaled by
 n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the whole batch, also
 where devices have rows of unequal weight or, at the end of a batch, of none.
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.explicit import ShardedParam
 from praxis_lite.partitioning.specs import spec_axes
-from praxis_lite.trees import merge
+from praxis_lite.trees import Path, leaves, merge, select
 from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
 
 
@@ -73,6 +72,8 @@ def value_and_grad(
 
   microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
 
+  changed: set[Path] = set()
+
   def one(carry: Any, xs: Any) -> Any:
     gradients, loss, weight, others = carry
     index, microbatch = xs
@@ -83,6 +84,7 @@ def value_and_grad(
       lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i
     )
     loss = loss + jnp.where(counts, output.weight * loss_i, 0)
+    changed.update(leaves(output.updates))
     updated = merge(others, output.updates)
     return (gradients, loss, weight + output.weight, updated), output._replace(updates={})
 
@@ -96,7 +98,7 @@ def value_and_grad(
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
     per_example=jax.tree.map(join_rows, outputs.per_example),
     summaries=jax.tree.map(lambda x: x[-1], outputs.summaries),
-    updates=updated,
+    updates=select(updated, changed.__contains__),
   )
   return loss / divisor, output, gradients
 
@@ -133,7 +135,8 @@ def sync_gradients(gradients: Any, axes: str | Sequence[str], specs: Any = None)
     return jax.tree.map(lambda g: jax.lax.pmean(g, over), gradient) if over else gradient
 
   trees = (gradients,) if specs is None else (gradients, specs)
-  return jax.tree.map(sync, *trees, is_leaf=lambda x: isinstance(x, ShardedParam))
+  with jax.named_scope('sync_gradients'):
+    return jax.tree.map(sync, *trees, is_leaf=lambda x: isinstance(x, ShardedParam))
 
 
 def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
@@ -181,6 +184,7 @@ def accumulate_gradients(
     loss, total = scaled_loss(loss, metrics['loss'][1], names)
     return loss, LossOutput(total, metrics, {}, {}, {})
 
-  loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
+  with jax.named_scope('accumulate_gradients'):
+    loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
   loss = jax.lax.pmean(loss, names) if names else loss
   return loss, mean_over_devices(output.metrics, names), gradients

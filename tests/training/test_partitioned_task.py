@@ -280,5 +280,6 @@ def test_only_train_batches_are_padded_to_microbatches():
 
 def test_a_mesh_and_a_partitioner_together_are_refused():
   partitioner = PjitPartitioner(num_partitions=1)
+  jax_task = task().instantiate()
   with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
-    partition_spmd_model(task(), jax.random.key(0), struct(batch()), mesh=partitioner.mesh, partitioner=partitioner)
+    partition_spmd_model(jax_task, jax.random.key(0), struct(batch()), mesh=partitioner.mesh, partitioner=partitioner)
