@@ -14,8 +14,8 @@ from praxis_lite.experiment import BaseExperiment
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import BatchNorm, ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel
-from tasks.image_classification import ImageClassificationTask
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.image_classification import ImageClassificationTask
+from praxis_lite.tasks.learners import adamw_learner
 
 _NUM_TRAIN = 1437  # Four fifths; the rest is for validation.
 

@@ -14,8 +14,8 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.experiment import BaseExperiment
 from praxis_lite.inputs import SentencePieceTokenizer, TextInput
 from praxis_lite.models import set_sharding, transformer_lm
-from tasks.language_modelling import LanguageModelTask
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.language_modelling import LanguageModelTask
+from praxis_lite.tasks.learners import adamw_learner
 
 
 class _PublishedSize(BaseExperiment):
