@@ -22,7 +22,7 @@ def workspace(tmp_path, monkeypatch):
   monkeypatch.setattr(registry, '_entries', {})
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
-  monkeypatch.setattr(registry, 'PACKAGE', 'my_experiments')
+  monkeypatch.setattr(registry, 'PACKAGES', ('my_experiments',))
   before = dict(sys.modules)
   yield tmp_path
   for name in set(sys.modules) - set(before):
@@ -138,13 +138,13 @@ def test_a_class_that_its_module_does_not_have(workspace):
 
 def test_a_class_that_is_no_experiment(workspace):
   write(workspace, {'my_runs.py': 'class Mine: pass\nthing = 3\n'})
-  with pytest.raises(UserError, match=r'my_runs.Mine is no experiment: derive a class from BaseExperiment'):
+  with pytest.raises(UserError, match=r'my_runs.Mine is not an experiment: derive a class from BaseExperiment'):
     registry.get('my_runs.Mine')
-  with pytest.raises(UserError, match=r'my_runs.thing is no experiment'):
+  with pytest.raises(UserError, match=r'my_runs.thing is not an experiment'):
     registry.get('my_runs.thing')
-  with pytest.raises(UserError, match=r'int is no experiment'):
+  with pytest.raises(UserError, match=r'int is not an experiment'):
     registry.register(int)
-  with pytest.raises(UserError, match='no experiment'):
+  with pytest.raises(UserError, match='3 is not an experiment'):
     registry.register(3)
 
 

@@ -75,7 +75,8 @@ def test_training_on_a_mesh_warns_of_what_check_finds(tmp_path):
 
 def test_a_bug_is_no_mistake_of_the_user_and_keeps_its_traceback(tmp_path):
   (tmp_path / 'buggy.py').write_text(
-    'from experiments.lm import StdlibLmTiny as Tiny\nclass A(Tiny):\n  def task(self): return self.nothing\n'
+    'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
+    'class A(Tiny):\n  def task(self): return self.nothing\n'
   )
   done = run('show', '--exp=buggy.py:A', cwd=tmp_path)
   assert done.returncode == 1

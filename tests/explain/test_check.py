@@ -21,7 +21,7 @@ from praxis_lite.partitioning.model_states import state_layout
 from praxis_lite.task import SingleTask
 
 registry.load_all()
-NAMES = [name for name in registry.names() if name.startswith('experiments.')]
+NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 BATCH = {
   'image': jax.ShapeDtypeStruct((16, 8), jnp.float32),
   'label': jax.ShapeDtypeStruct((16,), jnp.int32),
