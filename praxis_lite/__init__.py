@@ -16,9 +16,9 @@ if TYPE_CHECKING:
   from praxis_lite.layer import Layer
   from praxis_lite.learning import Learner
   from praxis_lite.models import BaseModel
-  from praxis_lite.partitioning import partition_spmd_model
   from praxis_lite.runtime import simulate_cpu_devices
   from praxis_lite.task import SingleTask
+  from praxis_lite.training import partition_spmd_model
   from praxis_lite.weights import WeightHParams, WeightInit
 
 __all__ = [
@@ -47,7 +47,7 @@ _MODULES = {
   'SingleTask': 'task',
   'WeightHParams': 'weights',
   'WeightInit': 'weights',
-  'partition_spmd_model': 'partitioning',
+  'partition_spmd_model': 'training',
   'simulate_cpu_devices': 'runtime',
   'template': 'config',
 }

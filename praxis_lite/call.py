@@ -5,6 +5,7 @@
       key          PRNG key or None        aux_losses    (value, weight) pairs the task adds to the loss
       do_eval      train or evaluate       updates       new values of non-trainable variables
       decode_state caches by path          decode_state  caches after the call
+      surroundings how weights are read, how sums over rows are completed, who listens; see `Surroundings`
 
 Frames nest: a layer that transforms another one (scan, remat, pipeline) calls `sub.apply(...)` inside the transform,
 and `absorb`s the side outputs that the transform returns. No tracer outlives its frame, so ordinary JAX transforms
@@ -20,16 +21,20 @@ import contextlib
 import contextvars
 import dataclasses
 import zlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.trees import NestedDict, Path, inserted, lookup, merge, path_name
+from praxis_lite.weighted import WeightedScalars, mean_of_means
 
-Path = tuple[str, ...]
-NestedDict = dict[str, Any]
+if TYPE_CHECKING:
+  from praxis_lite.layer import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +52,54 @@ class SideOutputs(NamedTuple):
   """What a call yields beside its result: all trees of arrays, keyed by variable path or by name."""
 
   summaries: dict[str, Summary]
-  aux_losses: dict[str, tuple[jax.Array, jax.Array]]
+  aux_losses: WeightedScalars
   updates: NestedDict
   decode_state: NestedDict
 
 
-def path_name(path: Path) -> str:
-  """'lm.softmax.w' of ('lm', 'softmax', 'w'): the one spelling of a path in messages, tables and summaries."""
-  return '.'.join(path)
+class Constraint(NamedTuple):
+  """A sharding constraint that a layer has put on an array.
+
+  Attributes:
+    field: the field that gives it, as in 'lm.softmax.activation_split_dims_mapping.out'.
+    mapping: its value, as written in the config.
+    spec: the PartitionSpec that it stands for; None leaves the array to the compiler.
+    shape, dtype: of the array.
+  """
+
+  field: str
+  mapping: Any
+  spec: PartitionSpec | None
+  shape: tuple[int, ...]
+  dtype: jnp.dtype
+
+
+def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+  del path
+  return stored if dtype is None else stored.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """What a call needs to know of the world around it. By default: one device, with all rows and whole weights.
+
+  A layer that runs another one inside a transform, such as `shard_map`, passes `dataclasses.replace(...)` of its own
+  surroundings to `apply`, and nothing else needs to know.
+
+  Attributes:
+    read_weight: (path, stored array, dtype or None) -> the weight as layers use it: cast, gathered or sliced. Inside a
+      scan over layers, the stored array has lost the leading dimensions that the scan has taken.
+    reading_gathers: whether `read_weight` communicates, so that the backward pass should gather again, not keep.
+    sum_over_rows: completes a sum over the rows of a batch at hand to the sum over all its rows.
+    manual_axes: mesh axes along which arrays are one device's part.
+    listener: is called with each sharding constraint of a layer while the call is traced; None does nothing.
+  """
+
+  read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
+  reading_gathers: bool = False
+  sum_over_rows: Callable[[jax.Array], jax.Array] = lambda x: x
+  manual_axes: frozenset[str] = frozenset()
+  listener: Callable[[Constraint], object] | None = None
 
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
@@ -63,7 +108,11 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
 
 
 class Frame:
-  """One call in progress. Paths are absolute; the trees start at `root`."""
+  """One call in progress. Paths are absolute; the trees start at `root`.
+
+  Attributes:
+    active: the layer whose method is running, if one is.
+  """
 
   def __init__(
     self,
@@ -73,13 +122,16 @@ class Frame:
     key: jax.Array | None = None,
     do_eval: bool = False,
     decode_state: NestedDict | None = None,
+    surroundings: Surroundings | None = None,
   ):
     self.root = root
     self.variables = variables
     self.key = key
     self.do_eval = do_eval
+    self.surroundings = surroundings or Surroundings()
+    self.active: Layer | None = None
     self.summaries: dict[str, Summary] = {}
-    self.aux_losses: dict[str, tuple[jax.Array, jax.Array]] = {}
+    self.aux_losses: WeightedScalars = {}
     self.updates: NestedDict = {}
     self.decode_state: NestedDict = dict(decode_state or {})
     self._draws: dict[Path, int] = {}
@@ -88,21 +140,21 @@ class Frame:
     return path[: len(self.root)] == self.root
 
   def variable(self, path: Path) -> Any:
-    """The subtree or array at `path`; a value updated earlier in this call is returned as updated."""
-    updated = _lookup(self.updates, path[len(self.root) :])
-    value = _lookup(self.variables, path[len(self.root) :])
+    """The subtree or array at `path`, as stored; a value updated earlier in this call is returned as updated."""
+    updated = lookup(self.updates, self._below(path))
+    value = lookup(self.variables, self._below(path))
     if updated is None:
       return value
-    return _overlay(value, updated)
+    return merge(value, updated) if isinstance(value, dict) and isinstance(updated, dict) else updated
 
   def update(self, path: Path, value: Any) -> None:
-    _insert(self.updates, path[len(self.root) :], value)
+    self.updates = inserted(self.updates, self._below(path), value)
 
   def cached(self, path: Path) -> Any:
-    return _lookup(self.decode_state, path[len(self.root) :])
+    return lookup(self.decode_state, self._below(path))
 
   def cache(self, path: Path, value: Any) -> None:
-    self.decode_state = _inserted(self.decode_state, path[len(self.root) :], value)
+    self.decode_state = inserted(self.decode_state, self._below(path), value)
 
   def next_key(self, path: Path) -> jax.Array:
     if self.key is None:
@@ -112,15 +164,21 @@ class Frame:
       )
     count = self._draws.get(path, 0)
     self._draws[path] = count + 1
-    return jax.random.fold_in(fold_in_path(self.key, path[len(self.root) :]), count)
+    return jax.random.fold_in(fold_in_path(self.key, self._below(path)), count)
+
+  def add_summary(self, name: str, summary: Summary) -> None:
+    """Adds a summary; of a layer that is used several times, the later ones are called `name_1`, `name_2`, ..."""
+    unique, count = name, 0
+    while unique in self.summaries:
+      count += 1
+      unique = f'{name}_{count}'
+    self.summaries[unique] = summary
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array) -> None:
-    """Adds weight * value to the auxiliary losses; what a name has already, as of a layer used twice, stays in it."""
+    """Adds weight * value to the auxiliary losses; of a layer that is used several times, the weighted mean is kept."""
     if name in self.aux_losses:
-      old_value, old_weight = self.aux_losses[name]
-      total = old_weight + weight
-      value = (old_weight * old_value + weight * value) / jnp.where(total == 0, 1, total)
-      weight = total
+      (old_value, old_weight), new = self.aux_losses[name], (value, weight)
+      value, weight = mean_of_means(jnp.stack([old_value, new[0]]), jnp.stack([old_weight, new[1]]))
     self.aux_losses[name] = (value, weight)
 
   def side_outputs(self) -> SideOutputs:
@@ -128,13 +186,17 @@ class Frame:
 
   def absorb(self, path: Path, side: SideOutputs) -> None:
     """Takes over the side outputs of a nested call whose root is the layer at `path`."""
-    self.summaries.update(side.summaries)
+    for name, summary in side.summaries.items():
+      self.add_summary(name, summary)
     for name, aux_loss in side.aux_losses.items():
       self.add_aux_loss(name, *aux_loss)
     if side.updates:
-      self.update(path, _overlay(_lookup(self.updates, path[len(self.root) :]) or {}, side.updates))
+      self.update(path, merge(lookup(self.updates, self._below(path)) or {}, side.updates))
     if side.decode_state:
       self.cache(path, side.decode_state)
+
+  def _below(self, path: Path) -> Path:
+    return path[len(self.root) :]
 
 
 _frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar('praxis_lite_frames', default=())
@@ -159,38 +221,3 @@ def current_frame() -> Frame | None:
 def frame_holding(path: Path) -> Frame | None:
   """The innermost frame whose tree contains `path`: a layer inside a scan may read a weight shared from outside it."""
   return next((f for f in reversed(_frames.get()) if f.holds(path)), None)
-
-
-def _lookup(tree: Any, path: Path) -> Any:
-  for part in path:
-    if not isinstance(tree, dict) or part not in tree:
-      return None
-    tree = tree[part]
-  return tree
-
-
-def _insert(tree: NestedDict, path: Path, value: Any) -> None:
-  if not path:
-    tree.update(value)
-    return
-  for part in path[:-1]:
-    tree = tree.setdefault(part, {})
-  tree[path[-1]] = value
-
-
-def _inserted(tree: NestedDict, path: Path, value: Any) -> NestedDict:
-  """As `_insert`, leaving `tree` as it is: a caller's cache is not changed under its feet."""
-  if not path:
-    return value
-  return {**tree, path[0]: _inserted(tree.get(path[0], {}), path[1:], value)}
-
-
-def _overlay(base: Any, updated: Any) -> Any:
-  if not isinstance(updated, dict) or not isinstance(base, dict):
-    return updated
-  return {**base, **{k: _overlay(base.get(k), v) for k, v in updated.items()}}
-
-
-def merge_updates(variables: NestedDict, updates: NestedDict) -> NestedDict:
-  """Returns `variables` with the entries of `updates` (a partial tree) replaced."""
-  return _overlay(variables, updates)

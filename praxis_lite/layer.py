@@ -24,6 +24,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -33,15 +34,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite import call
-from praxis_lite.call import NestedDict, Path, SideOutputs, Summary
-from praxis_lite.config import Config, Configurable, template
+from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
+from praxis_lite.config import Config, Configurable, config_values, template
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.observers import report_constraint
-from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
-from praxis_lite.partitioning.explicit.sharded_params import ShardedParam
-from praxis_lite.partitioning.gathered_weights import as_used
+from praxis_lite.partitioning.constraints import with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve_split_mapping
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
+from praxis_lite.trees import NestedDict, Path, path_name
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
 
 LayerT = TypeVar('LayerT', bound='Layer')
@@ -78,7 +77,8 @@ class Layer(Configurable):
     params_init: initializer of weights that do not set their own; inherited, Xavier at the root.
     mesh_axis_names: names of the mesh axes that split mappings refer to; inherited. None: names are not checked.
     logical_axis_rules: pairs (logical name, mesh axes) by which mappings may name logical axes; inherited.
-    weight_split_dims_mapping: how each weight is split over the mesh.
+    weight_split_dims_mapping: how each weight is split over the mesh; a layer with weights of its own declares a field
+      for each, as in `template(WeightSplit)`.
     activation_split_dims_mapping: how each activation is split.
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
       split on entry, by rank; None leaves it as it comes.
@@ -90,7 +90,7 @@ class Layer(Configurable):
   params_init: WeightInit | None = None
   mesh_axis_names: tuple[str, ...] | None = None
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
-  weight_split_dims_mapping: Config = template(WeightSplit)
+  weight_split_dims_mapping: Config = template(SplitMapping)
   activation_split_dims_mapping: Config = template(ActivationSplit)
   inputs_split_mapping: dict[str, Any] | None = None
 
@@ -98,9 +98,9 @@ class Layer(Configurable):
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     super().__init_subclass__(**kwargs)
-    for method in ('__call__', 'extend_step'):
-      if method in cls.__dict__:
-        setattr(cls, method, _in_scope(cls.__dict__[method]))
+    for name, method in list(cls.__dict__.items()):
+      if inspect.isfunction(method) and (name == '__call__' or not (name.startswith('_') or hasattr(Layer, name))):
+        setattr(cls, name, _in_scope(method))
 
   def __post_init__(self) -> None:
     self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
@@ -196,9 +196,9 @@ class Layer(Configurable):
 
   def _check_split_mappings(self) -> None:
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-      mappings: Config = getattr(self, group)
-      for field in dataclasses.fields(SplitMapping if mappings is None else mappings.__fn_or_cls__):
-        self._resolve(getattr(mappings, field.name), where=f'{group}.{field.name}')
+      mappings: Config | None = getattr(self, group)
+      for field, mapping in config_values(mappings).items() if mappings is not None else ():
+        self._resolve(mapping, where=f'{group}.{field}')
 
   # ---------------------------------------------------------------- structure
 
@@ -210,7 +210,7 @@ class Layer(Configurable):
   @property
   def path_name(self) -> str:
     """The path as messages spell it."""
-    return call.path_name(self._path) or type(self).__name__
+    return path_name(self._path) or type(self).__name__
 
   def children(self) -> Iterator[tuple[str, Layer]]:
     """Yields (name, child), lists flattened, in the order of creation."""
@@ -274,6 +274,7 @@ class Layer(Configurable):
     do_eval: bool | None = None,
     decode_state: NestedDict | None = None,
     method: str = '__call__',
+    surroundings: Surroundings | None = None,
     **kwargs: Any,
   ) -> tuple[Any, SideOutputs]:
     """Calls a method of this layer as a pure function.
@@ -285,6 +286,7 @@ class Layer(Configurable):
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
       decode_state: caches returned by an earlier call.
       method: which method to call.
+      surroundings: what the call needs to know of the world around it; by default as in the enclosing call.
 
     Returns:
       The method's result and the call's `SideOutputs`.
@@ -292,7 +294,12 @@ class Layer(Configurable):
     outer = call.current_frame()
     if do_eval is None:
       do_eval = outer.do_eval if outer else False
-    with call.entered(call.Frame(self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state)) as frame:
+    if surroundings is None and outer is not None:
+      surroundings = outer.surroundings
+    frame = call.Frame(
+      self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state, surroundings=surroundings
+    )
+    with call.entered(frame):
       outputs = getattr(self, method)(*args, **kwargs)
     return outputs, frame.side_outputs()
 
@@ -305,6 +312,11 @@ class Layer(Configurable):
     """In a call: whether it evaluates rather than trains."""
     return self._frame().do_eval
 
+  @property
+  def surroundings(self) -> Surroundings:
+    """In a call: how weights are read, how sums over rows are completed, which mesh axes are manual."""
+    return self._frame().surroundings
+
   def next_prng_key(self) -> jax.Array:
     """In a call: a fresh PRNG key, a function of the call's key, this layer's path and how many it drew before."""
     return self._frame().next_key(self._path)
@@ -314,8 +326,8 @@ class Layer(Configurable):
     return self._frame().key is not None
 
   def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
-    """In a call: logs `value` as `<path>/<name>`."""
-    self._frame().summaries[f'{self.path_name}/{name}'] = Summary(jnp.asarray(value), kind)
+    """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on."""
+    self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
     """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
@@ -358,22 +370,62 @@ class Layer(Configurable):
 
   # ---------------------------------------------------------------- sharding
 
-  def shard(
-    self, x: jax.Array, mapping: SplitDimsMapping, where: str = 'activation_split_dims_mapping.out'
-  ) -> jax.Array:
-    """Constrains `x` to be split by `mapping`; without a mapping or a mesh, returns it as it is.
+  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', where: str = '') -> jax.Array:
+    """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns it as it is.
 
     Args:
       x: any array.
-      mapping: one entry per dimension of `x`.
-      where: the field the mapping comes from, for messages.
+      mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
+      where: the field that a mapping comes from, for messages.
 
     Raises:
+      ConfigError: there is no such field.
       ShardingError: the mapping does not fit the rank of `x` or the mesh.
     """
+    if isinstance(mapping, str):
+      where, mapping = f'activation_split_dims_mapping.{mapping}', self._activation_mapping(mapping)
     spec = self._resolve(mapping, rank=x.ndim, where=where)
-    report_constraint(f'{self.path_name}.{where}', mapping, spec, x)
+    self._constrained(Constraint(f'{self.path_name}.{where}', mapping, spec, x.shape, x.dtype))
     return x if spec is None else with_sharding_constraint(x, spec)
+
+  def activation_specs(self) -> Iterator[PartitionSpec]:
+    """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
+    for layer in self.descendants():
+      mappings = layer.activation_split_dims_mapping
+      for field, mapping in config_values(mappings).items() if mappings is not None else ():
+        spec = layer._resolve(mapping, where=f'activation_split_dims_mapping.{field}')
+        if spec is not None:
+          yield spec
+
+  def _activation_mapping(self, field: str) -> SplitDimsMapping:
+    known = config_values(self.activation_split_dims_mapping)
+    if field not in known:
+      raise ConfigError(
+        f'{self.path_name}.activation_split_dims_mapping has no field {field!r}.{did_you_mean(field, map(str, known))}'
+      )
+    return known[field]
+
+  def _constrained(self, constraint: Constraint) -> None:
+    frame = call.frame_holding(self._path)
+    if frame is not None and frame.surroundings.listener is not None:
+      frame.surroundings.listener(constraint)
+
+  def _shard_input(self, x: Any) -> Any:
+    """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""
+    mappings, names = self.inputs_split_mapping, self.mesh_axis_names
+    if mappings is None or names is None:
+      return x
+
+    def shard(leaf: Any) -> Any:
+      if not hasattr(leaf, 'shape') or not leaf.shape:
+        return leaf
+      spec = infer_partition_spec_based_on_rank_fn(mappings, names, leaf)
+      key = f'map_{len(leaf.shape)}d'
+      field = f'{self.path_name}.inputs_split_mapping.{key}'
+      self._constrained(Constraint(field, mappings.get(key), spec, leaf.shape, leaf.dtype))
+      return with_sharding_constraint(leaf, spec)
+
+    return jax.tree.map(shard, x)
 
   def _resolve(self, mapping: SplitDimsMapping, where: str, rank: int | None = None) -> PartitionSpec | None:
     if mapping is None or self.mesh_axis_names is None:
@@ -393,15 +445,14 @@ class Theta:
     weight = layer._weights.get(name)
     if weight is None:
       raise AttributeError(f'{layer.path_name} has no variable {name!r}.{did_you_mean(name, layer._weights)}')
-    value = layer._frame().variable((*layer.path, name))
+    path, frame = (*layer.path, name), layer._frame()
+    value = frame.variable(path)
     if value is None:
       raise ConfigError(f'{layer.path_name}.{name}: the variables passed to apply() have no such entry')
-    sharded = isinstance(value, ShardedParam)
-    stored = value.value.dtype if sharded else value.dtype
-    castable = jnp.issubdtype(stored, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
-    if sharded:
-      return value.gather(layer.fprop_dtype if castable else None)
-    return as_used((*layer.path, name), value.astype(layer.fprop_dtype) if castable else value)
+    castable = (
+      jnp.issubdtype(value.dtype, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
+    )
+    return frame.surroundings.read_weight(path, value, layer.fprop_dtype if castable else None)
 
 
 def init_tree(weights: NestedDict, key: jax.Array) -> NestedDict:
@@ -414,7 +465,6 @@ def init_tree(weights: NestedDict, key: jax.Array) -> NestedDict:
 
 
 _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
-_active: contextvars.ContextVar[Layer | None] = contextvars.ContextVar('praxis_lite_active_layer', default=None)
 
 
 @contextlib.contextmanager
@@ -427,31 +477,26 @@ def _constructing_under(path: Path) -> Iterator[None]:
 
 
 def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method in a named scope, so that profiles and HLO show paths, with its inputs resharded on entry.
+  """Runs a layer's method in a named scope, so that profiles and HLO show paths, with its input sharded on entry.
 
-  A method that calls its base class's version is already in its scope and enters once.
+  A method that the same layer's running method calls is in the scope already.
   """
+  first = next(iter(list(inspect.signature(method).parameters)[1:]), None)
 
   @functools.wraps(method)
   def scoped(self: Layer, *args: Any, **kwargs: Any) -> Any:
-    if _active.get() is self:
+    frame = call.frame_holding(self._path)
+    if frame is None or frame.active is self:
       return method(self, *args, **kwargs)
-    if self.inputs_split_mapping is not None and args and self.mesh_axis_names is not None:
-      _report_inputs(self, args[0])
-      args = (reshard_input_based_on_rank_fn(self.inputs_split_mapping, self.mesh_axis_names, args[0]), *args[1:])
-    token = _active.set(self)
+    if args:
+      args = (self._shard_input(args[0]), *args[1:])
+    elif first in kwargs:
+      kwargs[first] = self._shard_input(kwargs[first])
+    outer, frame.active = frame.active, self
     try:
       with jax.named_scope(self.name or type(self).__name__):
         return method(self, *args, **kwargs)
     finally:
-      _active.reset(token)
+      frame.active = outer
 
   return scoped
-
-
-def _report_inputs(layer: Layer, inputs: Any) -> None:
-  mappings = layer.inputs_split_mapping or {}
-  for x in jax.tree.leaves(inputs):
-    spec = infer_partition_spec_based_on_rank_fn(mappings, layer.mesh_axis_names or (), x)
-    key = f'map_{len(x.shape)}d'
-    report_constraint(f'{layer.path_name}.inputs_split_mapping.{key}', mappings.get(key), spec, x)

@@ -21,8 +21,9 @@ from praxis_lite.config import REQUIRED, Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
-from praxis_lite.partitioning.explicit.step import PARTITIONINGS
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
+
+PARTITIONINGS = ('auto', 'shard_map')
 
 
 class TrainParams(Configurable):

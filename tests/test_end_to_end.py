@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from praxis_lite import registry
+from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.experiment import configure
-from praxis_lite.overrides import apply_overrides
-from praxis_lite.partitioning.spmd import PartitionedTask
 from praxis_lite.runtime import Checkpointer
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 # One process makes the runs that several tests look at.
 pytestmark = pytest.mark.xdist_group('end_to_end')

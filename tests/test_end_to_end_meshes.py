@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from praxis_lite import registry
+from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.experiment import configure
-from praxis_lite.overrides import apply_overrides
+from praxis_lite.explain.parameter_table import format_parameter_table, format_shape, parameter_table
 from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.parameter_table import format_parameter_table, format_shape, parameter_table
 
 # All need the run on one device.
 pytestmark = pytest.mark.xdist_group('end_to_end_meshes')

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from praxis_lite import registry
-from praxis_lite.config_text import to_text
+from praxis_lite.config.text import to_text
 from praxis_lite.experiment import configure
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'

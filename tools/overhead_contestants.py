@@ -17,8 +17,8 @@ from praxis_lite.config import Config
 from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.spmd import PartitionedTask
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 from tools.handwritten_lm import Size, init_params, make_optimizer, make_step, sharding_specs
 
 sizes = {

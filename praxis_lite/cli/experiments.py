@@ -30,8 +30,8 @@ def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
     UserError: no such experiment, path or value.
   """
   from praxis_lite import registry
+  from praxis_lite.config.overrides import apply_overrides
   from praxis_lite.experiment import configure
-  from praxis_lite.overrides import apply_overrides
 
   if not values.exp:
     raise UserError('--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them')

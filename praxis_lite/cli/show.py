@@ -10,8 +10,8 @@ from praxis_lite.errors import UserError
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.cli.experiments import configured_experiment, prepare_for_shapes
-  from praxis_lite.config_json import to_json
-  from praxis_lite.config_text import to_text
+  from praxis_lite.config.json import to_json
+  from praxis_lite.config.text import to_text
 
   if values.html == '':
     raise UserError('--html is empty: name a file, as in --html=sharding.html')
@@ -35,7 +35,7 @@ def _run(values: flags.FlagValues) -> int:
   if values.config:
     parts.append(to_text(config.roots()).rstrip())
   if values.parameters:
-    from praxis_lite.partitioning.parameter_table import format_parameter_table, parameter_table
+    from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
 
     task = config.task.instantiate()
     sizes = task.mesh_sizes()

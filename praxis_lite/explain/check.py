@@ -24,12 +24,12 @@ from praxis_lite.explain.report import (
 )
 from praxis_lite.explain.tracing import abstract_mesh, trace_model
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.model_states import state_layout
-from praxis_lite.partitioning.paths import leaves_by_path
 from praxis_lite.partitioning.placement import place_variables
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
 from praxis_lite.partitioning.strategies import parse_strategy
 from praxis_lite.task import SingleTask
+from praxis_lite.training.state import state_layout
+from praxis_lite.trees import leaves_by_path
 
 
 def check(
@@ -67,7 +67,7 @@ def check(
     except ShardingError as error:
       return [*problems, _error(error)]
   variables = explain_variables(jax_task, sizes)
-  layout = layout or state_layout(jax_task, abstract_mesh(sizes))  # type: ignore[arg-type]
+  layout = layout or state_layout(jax_task, abstract_mesh(sizes))
   slots = explain_slots(layout, sizes)
   activations = [] if trace is None else explain_activations(jax_task, trace, sizes)
   inputs = [] if inputs_struct is None else explain_inputs(jax_task, inputs_struct, sizes)

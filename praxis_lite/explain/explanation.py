@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from praxis_lite.partitioning.parameter_table import format_bytes, format_shape, format_spec
+from praxis_lite.explain.parameter_table import format_bytes, format_shape, format_spec
 from praxis_lite.partitioning.specs import axes_to_entry
 
 

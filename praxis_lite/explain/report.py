@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from praxis_lite.call import Constraint
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
@@ -21,16 +22,15 @@ from praxis_lite.explain.batches import inputs_struct as batch_of
 from praxis_lite.explain.explanation import Dimension, Explanation, Kind
 from praxis_lite.explain.sources import layers_to, mapping_sources, repeat_fields, weight_field
 from praxis_lite.explain.tracing import Trace, abstract_mesh, trace_model
-from praxis_lite.observers import Constraint
 from praxis_lite.partitioning.batch import padded_batch_shape
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.model_states import place_task_variables, state_layout
 from praxis_lite.partitioning.padding import num_parts
-from praxis_lite.partitioning.paths import Path, leaves_by_path
+from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn, spec_axes
-from praxis_lite.partitioning.state_specs import owner_of
 from praxis_lite.partitioning.strategies import Decision
 from praxis_lite.task import SingleTask
+from praxis_lite.training.state import place_task_variables, state_layout
+from praxis_lite.trees import Path, leaves_by_path
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 
@@ -97,7 +97,7 @@ def explain_task(
   """Returns explanations of all arrays of a task; arguments and errors as of `explain`."""
   jax_task, inputs_struct = task_and_inputs(task_or_experiment, inputs_struct)
   sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
-  layout = state_layout(jax_task, abstract_mesh(sizes))  # type: ignore[arg-type]
+  layout = state_layout(jax_task, abstract_mesh(sizes))
   trace = None if inputs_struct is None else trace_model(jax_task, inputs_struct, sizes)
   return ShardingReport(
     sizes,

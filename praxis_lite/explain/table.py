@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from praxis_lite.explain.explanation import Explanation, format_mesh
+from praxis_lite.explain.parameter_table import format_bytes, format_shape, format_spec
 from praxis_lite.explain.report import ShardingReport
-from praxis_lite.partitioning.parameter_table import format_bytes, format_shape, format_spec
 
 _HEADER = ('array', 'shape', 'dtype', 'split', 'each device', 'padding', 'copies', 'per device', 'why')
 _RIGHT = {6, 7}

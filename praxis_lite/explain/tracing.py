@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from praxis_lite.observers import Constraint, observing
+from praxis_lite.call import Constraint, Surroundings
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
-from praxis_lite.partitioning.steps import Task
+from praxis_lite.task import SingleTask
 
 
 class Trace(NamedTuple):
@@ -31,7 +31,7 @@ def abstract_mesh(mesh_sizes: Mapping[str, int]) -> AbstractMesh:
   return AbstractMesh(tuple(mesh_sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def trace_model(jax_task: Task, inputs_struct: Any, mesh_sizes: Mapping[str, int]) -> Trace:
+def trace_model(jax_task: SingleTask, inputs_struct: Any, mesh_sizes: Mapping[str, int]) -> Trace:
   """Traces the forward pass of a task's model, as in a train step.
 
   Args:
@@ -47,11 +47,12 @@ def trace_model(jax_task: Task, inputs_struct: Any, mesh_sizes: Mapping[str, int
 
   def forward(variables: Any, batch: Any) -> Any:
     batch = reshard_input_based_on_rank_fn(jax_task.train.inputs_split_mapping, names, batch)
-    (metrics, _), _ = jax_task.model.apply(variables, batch, key=jax.random.key(0), do_eval=False)
+    (metrics, _), _ = jax_task.model.apply(variables, batch, key=jax.random.key(0), surroundings=listening)
     return metrics['loss']
 
   found: list[Constraint] = []
-  with observing(found.append), jax.sharding.use_abstract_mesh(abstract_mesh(mesh_sizes)):
+  listening = Surroundings(listener=found.append)
+  with jax.sharding.use_abstract_mesh(abstract_mesh(mesh_sizes)):
     jaxpr = jax.make_jaxpr(forward)(variables, inputs_struct)
   unique = {(c.field, c.shape, str(c.dtype)): c for c in reversed(found)}
   return Trace(list(unique.values())[::-1], jaxpr)

@@ -11,14 +11,14 @@ from typing import Any
 
 from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches
 from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
+from praxis_lite.explain.parameter_table import format_bytes
 from praxis_lite.explain.problems import Limits, Problem, Severity
 from praxis_lite.explain.tracing import Trace
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.parameter_table import format_bytes
-from praxis_lite.partitioning.paths import leaves_by_path, path_matches
 from praxis_lite.partitioning.rules import shadowed_rules
 from praxis_lite.partitioning.specs import spec_axes
 from praxis_lite.task import SingleTask
+from praxis_lite.trees import leaves_by_path, path_matches
 
 
 def _warn(kind: str, path: str, message: str, remedy: str) -> Problem:

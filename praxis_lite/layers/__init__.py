@@ -2,21 +2,17 @@
 
 from praxis_lite.layers.activations import ACTIVATIONS, get_activation
 from praxis_lite.layers.attention import MultiHeadAttention, Projection
-from praxis_lite.layers.convolutions import Conv2D
-from praxis_lite.layers.cross_entropy import cross_entropy
 from praxis_lite.layers.dot_product import dot_product_attention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
-from praxis_lite.layers.image_networks import ConvNet, Mlp
+from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
-from praxis_lite.layers.pooling import GlobalPooling, Pooling
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
 from praxis_lite.layers.repeat import Repeat
-from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
-from praxis_lite.layers.transformer_lm import TransformerLm
+from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
 
 __all__ = [
   'ACTIVATIONS',

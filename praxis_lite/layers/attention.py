@@ -21,8 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.dot_product import AttentionImplementation, dot_product_attention
-from praxis_lite.layers.masks import cache_mask, combine_masks, segment_mask
+from praxis_lite.layers.dot_product import (
+  AttentionImplementation,
+  cache_mask,
+  combine_masks,
+  dot_product_attention,
+  segment_mask,
+)
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
@@ -69,7 +74,7 @@ class Projection(Layer):
     y = jnp.tensordot(x.astype(self.fprop_dtype), self.theta.w, axes=len(self.in_shape))
     if self.use_bias:
       y += self.theta.b
-    return self.shard(y, self.activation_split_dims_mapping.out)
+    return self.shard(y)
 
 
 class AttentionActivationSplit(ActivationSplit):
@@ -122,6 +127,7 @@ class MultiHeadAttention(Layer):
   scale: float | None = None
   logit_soft_cap: float | None = None
   implementation: AttentionImplementation | None = None
+  weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
 
   def setup(self) -> None:
@@ -216,9 +222,7 @@ class MultiHeadAttention(Layer):
     shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
     for name in ('key', 'value'):
       empty_BSKH = jnp.zeros(shape, self.fprop_dtype)
-      self.update_decode_state(
-        name, self.shard(empty_BSKH, self.activation_split_dims_mapping.blkh, 'activation_split_dims_mapping.blkh')
-      )
+      self.update_decode_state(name, self.shard(empty_BSKH, 'blkh'))
     self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
     self.update_decode_state('slot', jnp.zeros((), jnp.int32))
 
@@ -242,7 +246,7 @@ class MultiHeadAttention(Layer):
     for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
       cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
       if name != 'pos':
-        cache = self.shard(cache, self.activation_split_dims_mapping.blkh, 'activation_split_dims_mapping.blkh')
+        cache = self.shard(cache, 'blkh')
       self.update_decode_state(name, cache)
     self.update_decode_state('slot', slot + x_BTD.shape[1])
     key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
@@ -279,10 +283,9 @@ class MultiHeadAttention(Layer):
   def _named_and_split(
     self, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    splits = self.activation_split_dims_mapping
-    query_BTNH = self.shard(query_BTNH, splits.blnh, 'activation_split_dims_mapping.blnh')
-    key_BSKH = self.shard(key_BSKH, splits.blkh, 'activation_split_dims_mapping.blkh')
-    value_BSKH = self.shard(value_BSKH, splits.blkh, 'activation_split_dims_mapping.blkh')
+    query_BTNH = self.shard(query_BTNH, 'blnh')
+    key_BSKH = self.shard(key_BSKH, 'blkh')
+    value_BSKH = self.shard(value_BSKH, 'blkh')
     return (
       checkpoint_name(query_BTNH, 'query_proj'),
       checkpoint_name(key_BSKH, 'key_proj'),
@@ -308,13 +311,11 @@ class MultiHeadAttention(Layer):
       implementation=self.implementation,
       **kwargs,
     )
-    context_BTNH = self.shard(
-      context_BTNH, self.activation_split_dims_mapping.blnh, 'activation_split_dims_mapping.blnh'
-    )
+    context_BTNH = self.shard(context_BTNH, 'blnh')
     return checkpoint_name(context_BTNH, 'context')
 
   def _project_out(self, context_BTNH: jax.Array) -> jax.Array:
-    out_BTD = self.shard(self.out(context_BTNH), self.activation_split_dims_mapping.out)
+    out_BTD = self.shard(self.out(context_BTNH))
     return checkpoint_name(out_BTD, 'out_proj')
 
 

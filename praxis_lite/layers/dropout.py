@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.layer import Layer
 
 
 class Dropout(Layer):
@@ -22,7 +21,6 @@ class Dropout(Layer):
 
   rate: float = 0.0
   broadcast_dims: Sequence[int] = ()
-  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if not 0 <= self.rate < 1:
@@ -41,4 +39,4 @@ class Dropout(Layer):
     return self._split(jnp.where(kept, x / (1 - self.rate), 0))
 
   def _split(self, x: jax.Array) -> jax.Array:
-    return self.shard(x, self.activation_split_dims_mapping.out)
+    return self.shard(x)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED
+from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
+from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.partitioning import guards
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
 
@@ -29,6 +30,7 @@ class Embedding(Layer):
   input_dims: int = REQUIRED
   scale_sqrt_depth: bool = False
   lookup_style: str = 'gather'
+  weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
     check_lookup_style(self.lookup_style, f'{self.path_name}.lookup_style')
@@ -37,11 +39,10 @@ class Embedding(Layer):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [..., D] of integer ids [...]; NaN for an id that is not in [0, V), so that it shows."""
-    out = self.activation_split_dims_mapping.out
-    y = lookup(split_rows(self, self.theta.w, out), ids, self.lookup_style)
+    y = lookup(split_rows(self, self.theta.w, self.activation_split_dims_mapping.out), ids, self.lookup_style)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
-    return self.shard(y, self.activation_split_dims_mapping.out)
+    return self.shard(y)
 
 
 def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:
@@ -77,18 +78,4 @@ def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Ar
     return jnp.where(in_range[..., None], rows, jnp.nan)
   ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
   rows = jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
-  return _zero_past_end(rows) if jax.sharding.get_abstract_mesh().size > 1 else rows
-
-
-def _zero_past_end(rows: jax.Array) -> jax.Array:
-  """Returns `rows`, [..., D], as they are; with a gradient that is zero in what XLA pads.
-
-  Where a dimension of the ids is split unevenly, XLA pads it, and its partitioned scatter (the gradient of a lookup)
-  adds the padding's gradient, which may be anything, to row 0. The mask is true of all entries that exist. The barrier
-  keeps XLA from finding that out before it partitions the program.
-  """
-  exists = jnp.ones(rows.shape, bool)
-  for dim, size in enumerate(rows.shape[:-1]):
-    end = jax.lax.optimization_barrier(jnp.int32(size))
-    exists &= jax.lax.broadcasted_iota(jnp.int32, rows.shape, dim) < end
-  return jnp.where(exists, rows, 0)
+  return guards.zero_past_end(rows)

@@ -75,16 +75,13 @@ class FeedForward(Layer):
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     """Returns [..., F], before dropout."""
-    up = checkpoint_name(self._shard_hidden(self.up(x)), 'ffn_up')
+    up = checkpoint_name(self.shard(self.up(x), 'hidden'), 'ffn_up')
     return get_activation(self.activation)(up)
-
-  def _shard_hidden(self, x: jax.Array) -> jax.Array:
-    return self.shard(x, self.activation_split_dims_mapping.hidden, 'activation_split_dims_mapping.hidden')
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
     out = self.down(self.dropout(self._hidden(x)))
-    return checkpoint_name(self.shard(out, self.activation_split_dims_mapping.out), 'ffn_out')
+    return checkpoint_name(self.shard(out), 'ffn_out')
 
 
 class GatedFeedForward(FeedForward):
@@ -100,6 +97,6 @@ class GatedFeedForward(FeedForward):
     return ('gate', 'up')
 
   def _hidden(self, x: jax.Array) -> jax.Array:
-    gate = checkpoint_name(self._shard_hidden(self.gate(x)), 'ffn_gate')
-    up = checkpoint_name(self._shard_hidden(self.up(x)), 'ffn_up')
+    gate = checkpoint_name(self.shard(self.gate(x), 'hidden'), 'ffn_gate')
+    up = checkpoint_name(self.shard(self.up(x), 'hidden'), 'ffn_up')
     return get_activation(self.activation)(gate) * up

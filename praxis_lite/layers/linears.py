@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import jax
 
-from praxis_lite.config import REQUIRED
-from praxis_lite.layer import Layer
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
@@ -21,13 +21,14 @@ class Bias(Layer):
   """
 
   dims: int = REQUIRED
+  weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
     self.create_variable('b', bias_weight(self.dims, self.weight_split_dims_mapping.wt))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dims] with the bias added."""
-    return self.shard(x.astype(self.fprop_dtype) + self.theta.b, self.activation_split_dims_mapping.out)
+    return self.shard(x.astype(self.fprop_dtype) + self.theta.b)
 
 
 class Linear(Layer):
@@ -43,6 +44,7 @@ class Linear(Layer):
   input_dims: int = REQUIRED
   output_dims: int = REQUIRED
   use_bias: bool = False
+  weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
     wt = self.weight_split_dims_mapping.wt
@@ -55,7 +57,7 @@ class Linear(Layer):
     y = x.astype(self.fprop_dtype) @ self.theta.w
     if self.use_bias:
       y += self.theta.b
-    return self.shard(y, self.activation_split_dims_mapping.out)
+    return self.shard(y)
 
 
 def bias_weight(dims: int, split: SplitDimsMapping = None) -> WeightHParams:

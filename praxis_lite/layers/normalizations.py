@@ -8,10 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED
+from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer
-from praxis_lite.partitioning.explicit.step import sum_over_batch
+from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
@@ -29,6 +28,7 @@ class Norm(Layer):
 
   dims: int = REQUIRED
   epsilon: float = 1e-6
+  weight_split_dims_mapping: Config = template(WeightSplit)
 
 
 class RMSNorm(Norm):
@@ -41,7 +41,7 @@ class RMSNorm(Norm):
     """Returns [..., D] of x [..., D]."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon) * self.theta.scale
-    return self.shard(y.astype(self.fprop_dtype), self.activation_split_dims_mapping.out)
+    return self.shard(y.astype(self.fprop_dtype))
 
 
 class LayerNorm(Norm):
@@ -71,7 +71,7 @@ class LayerNorm(Norm):
       y *= self.theta.scale
     if self.use_bias:
       y += self.theta.bias
-    return self.shard(y.astype(self.fprop_dtype), self.activation_split_dims_mapping.out)
+    return self.shard(y.astype(self.fprop_dtype))
 
 
 class GroupNorm(Norm):
@@ -97,7 +97,7 @@ class GroupNorm(Norm):
     y = grouped - jnp.mean(grouped, axis=axes, keepdims=True)
     y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=axes, keepdims=True) + self.epsilon)
     y = y.reshape(x.shape) * self.theta.scale + self.theta.bias
-    return self.shard(y.astype(self.fprop_dtype), self.activation_split_dims_mapping.out)
+    return self.shard(y.astype(self.fprop_dtype))
 
 
 class BatchNorm(Norm):
@@ -141,18 +141,19 @@ class BatchNorm(Norm):
     else:
       mean, variance = self._statistics(x32, weights)
     y = (x32 - mean) * jax.lax.rsqrt(variance + self.epsilon) * self.theta.scale + self.theta.bias
-    return self.shard(y.astype(self.fprop_dtype), self.activation_split_dims_mapping.out)
+    return self.shard(y.astype(self.fprop_dtype))
 
   def _statistics(self, x32: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     axes = tuple(range(x32.ndim - 1))
     if weights is None:
       weights = jnp.ones(x32.shape[:1])
     weights = weights.astype(jnp.float32).reshape(*weights.shape, *(1,) * (x32.ndim - weights.ndim))
-    total = sum_over_batch(jnp.sum(jnp.broadcast_to(weights, (*x32.shape[:-1], 1))))
+    sum_over_rows = self.surroundings.sum_over_rows
+    total = sum_over_rows(jnp.sum(jnp.broadcast_to(weights, (*x32.shape[:-1], 1))))
     divisor = jnp.where(total > 0, total, 1.0)
     counted = jnp.where(weights > 0, x32, 0.0)
-    mean = sum_over_batch(jnp.sum(counted * weights, axis=axes)) / divisor
-    variance = sum_over_batch(jnp.sum(jnp.square(counted - mean) * weights, axis=axes)) / divisor
+    mean = sum_over_rows(jnp.sum(counted * weights, axis=axes)) / divisor
+    variance = sum_over_rows(jnp.sum(jnp.square(counted - mean) * weights, axis=axes)) / divisor
     for name, batch in (('moving_mean', mean), ('moving_variance', variance)):
       moving = getattr(self.theta, name)
       updated = jnp.where(total > 0, self.decay * moving + (1 - self.decay) * jax.lax.stop_gradient(batch), moving)

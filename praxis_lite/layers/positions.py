@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.layers.embeddings import embedding_weight, lookup
 from praxis_lite.weights import WeightHParams
 
@@ -33,7 +33,6 @@ class SinusoidalPositions(Layer):
   dims: int = REQUIRED
   min_timescale: float = 1.0
   max_timescale: float = 10_000.0
-  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] of int32 positions [B, T]."""
@@ -42,7 +41,7 @@ class SinusoidalPositions(Layer):
     rates = jnp.exp(-growth * jnp.arange(count, dtype=jnp.float32)) / self.min_timescale
     angle = pos_BT.astype(jnp.float32)[..., None] * rates
     y_BTD = jnp.concatenate([jnp.sin(angle), jnp.cos(angle), jnp.zeros((*pos_BT.shape, self.dims % 2))], axis=-1)
-    return self.shard(y_BTD.astype(self.fprop_dtype), self.activation_split_dims_mapping.out)
+    return self.shard(y_BTD.astype(self.fprop_dtype))
 
 
 class LearnedPositions(Layer):
@@ -56,13 +55,14 @@ class LearnedPositions(Layer):
 
   max_len: int = REQUIRED
   dims: int = REQUIRED
+  weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
     self.create_variable('w', embedding_weight(self.max_len, self.dims, self.weight_split_dims_mapping.wt))
 
   def __call__(self, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] of int32 positions [B, T]; NaN from max_len on."""
-    return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)), self.activation_split_dims_mapping.out)
+    return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)))
 
 
 class RotaryPositions(Layer):
@@ -80,7 +80,6 @@ class RotaryPositions(Layer):
 
   dims: int = REQUIRED
   max_timescale: float = 10_000.0
-  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if self.dims % 2:
@@ -102,7 +101,7 @@ class RotaryPositions(Layer):
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
     y_BTNH = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
-    return self.shard(y_BTNH, self.activation_split_dims_mapping.out)
+    return self.shard(y_BTNH)
 
 
 class RelativeBias(Layer):
@@ -121,6 +120,7 @@ class RelativeBias(Layer):
   num_buckets: int = 32
   max_distance: int = 128
   bidirectional: bool = False
+  weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
     exact = self.num_buckets // (4 if self.bidirectional else 2)
@@ -137,7 +137,7 @@ class RelativeBias(Layer):
     offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
     bucket_BTS = relative_position_bucket(offset_BTS, self.num_buckets, self.max_distance, self.bidirectional)
     bias_BNTS = jnp.moveaxis(lookup(self.theta.w, bucket_BTS), -1, 1)
-    return self.shard(bias_BNTS, self.activation_split_dims_mapping.out)
+    return self.shard(bias_BNTS)
 
 
 def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:

@@ -1,4 +1,17 @@
-"""Repeat: one layer applied many times over, each time with its own weights, as a scan.
+"""Rematerialisation by name: what of a layer's forward pass is kept for its backward pass.
+
+    none                               everything XLA wants, but for weights that explicit collectives gather; the
+                                       most memory, the least work
+    full                               nothing but the layer's inputs; the forward pass runs twice
+    dots_saveable                      results of all matrix products
+    dots_with_no_batch_dims_saveable   results of products with weights, not those of attention
+    save_names                         what is tagged with one of the given names
+
+A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
+layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward). Names
+given with another policy are saved in addition.
+
+Repeat: one layer applied many times over, each time with its own weights, as a scan.
 
 The program holds the layer once, whatever the number of repetitions. Its weights are stacked along a new first
 dimension.
@@ -9,17 +22,67 @@ dimension.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.call import NestedDict, SideOutputs
+from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.layer import Layer, SplitMapping
-from praxis_lite.layers.remat import check_remat, remat
+from praxis_lite.partitioning.explicit import save_all_but_gathered
+from praxis_lite.trees import NestedDict
+from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
+
+T = TypeVar('T')
+
+_POLICIES: dict[str, Callable[..., Any]] = {
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'dots_saveable': jax.checkpoint_policies.dots_saveable,
+  'dots_with_no_batch_dims_saveable': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'save_names': jax.checkpoint_policies.nothing_saveable,
+}
+REMAT_POLICIES = ('none', *_POLICIES)
+
+
+def check_remat(policy: str, save_names: Sequence[str], where: str) -> None:
+  """Raises ConfigError, naming the field `where`, unless `policy` is known and fits `save_names`."""
+  if policy not in REMAT_POLICIES:
+    raise ConfigError(
+      f'{where}: unknown policy {policy!r}.{did_you_mean(policy, REMAT_POLICIES)} Known: {", ".join(REMAT_POLICIES)}'
+    )
+  if policy == 'save_names' and not save_names:
+    raise ConfigError(f"{where}: policy 'save_names' needs the names, in remat_save_names")
+  if policy == 'none' and save_names:
+    raise ConfigError(
+      f"{where}: remat_save_names are given, but policy 'none' does not rematerialise; set 'save_names'"
+    )
+
+
+def remat(
+  fn: Callable[..., T], policy: str, save_names: Sequence[str] = (), *, in_scan: bool, regathers: bool = False
+) -> Callable[..., T]:
+  """Returns `fn` under a policy.
+
+  Args:
+    fn: a pure function of arrays.
+    policy: one of `REMAT_POLICIES`.
+    save_names: tags of values to save as well.
+    in_scan: `fn` is the body of a scan. Elsewhere XLA must be kept from merging the recomputation with the first pass.
+    regathers: weights that `fn` gathers are not kept for the backward pass, but gathered again.
+  """
+  if policy == 'none':
+    if not regathers:
+      return fn
+    return jax.checkpoint(fn, policy=save_all_but_gathered, prevent_cse=not in_scan)
+  saveable = _POLICIES[policy]
+  if save_names:
+    named = jax.checkpoint_policies.save_only_these_names(*save_names)
+    saveable = jax.checkpoint_policies.save_from_both_policies(saveable, named)
+  return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_scan)
 
 
 class RepeatWeightSplit(SplitMapping):
@@ -93,16 +156,11 @@ class Repeat(Layer):
       inputs = () if carry is None else (carry,)
       return self.layers.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
 
-    body = remat(one, policy, self.remat_save_names, in_scan=True)
+    regathers = self.surroundings.reading_gathers
+    body = remat(one, policy, self.remat_save_names, in_scan=True, regathers=regathers)
     xs = (self.layers.variables, self.layers.decode_state, jnp.arange(self.num_layers))
     outputs, side = jax.lax.scan(
       lambda carry, xs: body(carry, *xs), carry, xs, length=self.num_layers, unroll=self.unroll
     )
-    self.layers.absorb(side._replace(aux_losses={k: _total(*v) for k, v in side.aux_losses.items()}))
+    self.layers.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
     return outputs
-
-
-def _total(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (mean, weight) with mean * weight = sum_i values_i * weights_i."""
-  weight = jnp.sum(weights)
-  return jnp.sum(values * weights) / jnp.where(weight == 0, 1, weight), weight

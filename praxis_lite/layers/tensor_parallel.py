@@ -12,9 +12,8 @@ import jax
 
 from praxis_lite.errors import ConfigError, ShardingError, did_you_mean
 from praxis_lite.layers.linears import Linear, bias_weight
-from praxis_lite.partitioning.explicit.tensor_parallel import (
+from praxis_lite.partitioning.explicit import (
   column_parallel_linear,
-  is_manual,
   row_parallel_linear,
 )
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
@@ -29,7 +28,7 @@ class TensorParallelLinear(Linear):
       row      w [I / n, O], b [O]       this device's part of x -> whole y
 
   Under `partitioning='shard_map'` the batch is not split over the axis, and the layer communicates as
-  `partitioning/explicit/tensor_parallel.py` says. Elsewhere it is a `Linear` with that split, whose communication XLA
+  `partitioning/explicit.py` says. Elsewhere it is a `Linear` with that split, whose communication XLA
   places; so a column layer is to be followed, after what is elementwise, by a row layer.
 
   Attributes: those of `Linear`, and
@@ -63,7 +62,7 @@ class TensorParallelLinear(Linear):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I], or this device's parts of these; see the class."""
-    if self._axis is None or not is_manual(self._axis):
+    if self._axis is None or self._axis not in self.surroundings.manual_axes:
       return super().__call__(x)
     fn: Callable[..., jax.Array] = column_parallel_linear if self.parallel == 'column' else row_parallel_linear
     return fn(x.astype(self.fprop_dtype), self.theta.w, self._axis, self.theta.b if self.use_bias else None)

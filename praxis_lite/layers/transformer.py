@@ -4,6 +4,14 @@ B batch, T length, D model dims.
 
     pre-norm     x = x + attention(norm(x));  x = x + ff(norm(x))
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
+
+TransformerLm: tokens to logits of the next token.
+
+B batch, T length, D model dims, V vocabulary.
+
+    x = embedding(ids) + position(pos)
+    x = transformer(x)
+    logits = softmax(final_norm(x))
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
@@ -20,8 +29,8 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
-from praxis_lite.layers.remat import check_remat, remat
-from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.repeat import Repeat, check_remat, remat
+from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 
 
 class TransformerBlock(Layer):
@@ -49,7 +58,6 @@ class TransformerBlock(Layer):
   attention_tpl: Config = template(MultiHeadAttention)
   ff_tpl: Config = template(GatedFeedForward)
   dropout_tpl: Config = template(Dropout)
-  weight_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     if self.norm_policy not in ('pre', 'post'):
@@ -94,7 +102,7 @@ class TransformerBlock(Layer):
     return self.ff_norm(self._add(x_BTD, self.ff(x_BTD)))
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-    return self.shard(x_BTD + self.residual_dropout(y_BTD), self.activation_split_dims_mapping.out)
+    return self.shard(x_BTD + self.residual_dropout(y_BTD))
 
 
 class StackedTransformer(Layer):
@@ -110,7 +118,6 @@ class StackedTransformer(Layer):
   num_layers: int = REQUIRED
   remat: str = 'none'
   remat_save_names: tuple[str, ...] = ()
-  weight_split_dims_mapping: Config = template(SplitMapping)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
@@ -140,7 +147,9 @@ class StackedTransformer(Layer):
     def one(variables: Any, x: Any) -> tuple[Any, SideOutputs]:
       return layer.apply(variables, x, key=key, **kwargs)
 
-    x, side = remat(one, self.remat, self.remat_save_names, in_scan=False)(layer.variables, x)
+    regathers = self.surroundings.reading_gathers
+    body = remat(one, self.remat, self.remat_save_names, in_scan=False, regathers=regathers)
+    x, side = body(layer.variables, x)
     layer.absorb(side)
     return x
 
@@ -149,3 +158,127 @@ class RepeatedTransformer(Repeat):
   """A scan over transformer blocks with stacked variables: the same function as `StackedTransformer`, compiled once."""
 
   layers_tpl: Config = template(TransformerBlock)
+
+
+class TransformerLm(Layer):
+  """A decoder-only transformer.
+
+  The sizes are set here and passed on to the templates below.
+
+  Attributes:
+    vocab_size: V.
+    model_dims: D.
+    num_layers: blocks in the transformer.
+    num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
+    hidden_dims: hidden dims of the feed-forward layers; None is 4 D.
+    embedding_tpl: of the child `embedding`; None looks ids up in the table of `softmax`.
+    position_tpl: of the child `position`, what is added to the embeddings; None adds nothing, as with rotary positions.
+    dropout_tpl: of the child `embedding_dropout`.
+    transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block.
+    final_norm_tpl: of the child `final_norm`; None is none, as after post-norm blocks.
+    softmax_tpl: of the child `softmax`.
+    activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
+  """
+
+  vocab_size: int = REQUIRED
+  model_dims: int = REQUIRED
+  num_layers: int = REQUIRED
+  num_heads: int = REQUIRED
+  num_kv_heads: int | None = None
+  dims_per_head: int | None = None
+  hidden_dims: int | None = None
+  embedding_tpl: Config | None = None
+  position_tpl: Config | None = None
+  dropout_tpl: Config = template(Dropout)
+  transformer_tpl: Config = template(RepeatedTransformer)
+  final_norm_tpl: Config | None = template(RMSNorm)
+  softmax_tpl: Config = template(SharedEmbeddingSoftmax)
+
+  def setup(self) -> None:
+    V, D = self.vocab_size, self.model_dims
+    if self.embedding_tpl is not None:
+      self.create_child('embedding', self.embedding_tpl.clone(num_classes=V, input_dims=D))
+    if self.position_tpl is not None:
+      self.create_child('position', self.position_tpl.clone(dims=D))
+    self.create_child('embedding_dropout', self.dropout_tpl)
+    transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
+    transformer.layers_tpl.set(
+      input_dims=D,
+      hidden_dims=4 * D if self.hidden_dims is None else self.hidden_dims,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      dims_per_head=self.dims_per_head,
+    )
+    transformer.layers_tpl.attention_tpl.causal = True
+    self.create_child('transformer', transformer)
+    if self.final_norm_tpl is not None:
+      self.create_child('final_norm', self.final_norm_tpl.clone(dims=D))
+    self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
+    if self.embedding_tpl is None and not isinstance(self.softmax, SharedEmbeddingSoftmax):
+      raise ConfigError(
+        f'{self.path_name}.embedding_tpl: None shares the table of softmax_tpl, but a {type(self.softmax).__name__} '
+        'has none to share; set it to Config(Embedding), or softmax_tpl to Config(SharedEmbeddingSoftmax)'
+      )
+
+  def __call__(
+    self,
+    ids_BT: jax.Array,
+    labels_BT: jax.Array,
+    weights_BT: jax.Array | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+  ) -> SoftmaxOutput:
+    """Returns logits [B, T, V] and the cross entropy of the labels [B, T].
+
+    Args:
+      ids_BT: int32 tokens.
+      labels_BT: int32 token that follows each of them.
+      weights_BT: weights of the labels in auxiliary losses; None is ones.
+      segment_ids: int32 [B, T], 0 is padding; tokens see those of their own segment. None: all of a row is one.
+      segment_pos: int32 [B, T], position of a token in its segment; None is 0, 1, 2, ...
+    """
+    return self.softmax(self._encode(ids_BT, segment_ids, segment_pos), labels_BT, weights_BT)
+
+  def logits(
+    self, ids_BT: jax.Array, *, segment_ids: jax.Array | None = None, segment_pos: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns float32 logits [B, T, V]; arguments as of a call."""
+    return self.softmax.get_logits(self._encode(ids_BT, segment_ids, segment_pos))
+
+  def init_decode_state(self, batch_size: int, max_len: int) -> None:
+    """Allocates caches of `max_len` slots for each of `batch_size` sequences."""
+    self._check_length(max_len)
+    self.transformer.init_decode_state(batch_size, max_len)
+
+  def extend_step(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array) -> jax.Array:
+    """Appends tokens to the caches and returns logits [B, V] of what follows token `last_B` of the T in each row.
+
+    Args:
+      ids_BT: int32 tokens.
+      pos_BT: int32 position of each; -1 is padding.
+      last_B: int32 index in [0, T).
+    """
+    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT)
+    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
+    return self.softmax.get_logits(self._normalize(x_B1D))[:, 0]
+
+  def _encode(self, ids_BT: jax.Array, segment_ids_BT: jax.Array | None, segment_pos_BT: jax.Array | None) -> jax.Array:
+    if segment_pos_BT is None:
+      self._check_length(ids_BT.shape[1])
+    x_BTD = self._embed(ids_BT, segment_pos_BT)
+    return self._normalize(self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT))
+
+  def _embed(self, ids_BT: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
+    x_BTD = self.softmax.emb_lookup(ids_BT) if self.embedding_tpl is None else self.embedding(ids_BT)
+    if self.position_tpl is not None:
+      x_BTD += self.position(jnp.arange(ids_BT.shape[1])[None] if pos_BT is None else pos_BT)
+    return self.shard(self.embedding_dropout(x_BTD))
+
+  def _normalize(self, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if self.final_norm_tpl is None else self.final_norm(x_BTD)
+
+  def _check_length(self, length: int) -> None:
+    most = None if self.position_tpl is None else getattr(self.position, 'max_len', None)
+    if most is not None and length > most:
+      raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')

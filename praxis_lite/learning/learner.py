@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.call import path_name
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learning.optimizer import GroupedOptimizer, is_regularized
 from praxis_lite.learning.optimizer_config import not_elementwise
 from praxis_lite.learning.schedules import Constant
-from praxis_lite.learning.subtrees import leaves, merge, select
+from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams
 
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
@@ -117,43 +116,66 @@ class Learner(Configurable):
       raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
     self._schedule = self.schedule.instantiate()
 
-  # ---------------------------------------------------------------- which variables
-
-  def split(self, tree: Any, weights: Any) -> tuple[Any, Any]:
-    """Returns the part of `tree` that is trained, and the rest.
+  def bind(self, weights: NestedDict) -> BoundLearner:
+    """Returns the learner of a model's variables.
 
     Args:
-      tree: a nested dict with the structure of the model's variables.
-      weights: their declarations.
+      weights: their declarations, `model.abstract_init()`.
 
     Raises:
-      ConfigError: a regex is not valid, or matches no variable, or no variable is left.
+      ConfigError: a regex is not valid, or matches no variable, or no variable is left to train.
     """
+    return BoundLearner(self, weights)
+
+  def learning_rate_at(self, step: jax.Array | int) -> jax.Array:
+    """Returns the learning rate of the step after `step` steps, a float32 scalar."""
+    return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
+
+  def not_elementwise(self) -> list[str]:
+    """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
+    return not_elementwise(self.optimizer)
+
+
+class BoundLearner:
+  """A learner and the declarations of the variables that it trains.
+
+  Attributes:
+    num_microbatches: as of the learner.
+  """
+
+  def __init__(self, learner: Learner, weights: NestedDict):
+    self._learner = learner
+    self.num_microbatches = learner.num_microbatches
     declared = leaves(weights)
     included = self._matching(declared, 'bprop_variable_inclusion')
     excluded = self._matching(declared, 'bprop_variable_exclusion')
-
-    trained = {
+    self._trained = {
       path
       for path, weight in declared.items()
-      if weight.trainable and (path in included or not self.bprop_variable_inclusion) and path not in excluded
+      if weight.trainable and (path in included or not learner.bprop_variable_inclusion) and path not in excluded
     }
-    if not trained and any(weight.trainable for weight in declared.values()):
+    if not self._trained and any(weight.trainable for weight in declared.values()):
       raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
-    return select(tree, trained.__contains__), select(tree, lambda path: path not in trained)
+    self._declared = self.trained(weights)
 
-  def trained(self, tree: Any, weights: Any) -> Any:
-    """Returns the part of `tree` that is trained; see `split`."""
-    return self.split(tree, weights)[0]
+  # ---------------------------------------------------------------- which variables
 
-  def trainable_mask(self, weights: Any) -> Any:
-    """Returns for each variable whether it is trained: a tree of the structure of `weights`, the declarations."""
-    trained = leaves(self.trained(weights, weights))
-    return jax.tree_util.tree_map_with_path(lambda path, _: tuple(entry.key for entry in path) in trained, weights)
+  def split(self, tree: NestedDict) -> tuple[NestedDict, NestedDict]:
+    """Returns the part of `tree`, a nested dict with the structure of the model's variables, that is trained, and the
+    rest."""
+    return self.trained(tree), select(tree, lambda path: path not in self._trained)
 
-  def _matching(self, declared: dict[tuple[str, ...], WeightHParams], field: str) -> set[tuple[str, ...]]:
-    matching: set[tuple[str, ...]] = set()
-    patterns = getattr(self, field)
+  def trained(self, tree: NestedDict) -> NestedDict:
+    """Returns the part of `tree` that is trained."""
+    return select(tree, self._trained.__contains__)
+
+  def is_trained(self, path: Path) -> bool:
+    """Whether the variable at `path` is trained."""
+    return path in self._trained
+
+  def _matching(self, declared: dict[Path, WeightHParams], field: str) -> set[Path]:
+    matching: set[Path] = set()
+    patterns = getattr(self._learner, field)
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
       try:
         matched = {path for path in declared if re.fullmatch(pattern, path_name(path))}
@@ -167,25 +189,16 @@ class Learner(Configurable):
 
   # ---------------------------------------------------------------- state
 
-  def init(self, mdl_vars: Any, weights: Any) -> Any:
+  def init(self, mdl_vars: NestedDict) -> Any:
     """Returns the first optimizer state: slots for the trained variables only."""
-    optimizer = self._optimizer(self.trained(weights, weights), self.learning_rate_at(0))
-    return optimizer.init(self.trained(mdl_vars, weights))
+    return self._optimizer(self._learner.learning_rate_at(0)).init(self.trained(mdl_vars))
 
-  def init_ema(self, mdl_vars: Any, weights: Any) -> Any:
+  def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
     """Returns the first moving averages, copies of the trained variables; None where none are kept."""
-    return jax.tree.map(jnp.copy, self.trained(mdl_vars, weights)) if self.ema_decay else None
+    return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
-  def learning_rate_at(self, step: jax.Array | int) -> jax.Array:
-    """Returns the learning rate of the step after `step` steps, a float32 scalar."""
-    return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
-
-  def not_elementwise(self) -> list[str]:
-    """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
-    return not_elementwise(self.optimizer)
-
-  def _optimizer(self, declared: Any, rate: jax.Array) -> GroupedOptimizer:
-    return GroupedOptimizer(self.optimizer, declared, rate, self.per_layer_statistics)
+  def _optimizer(self, rate: jax.Array) -> GroupedOptimizer:
+    return GroupedOptimizer(self._learner.optimizer, self._declared, rate, self._learner.per_layer_statistics)
 
   # ---------------------------------------------------------------- the update
 
@@ -197,7 +210,6 @@ class Learner(Configurable):
     opt_states: Any,
     ema_vars: Any,
     step: jax.Array,
-    weights: Any,
     sum_parts: SumParts = lambda sums: sums,
   ) -> LearnerUpdate:
     """Applies a gradient.
@@ -208,67 +220,70 @@ class Learner(Configurable):
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
-      weights: declarations of all variables.
       sum_parts: adds up sums over parts of variables, where variables and gradients are one device's parts.
 
     Raises:
       ConfigError: the optimizer cannot be what its config says, or needs what a step does not have.
     """
-    declared = self.trained(weights, weights)
-    variables = self.trained(mdl_vars, weights)
+    learner, variables = self._learner, self.trained(mdl_vars)
     grad_norm = _global_norm(gradients, sum_parts)
-    rate = self.learning_rate_at(step)
-    finite = None if self.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    rate = learner.learning_rate_at(step)
+    finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def changed() -> tuple[Any, Any, Any]:
-      prepared = self._regularized(self._clipped(gradients, grad_norm, declared, sum_parts), variables, declared)
-      updates, new_states = self._optimizer(declared, rate).update(prepared, opt_states, variables, loss)
-      new_variables = optax.apply_updates(variables, self._decayed(updates, variables, declared, rate))
+      prepared = self._regularized(self._clipped(gradients, grad_norm, sum_parts), variables)
+      updates, new_states = self._optimizer(rate).update(prepared, opt_states, variables, loss)
+      new_variables = optax.apply_updates(variables, self._decayed(updates, variables, rate))
       return new_variables, new_states, self._averaged(ema_vars, new_variables, step)
 
     new_variables, new_states, ema_vars = _if_finite(finite, changed, (variables, opt_states, ema_vars))
     stats = {'learning_rate': rate, 'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
-    if self.report_param_norm:
+    if learner.report_param_norm:
       stats['param_norm'] = _global_norm(new_variables, sum_parts)
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
-  def _clipped(self, gradients: Any, norm: jax.Array, declared: Any, sum_parts: SumParts) -> Any:
+  def _clipped(self, gradients: Any, norm: jax.Array, sum_parts: SumParts) -> Any:
     original = gradients
-    if self.clip_gradient_value:
-      gradients = jax.tree.map(lambda g: jnp.clip(g, -self.clip_gradient_value, self.clip_gradient_value), gradients)
-    if self.clip_gradient_single_norm_to_value:
-      squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, declared))
+    if self._learner.clip_gradient_value:
+      gradients = jax.tree.map(
+        lambda g: jnp.clip(g, -self._learner.clip_gradient_value, self._learner.clip_gradient_value), gradients
+      )
+    if self._learner.clip_gradient_single_norm_to_value:
+      squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, self._declared))
       gradients = jax.tree.map(self._clip_single_norm, gradients, squares)
-    if self.clip_gradient_norm_to_value:
+    if self._learner.clip_gradient_norm_to_value:
       norm = norm if gradients is original else _global_norm(gradients, sum_parts)
-      limit = self.clip_gradient_norm_to_value
+      limit = self._learner.clip_gradient_norm_to_value
       gradients = jax.tree.map(lambda g: g * (limit / jnp.maximum(norm, limit)).astype(g.dtype), gradients)
     return gradients
 
-  def _regularized(self, gradients: Any, variables: Any, declared: Any) -> Any:
-    if not self.l2_regularizer_weight:
+  def _regularized(self, gradients: Any, variables: Any) -> Any:
+    if not self._learner.l2_regularizer_weight:
       return gradients
     return jax.tree.map(
-      lambda g, v, w: g + self.l2_regularizer_weight * v if is_regularized(w) else g, gradients, variables, declared
+      lambda g, v, w: g + self._learner.l2_regularizer_weight * v if is_regularized(w) else g,
+      gradients,
+      variables,
+      self._declared,
     )
 
   def _clip_single_norm(self, gradient: jax.Array, square: jax.Array) -> jax.Array:
     norm = jnp.sqrt(square)
-    limit = self.clip_gradient_single_norm_to_value
+    limit = self._learner.clip_gradient_single_norm_to_value
     return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
-  def _decayed(self, updates: Any, variables: Any, declared: Any, rate: jax.Array) -> Any:
-    if not self.decoupled_weight_decay:
+  def _decayed(self, updates: Any, variables: Any, rate: jax.Array) -> Any:
+    if not self._learner.decoupled_weight_decay:
       return updates
-    factor = rate * self.decoupled_weight_decay
-    return jax.tree.map(lambda u, v, w: u - factor * v if is_regularized(w) else u, updates, variables, declared)
+    factor = rate * self._learner.decoupled_weight_decay
+    return jax.tree.map(lambda u, v, w: u - factor * v if is_regularized(w) else u, updates, variables, self._declared)
 
   def _averaged(self, averages: Any, variables: Any, step: jax.Array) -> Any:
     if averages is None:
       return None
-    new = 1.0 - jnp.minimum(self.ema_decay, (1.0 + step) / (10.0 + step))
+    new = 1.0 - jnp.minimum(self._learner.ema_decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
 
 

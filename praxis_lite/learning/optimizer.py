@@ -24,9 +24,8 @@ import optax
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning.optimizer_config import build_optimizer, is_stackable, looking_at_all
-from praxis_lite.learning.subtrees import Path, leaves, merge, select
-from praxis_lite.partitioning.paths import leaves_by_path, path_names
-from praxis_lite.partitioning.state_specs import owner_of
+from praxis_lite.partitioning.slots import owner_of
+from praxis_lite.trees import Path, leaves, leaves_by_path, merge, path_names, select
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 

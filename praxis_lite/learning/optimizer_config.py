@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import optax
 
-from praxis_lite.call import path_name
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning.subtrees import Path
+from praxis_lite.trees import Path, path_name
 
 _RATE = 'learning_rate'
 

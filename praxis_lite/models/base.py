@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from praxis_lite.call import NestedDict
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
-from praxis_lite.partitioning.steps import WeightedScalars
+from praxis_lite.trees import NestedDict
+from praxis_lite.weighted import WeightedScalars
 
 
 class BaseModel(Layer):
@@ -62,25 +59,3 @@ class BaseModel(Layer):
       ConfigError: this model does not decode.
     """
     raise ConfigError(f'task.model: {type(self).__name__} has no method decode(batch), so it cannot decode')
-
-
-def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (sum(values * weights) / sum(weights), sum(weights)) in float32: (0, 0) where all weights are zero.
-
-  Values of zero weight may be anything, NaN too. A weight that is NaN makes the mean NaN, so that it shows.
-
-  Args:
-    values: any shape.
-    weights: the same shape, at least 0.
-
-  Raises:
-    DataError: the shapes differ.
-  """
-  if values.shape != weights.shape:
-    raise DataError(
-      f'weighted_mean: values {values.shape} have weights {weights.shape}; each value needs one of its own'
-    )
-  weights = weights.astype(jnp.float32)
-  total = jnp.sum(weights)
-  weighted = jnp.where(weights == 0, 0.0, values.astype(jnp.float32) * weights)
-  return jnp.sum(weighted) / jnp.where(total == 0, 1.0, total), total

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.call import NestedDict
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError, did_you_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
-from praxis_lite.layers.image_networks import Mlp
+from praxis_lite.layers.images import Mlp
 from praxis_lite.layers.softmax import FullSoftmax
-from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
+from praxis_lite.models.base import BaseModel
+from praxis_lite.trees import NestedDict
+from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 
 class ClassPredictions(NamedTuple):
@@ -47,7 +48,6 @@ class ClassificationModel(BaseModel):
   network_tpl: Config = template(Mlp)
   softmax_tpl: Config = template(FullSoftmax, use_bias=True)
   input_name: str = 'image'
-  weight_split_dims_mapping: Config = template(SplitMapping)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:

@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.call import NestedDict
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.decoding import Sampler
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.softmax import SoftmaxOutput
-from praxis_lite.layers.transformer_lm import TransformerLm
-from praxis_lite.models.base import BaseModel, WeightedScalars, weighted_mean
+from praxis_lite.layers.transformer import TransformerLm
+from praxis_lite.models.base import BaseModel
+from praxis_lite.trees import NestedDict
+from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 
@@ -52,7 +53,6 @@ class LanguageModel(BaseModel):
   packed: bool = True
   tokens_are_bytes: bool = False
   decoder_tpl: Config = template(Sampler)
-  weight_split_dims_mapping: Config = template(SplitMapping)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:

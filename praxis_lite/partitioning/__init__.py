@@ -1,42 +1,35 @@
-"""Where tensors live: meshes, specs, padding, rules, strategies. Knows weights and errors, no layer, model or task."""
+"""Where arrays are stored on a mesh, as a pure function of declarations and mesh sizes.
 
-from praxis_lite.partitioning.axis_names import AxisNames
+This room knows no step, learner or model. Names of the rooms above it that Praxis and T5X have under `partitioning` can
+be imported from here too; they are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from praxis_lite.partitioning.batch import batch_size, pad_batch, padded_batch_shape, put_on_mesh
-from praxis_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
 from praxis_lite.partitioning.collectives import assert_collectives, collectives
 from praxis_lite.partitioning.constraints import (
+  axis_rules,
   global_mesh_defined,
   reshard_input_based_on_rank_fn,
+  with_logical_constraint,
   with_sharding_constraint,
 )
-from praxis_lite.partitioning.data_layout import DataLayout
-from praxis_lite.partitioning.device_meshes import (
-  bounds_from_last_device,
-  default_mesh,
-  get_coords,
-  get_cpu_mesh,
-  get_gpu_mesh,
-  get_mesh,
-)
 from praxis_lite.partitioning.explicit import (
-  accumulate_gradients,
   fold_rng_over_axis,
   gather_array_with_mean_grads,
   gather_params,
   shard_params,
-  sync_gradients,
 )
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.partitioning.logical_constraints import axis_rules, with_logical_constraint
 from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.model_states import initialize_partitioned_model_states
-from praxis_lite.partitioning.moe_partitioner import MoePjitPartitioner
 from praxis_lite.partitioning.padding import local_shape, num_parts, pad_amounts, pad_to, padded_shape, slice_to
-from praxis_lite.partitioning.parameter_table import format_parameter_table, parameter_table
-from praxis_lite.partitioning.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner
-from praxis_lite.partitioning.pjitted import PjittedFnWithContext
 from praxis_lite.partitioning.placement import place_variables
 from praxis_lite.partitioning.rules import logical_to_mesh_axes, standard_logical_axis_rules
+from praxis_lite.partitioning.slots import opt_state_specs
 from praxis_lite.partitioning.specs import (
   complete_spec,
   get_input_partition_specs,
@@ -45,17 +38,40 @@ from praxis_lite.partitioning.specs import (
   spec_axes,
   to_partition_spec,
 )
-from praxis_lite.partitioning.spmd import (
-  PartitionedModel,
-  PartitionedTask,
-  get_partitioned_spmd_model_decode_fn,
-  partition_spmd_model,
-)
-from praxis_lite.partitioning.state_specs import opt_state_specs
-from praxis_lite.partitioning.steps import decode_step, eval_step_single_learner, train_step_single_learner
-from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding
-from praxis_lite.partitioning.strategy_rules import register_rule
-from praxis_lite.partitioning.train_state import TrainState
+from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding, register_rule
+
+if TYPE_CHECKING:
+  from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
+  from praxis_lite.t5x import (
+    AxisNames,
+    BasePartitioner,
+    BasePjitPartitioner,
+    DataLayout,
+    LocalChunker,
+    LocalChunkInfo,
+    MoePjitPartitioner,
+    PjitPartitioner,
+    PjittedFnWithContext,
+    bounds_from_last_device,
+    default_mesh,
+    get_coords,
+    get_cpu_mesh,
+    get_gpu_mesh,
+    get_mesh,
+  )
+  from praxis_lite.training import (
+    PartitionedModel,
+    PartitionedTask,
+    TrainState,
+    accumulate_gradients,
+    decode_step,
+    eval_step_single_learner,
+    get_partitioned_spmd_model_decode_fn,
+    initialize_partitioned_model_states,
+    partition_spmd_model,
+    sync_gradients,
+    train_step_single_learner,
+  )
 
 __all__ = [
   'AxisNames',
@@ -123,3 +139,10 @@ __all__ = [
   'with_logical_constraint',
   'with_sharding_constraint',
 ]
+
+
+def __getattr__(name: str) -> object:
+  if name not in __all__:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  rooms = (importlib.import_module(f'praxis_lite.{room}') for room in ('training', 't5x', 'explain'))
+  return next(getattr(room, name) for room in rooms if hasattr(room, name))

@@ -2,17 +2,25 @@
 
 The same layer code runs with a mesh and without: without, a constraint returns its argument. The ambient mesh is the
 one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set.
+
+Sharding constraints by logical names, under the rules that are in force.
+
+with axis_rules(standard_logical_axis_rules()):
+  h_BTF = with_logical_constraint(h_BTF, ('batch', 'length', 'mlp'))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules, resolve_split_mapping
 from praxis_lite.partitioning.specs import (
   axes_to_entry,
   check_axes_once,
@@ -94,3 +102,37 @@ def _without(entry: Any, axes: set[str]) -> Any:
   if entry is PartitionSpec.UNCONSTRAINED:
     return entry
   return axes_to_entry([axis for axis in spec_axes(entry) if axis not in axes])
+
+
+_rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.ContextVar('praxis_lite_rules', default=())
+
+
+@contextlib.contextmanager
+def axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
+  """Puts rules in force, instead of those that were."""
+  token = _rules.set(tuple(rules))
+  try:
+    yield
+  finally:
+    _rules.reset(token)
+
+
+def current_axis_rules() -> tuple[LogicalAxisRule, ...]:
+  """The rules in force; none by default."""
+  return _rules.get()
+
+
+def with_logical_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+  """Constrains `x` to be split as the rules in force say for these names, of which mesh axes may be some.
+
+  Without a mesh, or without rules, returns `x` as it is.
+
+  Raises:
+    ShardingError: the names do not fit the rank of `x`, the rules or the mesh.
+  """
+  if not global_mesh_defined() or not current_axis_rules():
+    return x
+  mesh = jax.sharding.get_abstract_mesh()
+  return with_sharding_constraint(
+    x, resolve_split_mapping(tuple(names), mesh.axis_names, current_axis_rules(), rank=x.ndim)
+  )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.specs import complete_spec
@@ -56,7 +56,7 @@ class StateLayout(NamedTuple):
     return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
 
 
-def layout_of(shapes: Any, specs: Any, mesh: Mesh) -> StateLayout:
+def layout_of(shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> StateLayout:
   """Returns the layout on `mesh` of any tree.
 
   Args:

@@ -8,13 +8,13 @@ along each axis, and neighbours along an axis are in the same slice for as long 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from praxis_lite.errors import ShardingError
 
@@ -71,6 +71,16 @@ def mesh_sizes(
   if len(set(names)) != len(names):
     raise ShardingError(f'mesh_axis_names = {names!r} has a name twice')
   return {name: i * d for name, i, d in zip(names, ici, dcn)}
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+  """Returns a mesh of these axis sizes without devices, with Auto axes."""
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def abstract_mesh_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+  """Returns the mesh without its devices."""
+  return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def place_within_slice(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import located
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes
-from praxis_lite.partitioning.paths import path_names
 from praxis_lite.partitioning.rules import LogicalAxisRules, match_rules, resolve_split_mapping
 from praxis_lite.partitioning.specs import spec_axes
 from praxis_lite.partitioning.strategies import Decision, Strategy, as_variable, decide, parse_strategy
+from praxis_lite.trees import path_names
 from praxis_lite.weights import WeightHParams
 
 

@@ -13,6 +13,7 @@ behind is never taken for a checkpoint, and is cleaned up by the next.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -22,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.partitioning.train_state import TrainState
 from praxis_lite.runtime.quiet_orbax import quiet_orbax
 from praxis_lite.runtime.state_names import check_same_model, from_nested_dict, records_of, to_nested_dict
+from praxis_lite.training.state import TrainState
 
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
@@ -163,7 +164,8 @@ class Checkpointer:
 
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
-    true_shapes = TrainState(*(None if s is None else t for s, t in zip(_fields(shapes), _fields(true_shapes))))
+    names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
+    true_shapes = true_shapes.replace(**dict.fromkeys(names))
     check_same_model(self.about(step)['variables'], records_of(true_shapes), where)
     data_shapes = to_nested_dict(jax.tree.map(_data_shape, shapes))
     restore_args = jax.tree.map(
@@ -213,10 +215,6 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'mesh': dict(mesh.shape) if mesh is not None else None,
     'variables': records_of(true_shapes),
   }
-
-
-def _fields(state: TrainState) -> tuple[Any, ...]:
-  return state.step, state.mdl_vars, state.opt_states, state.ema_vars
 
 
 def _first_line(error: Exception) -> str:

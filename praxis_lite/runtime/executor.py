@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.inputs import PrefetchIterator
-from praxis_lite.partitioning.spmd import PartitionedTask
-from praxis_lite.partitioning.train_state import TrainState
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import make_console
 from praxis_lite.runtime.datasets import build_datasets
@@ -33,6 +31,8 @@ from praxis_lite.runtime.signals import StopSignals
 from praxis_lite.runtime.startup import StartupTimes
 from praxis_lite.runtime.summaries import SummaryWriter
 from praxis_lite.runtime.train_log import TrainLog
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
 
 # (the built task, shapes and dtypes of a training batch) -> lines to print.
 Advice = Callable[[Any, Any], Iterable[str]]

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from praxis_lite.partitioning.train_state import TrainState
 from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram
 from praxis_lite.runtime.signals import StopSignals
 from praxis_lite.runtime.summaries import SummaryWriter
 from praxis_lite.runtime.variables import eval_variables
+from praxis_lite.training.state import TrainState
 
 Program = EvalProgram | DecodeProgram
 

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 
 from praxis_lite.call import Summary
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.partitioning.partitioned_step import PartitionedStep
-from praxis_lite.partitioning.spmd import PartitionedTask
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics, MetricsAverage
 from praxis_lite.runtime.state_names import records_of
+from praxis_lite.training.partitioned_step import PartitionedStep
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 # Steps dispatched and not yet known to be done: enough to keep devices busy, few enough to bound memory.
 MAX_STEPS_IN_FLIGHT = 2

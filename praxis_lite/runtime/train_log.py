@@ -13,8 +13,6 @@ import jax
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.partitioning.spmd import PartitionedTask
-from praxis_lite.partitioning.steps import TrainStepOutput
 from praxis_lite.runtime.console import Console
 from praxis_lite.runtime.flops import count_flops
 from praxis_lite.runtime.metrics import mean_values
@@ -22,6 +20,8 @@ from praxis_lite.runtime.programs import MAX_STEPS_IN_FLIGHT
 from praxis_lite.runtime.startup import StartupTimes
 from praxis_lite.runtime.summaries import SummaryWriter
 from praxis_lite.runtime.throughput import Throughput, peak_flops
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.steps import TrainStepOutput
 
 # What the learner calls the share of updates that it has skipped because something was not finite: 0 or 1 of one step.
 SKIPPED = 'skipped'

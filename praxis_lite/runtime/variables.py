@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 
-from praxis_lite.partitioning.spmd import PartitionedTask
-from praxis_lite.partitioning.train_state import TrainState
 from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
+from praxis_lite.trees import merge
 
 
 def eval_variables(state: TrainState, *, use_ema: bool) -> Any:
   """Returns the model's variables, those with a moving average replaced by it if `use_ema`."""
-  return _overlay(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
+  return merge(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
 
 
 def restore_variables(
@@ -37,11 +38,3 @@ def restore_variables(
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
   state = checkpointer.restore(wanted, partitioned.unpadded_state_shapes, step=step)
   return eval_variables(state, use_ema=use_ema), state.step
-
-
-def _overlay(variables: Any, averages: Any) -> Any:
-  """Averages where there are any: variables that are not trained have none, or one that is not an array."""
-  if isinstance(variables, dict):
-    averages = averages if isinstance(averages, dict) else {}
-    return {name: _overlay(value, averages.get(name)) for name, value in variables.items()}
-  return averages if isinstance(averages, jax.Array) else variables

@@ -17,8 +17,8 @@ from praxis_lite.explain import Limits, Problem, Severity, check, explain_task, 
 from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
-from praxis_lite.partitioning.model_states import state_layout
 from praxis_lite.task import SingleTask
+from praxis_lite.training.state import state_layout
 
 registry.load_all()
 NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]

@@ -25,10 +25,10 @@ from praxis_lite.partitioning import (
   to_partition_spec,
   with_sharding_constraint,
 )
-from praxis_lite.partitioning.axis_names import AxisNames, override_axis_names
 from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.moe import infer_state_filter, moe_logical_axis_rules
 from praxis_lite.partitioning.rules import resolve_split_mapping
+from praxis_lite.t5x.axis_names import AxisNames, override_axis_names
+from praxis_lite.t5x.moe import infer_state_filter, moe_logical_axis_rules
 
 NAMES = ('replica', 'data', 'mdl')
 MESH = {'data': 8, 'model': 4}

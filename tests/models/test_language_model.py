@@ -19,8 +19,8 @@ from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning.collectives import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
-from praxis_lite.partitioning.spmd import partition_spmd_model
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import partition_spmd_model
 
 V, B, T = 13, 3, 8
 

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.config import Config
 from praxis_lite.layers import ConvNet
 from praxis_lite.models import ClassificationModel, set_sharding, transformer_lm
-from praxis_lite.partitioning.gathered_weights import specs_to_gather
-from praxis_lite.partitioning.spmd import PartitionedTask, partition_spmd_model
+from praxis_lite.partitioning.guards import specs_to_gather
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask, partition_spmd_model
 
 AXES = ('replica', 'data', 'mdl')
 ROWS = ('replica', 'data')

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning import create_device_mesh
-from praxis_lite.partitioning.logical_constraints import axis_rules, with_logical_constraint
+from praxis_lite.partitioning.constraints import axis_rules, with_logical_constraint
 from praxis_lite.partitioning.rules import (
   logical_to_mesh_axes,
   match_rules,

@@ -11,10 +11,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ShardingError, UserError
-from praxis_lite.partitioning import strategy_rules
-from praxis_lite.partitioning.logical_constraints import axis_rules
-from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding, unused_patterns
-from praxis_lite.partitioning.strategy_rules import Rule, Spec, Variable, parse_rules, register_rule
+from praxis_lite.partitioning import strategies as strategy_rules
+from praxis_lite.partitioning.constraints import axis_rules
+from praxis_lite.partitioning.strategies import (
+  Rule,
+  Spec,
+  Variable,
+  explain_sharding,
+  infer_sharding,
+  parse_rules,
+  register_rule,
+  unused_patterns,
+)
 from praxis_lite.weights import WeightHParams
 
 MESH = {'data': 8, 'model': 4}

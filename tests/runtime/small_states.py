@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.partitioning.padding import padded_shape
-from praxis_lite.partitioning.train_state import TrainState
+from praxis_lite.training.state import TrainState
 
 TRUE_SHAPES = {'lm': {'w': (10, 7), 'b': (5,)}, 'scale': ()}
 SPECS = {'lm': {'w': PartitionSpec('data', None), 'b': PartitionSpec('data')}, 'scale': PartitionSpec()}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.partitioning.steps import TrainStepOutput
 from praxis_lite.runtime import train_log
 from praxis_lite.runtime.startup import StartupTimes
 from praxis_lite.runtime.train_log import NonFiniteError, TrainLog
+from praxis_lite.training.steps import TrainStepOutput
 
 
 class Value:

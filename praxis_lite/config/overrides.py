@@ -1,0 +1,289 @@
+"""Reading and editing configs by path.
+
+    apply_overrides({'task': task, 'datasets': datasets}, [
+      'task.model.num_layers=6',                                a field
+      'task.model.softmax.num_classes=300',                     of softmax_tpl: the ending may be left out
+      'task.model.params_init.scale=0.01',                      of a frozen dataclass, which is replaced
+      'task.train.inputs_split_mapping.map_2d=(data, None)',    a dict key
+      'datasets[0].batch_size=8',                               an index, or [*] for all entries
+      'task.train.learner.optimizer=optax.sgd',                 another class or function; what both have stays set
+    ])
+
+Values are checked against the annotations of the fields; `override_values.py` says how they are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import copy
+import dataclasses
+import re
+import typing
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import fiddle as fdl
+
+from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints
+from praxis_lite.config.text import child_path, to_text
+from praxis_lite.config.values import Text, describe, fit, members_of
+from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
+
+_ALL = '*'
+_SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
+
+
+def apply_overrides(root: Any, overrides: Iterable[str]) -> Any:
+  """Applies overrides in place, in order, so that the last of several to one path wins. Returns `root`.
+
+  Args:
+    root: a config, or a dict of named configs and lists of configs.
+    overrides: texts of the form `path=value`.
+
+  Raises:
+    UnknownFieldError: a path leads nowhere.
+    ConfigError: an override has no `=`, or a value has the wrong type.
+  """
+  for override in [overrides] if isinstance(overrides, str) else overrides:
+    segments, rest = _parse(override)
+    if not rest.startswith('=') or not segments:
+      raise ConfigError(f'{override!r} is no override; write path=value, as in task.train.num_train_steps=100')
+    _set(root, segments, Text(rest[1:].strip()))
+  return root
+
+
+def set_by_path(root: Any, path: str, value: Any) -> None:
+  """Sets the field, dict key or index at `path` to `value`, checked as `apply_overrides` does.
+
+  Args:
+    root: a config, or a dict of named configs and lists of configs; changed in place.
+    path: as in a text dump of `root`.
+    value: the value itself. Where a config belongs, also a class or function, or its name.
+
+  Raises:
+    UnknownFieldError: the path leads nowhere.
+    ConfigError: the value has the wrong type.
+  """
+  _set(root, _parsed_path(path), value)
+
+
+def get_by_path(root: Any, path: str) -> Any:
+  """Returns what is at `path`; where nothing is set, the default. To change it use `set_by_path`.
+
+  Raises:
+    UnknownFieldError: the path leads nowhere.
+  """
+  here, value = '', root
+  for segment in _parsed_path(path):
+    slot = _slot(value, segment, here, Any)
+    if slot.is_new:
+      raise _unknown_key(value, slot, here)
+    here, value = slot.path, slot.value
+  return value
+
+
+# -------------------------------------------------------------------- paths
+
+
+def _parse(text: str) -> tuple[list[str | int], str]:
+  """Splits `a.b[0]=v` into its segments and what is left, from `=` on."""
+  segments: list[str | int] = []
+  text = text.strip()
+  position = 0
+  while match := _SEGMENT.match(text, position):
+    name, index, key = match.group('name', 'index', 'key')
+    if name is not None and (text[position] == '.') != bool(segments):
+      break
+    if index is not None:
+      segments.append(_ALL if index == _ALL else int(index))
+    else:
+      segments.append(name or ast.literal_eval(key))
+    position = match.end()
+  return segments, text[position:].lstrip()
+
+
+def _parsed_path(path: str) -> list[str | int]:
+  segments, rest = _parse(path)
+  if rest or not segments:
+    raise ConfigError(f'{path!r} is no path; write names separated by dots, and indices as in datasets[0].batch_size')
+  return segments
+
+
+class _Slot(NamedTuple):
+  """A place in a container: its key there, its full path, its annotation, and what it holds."""
+
+  key: Any
+  path: str
+  hint: Any
+  value: Any
+  is_new: bool = False
+
+
+def _slot(container: Any, segment: str | int, path: str, hint: Any) -> _Slot:
+  """Returns the place that `segment` names in the container at `path`, which is annotated with `hint`."""
+  if isinstance(container, Config):
+    return _field_slot(container, segment, path)
+  if isinstance(container, dict):
+    is_new = segment not in container
+    return _Slot(segment, child_path(path, segment), _entry_hint(hint, 1), container.get(segment), is_new)
+  if isinstance(container, (list, tuple)):
+    return _index_slot(container, segment, path, hint)
+  if dataclasses.is_dataclass(container) and not isinstance(container, type):
+    names = [f.name for f in dataclasses.fields(container) if f.init]
+    if segment not in names:
+      raise _unknown_field(type(container), segment, path, names)
+    name = str(segment)
+    hints = field_type_hints(type(container))
+    return _Slot(name, child_path(path, name), hints.get(name, Any), getattr(container, name))
+  shown = 'REQUIRED and not set' if container is REQUIRED else describe(container)
+  raise UnknownFieldError(f'{path} is {shown}, so it has no {_shown(segment)}; set {path} itself')
+
+
+def _field_slot(config: Config, segment: str | int, path: str) -> _Slot:
+  names, target = field_names(config), fdl.get_callable(config)
+  name = str(segment)
+  if names is not None and segment not in names:
+    if f'{segment}_tpl' not in names:
+      raise _unknown_field(target, segment, path, names)
+    name = f'{segment}_tpl'
+  # A default belongs to the class, so it is copied before something below it is set.
+  value = config.__arguments__[name] if name in config.__arguments__ else copy.deepcopy(config_values(config).get(name))
+  return _Slot(name, child_path(path, name), field_type_hints(target).get(name, Any), value)
+
+
+def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path: str, hint: Any) -> _Slot:
+  names: tuple[str, ...] = getattr(container, '_fields', ())
+  size = len(container)
+  if segment in names:
+    index = names.index(str(segment))
+  elif isinstance(segment, int) or segment.isdigit():
+    index = int(segment)
+  elif segment == _ALL:
+    raise UnknownFieldError(f'{path}[*]: {f"the {size} entries are to be read one by one" if size else "it is empty"}')
+  else:
+    raise UnknownFieldError(f'{path} is a {type(container).__name__}, so it has no {segment!r}; write {path}[0]')
+  if not -size <= index < size:
+    there = f'its entries are [0] to [{size - 1}]' if size else 'it is empty'
+    raise UnknownFieldError(f'{path} has no entry [{index}]; {there}')
+  index %= size
+  return _Slot(index, child_path(path, index), _entry_hint(hint, 0, index), container[index])
+
+
+def _entry_hint(hint: Any, argument: int, index: int = 0) -> Any:
+  """The annotation of the entries of a container annotated with `hint`, as far as it says."""
+  for member in members_of(hint):
+    origin, arguments = typing.get_origin(member), typing.get_args(member)
+    if origin is tuple and argument == 0 and Ellipsis not in arguments:
+      return arguments[index] if index < len(arguments) else Any
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Collection) and len(arguments) > argument:
+      return arguments[argument]
+  return Any
+
+
+def _unknown_field(target: Any, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
+  what = getattr(target, '__qualname__', str(target))
+  close = did_you_mean(str(segment), [*names, *(n.removesuffix('_tpl') for n in names if n.endswith('_tpl'))])
+  where = f'{path} ({what})' if path else what
+  return UnknownFieldError(f'{where} has no field {_shown(segment)}.{close} Its fields: {", ".join(names)}.')
+
+
+def _unknown_key(container: Any, slot: _Slot, path: str) -> UnknownFieldError:
+  names = [str(key) for key in container]
+  close = did_you_mean(str(slot.key), names)
+  return UnknownFieldError(
+    f'{path or "the experiment"} has no entry {slot.key!r}.{close} Its entries: {", ".join(names) or "none"}.'
+  )
+
+
+def _shown(segment: str | int) -> str:
+  return f'[{segment}]' if isinstance(segment, int) else repr(segment)
+
+
+# -------------------------------------------------------------------- setting
+
+
+def _set(root: Any, segments: list[str | int], value: Any) -> None:
+  if not isinstance(root, dict):
+    _put(root, segments, value, '', Any)
+    return
+  slot = _slot(root, segments[0], '', Any)
+  if slot.is_new:
+    raise _unknown_key(root, slot, '')
+  if isinstance(slot.value, list):  # The caller's own list, so it is changed and not replaced.
+    rest = segments[1:]
+    slot.value[:] = _put(slot.value, rest, value, slot.path, Any) if rest else _fitted(value, slot, list[Config])
+  elif len(segments) == 1:
+    raise ConfigError(f'{slot.path} cannot be replaced as a whole; set its fields, as in {slot.path}.name=value')
+  else:
+    _put(slot.value, segments[1:], value, slot.path, Any)
+
+
+def _put(container: Any, segments: list[str | int], value: Any, path: str, hint: Any) -> Any:
+  """Returns `container` with `value` put at `segments` below it: itself if it is a config, otherwise a changed copy."""
+  if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
+    container = {}  # The first entry of a dict that is not there yet.
+  if segments[0] == _ALL and isinstance(container, (list, tuple)) and container:
+    for index in range(len(container)):
+      container = _put(container, [index, *segments[1:]], value, path, hint)
+    return container
+  slot = _slot(container, segments[0], path, hint)
+  if len(segments) == 1:
+    new = _fitted(value, slot, slot.hint)
+  elif slot.is_new:
+    raise _unknown_key(container, slot, path)
+  else:
+    new = _put(slot.value, segments[1:], value, slot.path, slot.hint)
+  return _with(container, slot, new)
+
+
+def _with(container: Any, slot: _Slot, value: Any) -> Any:
+  if isinstance(container, Config):
+    setattr(container, slot.key, value)
+    return container
+  if isinstance(container, dict):
+    return container | {slot.key: value}
+  if isinstance(container, (list, tuple)):
+    entries = [*container[: slot.key], value, *container[slot.key + 1 :]]
+    return type(container)(*entries) if hasattr(container, '_fields') else type(container)(entries)
+  try:
+    return dataclasses.replace(container, **{slot.key: value})
+  except UserError as error:
+    raise ConfigError(f'{slot.path}: {error}') from None
+
+
+def _fitted(value: Any, slot: _Slot, hint: Any) -> Any:
+  try:
+    new = fit(value, hint, slot.value)
+  except UserError as error:
+    raise ConfigError(f'{slot.path}: {error}') from None
+  if isinstance(new, Config) and isinstance(slot.value, Config) and not isinstance(value, Config):
+    _carry_over(slot.value, Config(fdl.get_callable(slot.value)), new)
+  return new
+
+
+def _carry_over(old: Config, untouched: Config, new: Config) -> None:
+  """Sets on `new` the fields it shares with `old`, of another class, where `old` is not as `untouched`, its default.
+
+  In a template that both classes fill in, it is the edits that are carried over, whatever the template's class in each.
+  """
+  names = field_names(new)
+  for name, value in old.__arguments__.items():
+    if not isinstance(name, str) or (names is not None and name not in names):
+      continue
+    default, counterpart = untouched.__arguments__.get(name, _UNSET), new.__arguments__.get(name)
+    if default is not _UNSET and to_text(value) == to_text(default):
+      continue
+    same_class = (
+      isinstance(value, Config) and isinstance(default, Config) and fdl.get_callable(value) is fdl.get_callable(default)
+    )
+    if same_class and isinstance(counterpart, Config):
+      _carry_over(value, default, counterpart)
+    else:
+      setattr(new, name, value)
+
+
+_UNSET = object()
+
+
+__all__ = ['apply_overrides', 'get_by_path', 'set_by_path']

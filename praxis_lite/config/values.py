@@ -1,0 +1,300 @@
+"""Values of overrides: from text to a value, and from a value to one that fits the annotation of its field.
+
+Text is read as a Python literal, where names inside containers may lose their quotes: `(data, mdl)` is
+`('data', 'mdl')`. Text that is no literal is a string. `fit` then makes the value one of the annotated type, as far as
+that loses nothing: an int for a float, a list for a tuple, the name of an enum's member, and the name of a class for a
+config or callable, which is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import contextlib
+import dataclasses
+import enum
+import inspect
+import numbers
+import re
+import sys
+import types
+import typing
+from typing import Any
+
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.config.references import import_reference, is_named, looks_like_reference
+from praxis_lite.config.text import format_value
+from praxis_lite.errors import ConfigError, UserError, did_you_mean
+
+
+class Text(str):
+  """The right side of an override, not yet read."""
+
+
+class MismatchError(Exception):
+  """A value does not fit its field; the message says what would."""
+
+
+def fit(value: Any, hint: Any, current: Any) -> Any:
+  """Returns `value` as one that a field takes.
+
+  Args:
+    value: any value, or `Text`.
+    hint: the resolved annotation of the field; Any accepts everything.
+    current: the present value of the field.
+
+  Raises:
+    ConfigError: it has the wrong type, or names something that cannot be imported.
+  """
+  text = str(value) if isinstance(value, Text) else None
+  if text is not None:
+    value = _read(text, [kind for kind in (*members_of(hint), type(current)) if _is_value_class(kind)])
+  try:
+    return _fit(value, hint, current)
+  except MismatchError as mismatch:
+    if text is not None and value is not text:  # `name=123` where a string belongs
+      with contextlib.suppress(MismatchError):
+        return _fit(text, hint, current)
+    raise ConfigError(f'expected {mismatch}, got {describe(value)}') from None
+
+
+def describe(value: Any) -> str:
+  """Returns how messages show a value: itself, and its type."""
+  return 'None' if value is None else f'{format_value(value)} ({type(value).__name__})'
+
+
+# -------------------------------------------------------------------- from text
+
+
+_NAMES = {'none': None, 'null': None, 'true': True, 'false': False, 'inf': float('inf'), 'nan': float('nan')}
+
+
+class _NotLiteralError(Exception):
+  pass
+
+
+def _read(text: str, classes: list[type]) -> Any:
+  """Reads a literal, or a call of one of `classes` such as `WeightInit('gaussian', 0.02)`; other text is itself."""
+  if text.lower() in _NAMES:
+    return _NAMES[text.lower()]
+  try:
+    node = ast.parse(text, mode='eval').body
+    return text if isinstance(node, ast.Name) else _literal(node, {c.__name__: c for c in classes})
+  except ConfigError:
+    raise
+  except (SyntaxError, ValueError, TypeError, RecursionError, _NotLiteralError):
+    return text
+
+
+def _literal(node: ast.expr, classes: dict[str, type]) -> Any:
+  match node:
+    case ast.Constant(value=value) if value is not Ellipsis:
+      return value
+    case ast.Name(id=name):
+      return _NAMES.get(name.lower(), name)
+    case ast.Tuple(elts=elements):
+      return tuple(_literal(e, classes) for e in elements)
+    case ast.List(elts=elements):
+      return [_literal(e, classes) for e in elements]
+    case ast.Set(elts=elements):
+      return {_literal(e, classes) for e in elements}
+    case ast.Dict(keys=keys, values=values):
+      return {_literal(k, classes): _literal(v, classes) for k, v in zip(keys, values) if k is not None}
+    case ast.UnaryOp(op=(ast.USub() | ast.UAdd()) as sign, operand=operand):
+      number = _literal(operand, classes)
+      if type(number) in (int, float):
+        return -number if isinstance(sign, ast.USub) else number
+    case ast.Call(func=function, args=args, keywords=keywords):
+      make = _maker(function, classes)
+      try:
+        return make(*(_literal(a, classes) for a in args), **{str(k.arg): _literal(k.value, classes) for k in keywords})
+      except TypeError as error:
+        raise ConfigError(str(error)) from None
+  raise _NotLiteralError
+
+
+def _maker(function: ast.expr, classes: dict[str, type]) -> Any:
+  """The class that a call names, or its class method."""
+  match function:
+    case ast.Name(id=name) if name in classes:
+      return classes[name]
+    case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in classes:
+      methods = [n for n, _ in inspect.getmembers(classes[name], inspect.ismethod) if n[0] != '_']
+      if attribute not in methods:
+        raise ConfigError(
+          f'{name} has no {attribute!r}.{did_you_mean(attribute, methods)} It has {", ".join(methods)}.'
+        )
+      return getattr(classes[name], attribute)
+  raise _NotLiteralError
+
+
+def _is_value_class(kind: Any) -> bool:
+  return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore
+
+
+# -------------------------------------------------------------------- to the annotation
+
+
+def _fit(value: Any, hint: Any, current: Any) -> Any:
+  if value is REQUIRED or isinstance(value, Config):
+    return value if value is REQUIRED else _convert(value, hint)
+  members = members_of(hint)
+  takes_config = isinstance(current, Config) or any(map(_is_config, members))
+  takes_callable = any(map(_is_callable_hint, members)) or (is_named(current) and Any in members)
+  if isinstance(value, str) and looks_like_reference(value) and (takes_config or takes_callable):
+    with contextlib.suppress(*([UserError] if str in members or (Any in members and not takes_config) else [])):
+      found = import_reference(value)
+      return _config_of(found) if takes_config else _convert(found, hint)
+  if takes_config and is_named(value):
+    return _config_of(value)
+  if not takes_config:
+    return _convert(value, hint)
+  with contextlib.suppress(MismatchError):
+    if hint is not Any or value is None:
+      return _convert(value, hint)
+  raise MismatchError('the name of a class or function, such as package.module.Class')
+
+
+def _config_of(target: Any) -> Config:
+  if isinstance(target, Config):
+    return target.clone()
+  if not is_named(target):
+    raise MismatchError('the name of a class or function')
+  return Config(target)
+
+
+def _convert(value: Any, hint: Any) -> Any:
+  """Returns `value` in the type of `hint`; raises MismatchError if that cannot be."""
+  members = members_of(hint)
+  if Any in members:
+    return value
+  if _is_dtype_hint(members):
+    return _checked_dtype(value, none_allowed=types.NoneType in members)
+  if len(members) > 1:
+    return _convert_to_one_of(value, members, hint)
+  hint = members[0]
+  origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if hint in _NUMBERS:
+    if not isinstance(value, _NUMBERS[hint]) or isinstance(value, bool):
+      raise MismatchError(describe_hint(hint))
+    return value if isinstance(value, hint) else hint(value)
+  if origin in (tuple, list) and isinstance(value, (tuple, list)) and not hasattr(value, '_fields'):
+    return origin(_convert_entries(value, origin, arguments, hint))
+  if origin is dict and isinstance(value, dict) and len(arguments) == 2:
+    return {_convert(k, arguments[0]): _convert(v, arguments[1]) for k, v in value.items()}
+  if isinstance(hint, type) and issubclass(hint, enum.Enum) and not isinstance(value, hint):
+    return _member(hint, value)
+  if (origin in _SEQUENCES and isinstance(value, (str, bytes))) or not _passes(value, hint):
+    raise MismatchError(describe_hint(hint))
+  return value
+
+
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy's are registered as these.
+# A string is one, of its letters, and never meant as one.
+_SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+
+
+def _convert_to_one_of(value: Any, members: list[Any], hint: Any) -> Any:
+  if type(value) in members:
+    return value
+  for member in members:
+    with contextlib.suppress(MismatchError):
+      return _convert(value, member)
+  raise MismatchError(describe_hint(hint))
+
+
+def _convert_entries(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any) -> list[Any]:
+  with contextlib.suppress(MismatchError):
+    if not arguments:
+      return list(value)
+    if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
+      return [_convert(v, arguments[0]) for v in value]
+    if len(arguments) == len(value):
+      return [_convert(v, h) for v, h in zip(value, arguments)]
+  raise MismatchError(describe_hint(hint))
+
+
+def _member(cls: type[enum.Enum], value: Any) -> Any:
+  if isinstance(value, str) and (name := value.removeprefix(f'{cls.__name__}.')) in cls.__members__:
+    return cls[name]
+  try:
+    return cls(value)
+  except ValueError:
+    raise MismatchError(f'one of {", ".join(cls.__members__)}') from None
+
+
+def _checked_dtype(value: Any, none_allowed: bool) -> Any:
+  from jax.numpy import dtype
+
+  if value is None and none_allowed:
+    return value
+  with contextlib.suppress(TypeError):
+    if value is not None and dtype(value):
+      return value
+  raise MismatchError(f'the name of a dtype, such as {", ".join(_DTYPES)}')
+
+
+_DTYPES = ('float32', 'bfloat16', 'float16', 'int32')
+
+
+def _passes(value: Any, hint: Any) -> bool:
+  if hint in (str, bool, bytes, types.NoneType):
+    return isinstance(value, hint)
+  import typeguard
+
+  try:
+    typeguard.check_type(
+      value,
+      hint,
+      forward_ref_policy=typeguard.ForwardRefPolicy.IGNORE,
+      collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS,
+    )
+  except typeguard.TypeCheckError:
+    return False
+  except (TypeError, NameError):
+    return True  # The annotation itself cannot be checked.
+  return True
+
+
+# -------------------------------------------------------------------- annotations
+
+
+def members_of(hint: Any) -> list[Any]:
+  """Returns the members of a union, or the annotation itself."""
+  if typing.get_origin(hint) is typing.Annotated:
+    return members_of(typing.get_args(hint)[0])
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    return [member for argument in typing.get_args(hint) for member in members_of(argument)]
+  return [hint]
+
+
+def describe_hint(hint: Any) -> str:
+  """Returns an annotation as people write it."""
+  members = members_of(hint)
+  if typing.get_origin(hint) is typing.Literal:
+    return f'one of {", ".join(map(repr, typing.get_args(hint)))}'
+  if len(members) > 1:
+    return ' | '.join(map(describe_hint, members))
+  if hint is types.NoneType:
+    return 'None'
+  if _is_callable_hint(hint):
+    return 'a function or class'
+  if isinstance(hint, type) and not typing.get_args(hint):
+    return hint.__qualname__
+  return re.sub(r'(?:\w+\.)+(?=\w)', '', str(hint))
+
+
+def _is_config(hint: Any) -> bool:
+  origin = typing.get_origin(hint) or hint
+  return isinstance(origin, type) and issubclass(origin, Config)
+
+
+def _is_callable_hint(hint: Any) -> bool:
+  return (typing.get_origin(hint) or hint) in (collections.abc.Callable, type)
+
+
+def _is_dtype_hint(members: list[Any]) -> bool:
+  """Whether the annotation contains DTypeLike; if it does, JAX has been imported by whoever wrote it."""
+  jax_typing = sys.modules.get('jax.typing')
+  spellings = typing.get_args(jax_typing.DTypeLike) if jax_typing else ()
+  return bool(spellings) and all(spelling in members for spelling in spellings)

@@ -1,0 +1,267 @@
+"""Convolutions of images.
+
+B batch, H height, W width, C input channels, O output channels.
+
+Pooling of images.
+
+B batch, H height, W width, C channels.
+
+Networks from images to features: the part of a classifier before its softmax.
+
+Each has `output_dims`, the size of its features, and takes the weights of the examples, which batch norms need.
+
+B batch, H height, W width, C channels, F features.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import ConfigError
+from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.dropout import Dropout
+from praxis_lite.layers.linears import Linear, bias_weight
+from praxis_lite.layers.normalizations import BatchNorm
+from praxis_lite.partitioning import guards
+from praxis_lite.weights import WeightHParams
+
+PADDINGS = ('SAME', 'VALID')
+
+
+class Conv2D(Layer):
+  """y[i, j] = sum_{h, w} x[i * stride + h * dilation, j * stride + w * dilation] . w[h, w] + b.
+
+  Attributes:
+    filter_shape: (height, width, C, O).
+    strides: of the height and the width.
+    dilations: distance between the filter's taps in the image.
+    padding: 'SAME' keeps the size, divided by the stride; 'VALID' takes only what the filter fits into.
+    groups: the channels fall into so many groups that are convolved apart; C counts all of them.
+    use_bias: whether there is a bias.
+    weight_split_dims_mapping: `wt`, [height, width, C / groups, O], of `w`; the bias is split as its last dimension.
+    activation_split_dims_mapping: `out`, [B, H, W, O]. Height and width are split after the convolution: images come
+      whole to it, because XLA's convolution of split ones is not correct.
+  """
+
+  filter_shape: tuple[int, int, int, int] = REQUIRED
+  strides: tuple[int, int] = (1, 1)
+  dilations: tuple[int, int] = (1, 1)
+  padding: str = 'SAME'
+  groups: int = 1
+  use_bias: bool = True
+  weight_split_dims_mapping: Config = template(WeightSplit)
+
+  def setup(self) -> None:
+    check_padding(self.padding, f'{self.path_name}.padding')
+    height, width, inputs, outputs = self.filter_shape
+    if self.groups < 1 or inputs % self.groups or outputs % self.groups:
+      raise ConfigError(f'{self.path_name}.groups: {self.groups} does not divide both {inputs} and {outputs} channels')
+    wt = self.weight_split_dims_mapping.wt
+    shape = (height, width, inputs // self.groups, outputs)
+    self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt))
+    if self.use_bias:
+      self.create_variable('b', bias_weight(outputs, None if wt is None else tuple(wt)[-1:]))
+
+  def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+    """Returns [B, H', W', O]."""
+    y_BHWO = jax.lax.conv_general_dilated(
+      guards.whole_images(x_BHWC.astype(self.fprop_dtype)),
+      guards.whole_filters(self.theta.w),
+      self.strides,
+      self.padding,
+      rhs_dilation=self.dilations,
+      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+      feature_group_count=self.groups,
+    )
+    y_BHWO = guards.whole_images(y_BHWO)
+    if self.use_bias:
+      y_BHWO += self.theta.b
+    return self.shard(y_BHWO)
+
+
+def check_padding(padding: str, where: str) -> None:
+  """Raises ConfigError, naming the field `where`, unless `padding` is known."""
+  if padding not in PADDINGS:
+    raise ConfigError(f'{where}: expected one of {", ".join(PADDINGS)}, got {padding!r}')
+
+
+class Pooling(Layer):
+  """The greatest or the mean value of each channel in each window.
+
+  A mean is over the part of the window that lies in the image.
+
+  Attributes:
+    kind: 'max' or 'mean'.
+    window: height and width of a window.
+    strides: distance between windows; None is `window`.
+    padding: 'SAME' or 'VALID', as of a convolution.
+    activation_split_dims_mapping: `out`, [B, H, W, C].
+  """
+
+  kind: str = 'max'
+  window: tuple[int, int] = (2, 2)
+  strides: tuple[int, int] | None = None
+  padding: str = 'VALID'
+
+  def setup(self) -> None:
+    _check_kind(self.kind, f'{self.path_name}.kind')
+    check_padding(self.padding, f'{self.path_name}.padding')
+
+  def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+    """Returns [B, H', W', C]."""
+    y_BHWC = self._max(x_BHWC) if self.kind == 'max' else self._mean(x_BHWC)
+    return self.shard(y_BHWC)
+
+  def _windows(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    return (1, *self.window, 1), (1, *(self.strides or self.window), 1), self.padding
+
+  def _max(self, x_BHWC: jax.Array) -> jax.Array:
+    # -inf, the identity of max, is what the derivative of reduce_window knows.
+    return jax.lax.reduce_window(x_BHWC, -jnp.inf, jax.lax.max, *self._windows())
+
+  def _mean(self, x_BHWC: jax.Array) -> jax.Array:
+    sums = jax.lax.reduce_window(x_BHWC.astype(jnp.float32), 0.0, jax.lax.add, *self._windows())
+    ones_HW = jnp.ones((1, *x_BHWC.shape[1:3], 1))
+    counts = jax.lax.reduce_window(ones_HW, 0.0, jax.lax.add, *self._windows())
+    return (sums / counts).astype(x_BHWC.dtype)
+
+
+class GlobalPooling(Layer):
+  """The greatest or the mean value of each channel.
+
+  Attributes:
+    kind: 'max' or 'mean'.
+    activation_split_dims_mapping: `out`, [B, C].
+  """
+
+  kind: str = 'mean'
+
+  def setup(self) -> None:
+    _check_kind(self.kind, f'{self.path_name}.kind')
+
+  def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+    """Returns [B, C]."""
+    if self.kind == 'max':
+      y_BC = jnp.max(x_BHWC, axis=(1, 2))
+    else:
+      y_BC = jnp.mean(x_BHWC.astype(jnp.float32), axis=(1, 2)).astype(x_BHWC.dtype)
+    return self.shard(y_BC)
+
+
+def _check_kind(kind: str, where: str) -> None:
+  if kind not in ('max', 'mean'):
+    raise ConfigError(f"{where}: expected 'max' or 'mean', got {kind!r}")
+
+
+class Mlp(Layer):
+  """Linear layers with an activation and dropout after each, on the flattened input.
+
+  Attributes:
+    input_dims: dims of the flattened input, such as H * W * C.
+    hidden_dims: output dims of each linear layer.
+    activation: name of the activation.
+    linear_tpl: of the children `linear_0`, `linear_1`, ...
+    dropout_tpl: of the child `dropout`.
+    activation_split_dims_mapping: `out`, the features, [B, F].
+  """
+
+  input_dims: int = REQUIRED
+  hidden_dims: tuple[int, ...] = REQUIRED
+  activation: str = 'relu'
+  linear_tpl: Config = template(Linear, use_bias=True)
+  dropout_tpl: Config = template(Dropout)
+
+  def setup(self) -> None:
+    get_activation(self.activation, f'{self.path_name}.activation')
+    dims = (self.input_dims, *self.hidden_dims)
+    linears = [self.linear_tpl.clone(input_dims=i, output_dims=o) for i, o in itertools.pairwise(dims)]
+    self.create_children('linear', templates=linears)
+    self.create_child('dropout', self.dropout_tpl)
+
+  @property
+  def output_dims(self) -> int:
+    """F, the last of the hidden dims."""
+    return (self.input_dims, *self.hidden_dims)[-1]
+
+  def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Returns features [B, F].
+
+    Args:
+      x: [B, ...] with `input_dims` values in each example.
+      weights: of no account here.
+    """
+    del weights
+    x_BF = jnp.reshape(x, (x.shape[0], -1)).astype(self.fprop_dtype)
+    if x_BF.shape[1] != self.input_dims:
+      raise ConfigError(f'{self.path_name}.input_dims: {self.input_dims}, but an input of shape {x.shape} came')
+    for linear in self.linear:
+      x_BF = self.dropout(get_activation(self.activation)(linear(x_BF)))
+    return self.shard(x_BF)
+
+
+class ConvNet(Layer):
+  """Convolution, norm, activation and pooling for each of `channels`; then the mean over the image, and dropout.
+
+  Attributes:
+    input_channels: C of the images.
+    channels: output channels of each convolution.
+    filter_size: height and width of the filters.
+    activation: name of the activation.
+    conv_tpl: of the children `conv_0`, `conv_1`, ...; they have biases only where there is no norm, which has its own.
+    norm_tpl: of the children `norm_0`, `norm_1`, ...; None is no norm.
+    pooling_tpl: of the child `pooling`, after each convolution; None is no pooling.
+    global_pooling_tpl: of the child `global_pooling`.
+    dropout_tpl: of the child `dropout`.
+    activation_split_dims_mapping: `out`, the features, [B, F].
+  """
+
+  input_channels: int = REQUIRED
+  channels: tuple[int, ...] = REQUIRED
+  filter_size: tuple[int, int] = (3, 3)
+  activation: str = 'relu'
+  conv_tpl: Config = template(Conv2D)
+  norm_tpl: Config | None = template(BatchNorm)
+  pooling_tpl: Config | None = template(Pooling)
+  global_pooling_tpl: Config = template(GlobalPooling)
+  dropout_tpl: Config = template(Dropout)
+
+  def setup(self) -> None:
+    get_activation(self.activation, f'{self.path_name}.activation')
+    counts = (self.input_channels, *self.channels)
+    shapes = [(*self.filter_size, i, o) for i, o in itertools.pairwise(counts)]
+    conv = self.conv_tpl.clone(use_bias=self.norm_tpl is None)
+    self.create_children('conv', templates=[conv.clone(filter_shape=s) for s in shapes])
+    if self.norm_tpl is not None:
+      self.create_children('norm', templates=[self.norm_tpl.clone(dims=c) for c in self.channels])
+    if self.pooling_tpl is not None:
+      self.create_child('pooling', self.pooling_tpl)
+    self.create_child('global_pooling', self.global_pooling_tpl)
+    self.create_child('dropout', self.dropout_tpl)
+
+  @property
+  def output_dims(self) -> int:
+    """F, the last of the channels."""
+    return (self.input_channels, *self.channels)[-1]
+
+  def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Returns features [B, F].
+
+    Args:
+      x_BHWC: images.
+      weights: [B] weights of the images, for norms over the batch; None is ones.
+    """
+    x_BHWC = x_BHWC.astype(self.fprop_dtype)
+    for i, conv in enumerate(self.conv):
+      x_BHWC = conv(x_BHWC)
+      if self.norm_tpl is not None:
+        norm = self.norm[i]
+        x_BHWC = norm(x_BHWC, weights) if isinstance(norm, BatchNorm) else norm(x_BHWC)
+      x_BHWC = get_activation(self.activation)(x_BHWC)
+      if self.pooling_tpl is not None:
+        x_BHWC = self.pooling(x_BHWC)
+    return self.shard(self.dropout(self.global_pooling(x_BHWC)))

@@ -1,0 +1,248 @@
+"""Randomness inside `shard_map`: what each device draws by itself.
+
+Parameters that each device holds a part of, and gathers where it uses them: fully sharded data parallelism.
+
+All of it is for use inside `jax.shard_map`, after Rajbhandari et al., 2020 (ZeRO, stage 3).
+
+    forward    all_gather            part [D / n, F]     -> whole [D, F]
+    backward   mean reduce-scatter   gradient [D, F]     -> its mean over the n devices, part [D / n, F]
+
+A dimension that does not divide is padded with zeros at its end, as everywhere in this package: the parts are those of
+the padded dimension, and what is gathered is cut to the true size.
+
+Linear maps split over a mesh axis inside `shard_map`, after Megatron-LM (Shoeybi et al., 2019).
+
+    column parallel   w [I, O / n]: whole x -> part of y; forward none, backward all-reduce of the gradient of x
+    row parallel      w [I / n, O]: part of x -> whole y; forward all-reduce of y, backward none
+
+A column parallel map, what is elementwise, and a row parallel map together take one all-reduce forward and one
+backward. I input dims, O output dims.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from praxis_lite.errors import ShardingError
+from praxis_lite.partitioning.padding import pad_to
+from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
+
+
+def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
+  """Inside `shard_map`: returns `key` folded with the device's index along `axis`.
+
+  Devices that differ along the axis then draw differently, as dropout on different rows of a batch must. Devices that
+  differ only along other axes draw the same, as dropout on an activation that all of them hold must.
+
+  Args:
+    key: a PRNG key, the same on all devices.
+    axis: a mesh axis, or several, which count as one with the first the slowest; of none, the key stays as it is.
+  """
+  axes = (axis,) if isinstance(axis, str) else tuple(axis)
+  return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+
+
+Axes = tuple[str, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def gather_array_with_mean_grads(
+  x: jax.Array, axis: str | Axes, dim: int = 0, size: int | None = None, dtype: DTypeLike | None = None
+) -> jax.Array:
+  """Inside `shard_map`: gathers the parts of an array; its gradient is averaged and scattered back.
+
+  Args:
+    x: this device's part.
+    axis: the mesh axis, or several, that `dim` is split over.
+    dim: the dimension.
+    size: its true size, if the parts add up to more.
+    dtype: what is gathered is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
+  """
+  x = x if dtype is None else x.astype(dtype)
+  whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+  return whole if size is None else jax.lax.slice_in_dim(whole, 0, size, axis=dim)
+
+
+def _gather_fwd(
+  x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None
+) -> tuple[jax.Array, jax.Array]:
+  # Residuals are arrays: an empty one carries the dtype.
+  return gather_array_with_mean_grads(x, axis, dim, size, dtype), jnp.zeros((0, x.shape[dim]), x.dtype)
+
+
+def _gather_bwd(
+  axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None, like: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array]:
+  devices = jax.lax.axis_size(axis)
+  gradient = gradient.astype(like.dtype)
+  padded = list(gradient.shape)
+  padded[dim] = like.shape[1] * devices
+  scattered = jax.lax.psum_scatter(pad_to(gradient, tuple(padded)), axis, scatter_dimension=dim, tiled=True)
+  return (scattered / devices,)
+
+
+gather_array_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedParam:
+  """This device's part of a parameter: a tree node with one leaf, the part, so that scans and updates go through it.
+
+  Dimensions are counted from the last, so that a stack of parameters may be cut into its layers by a scan, and each be
+  gathered by itself.
+
+  Attributes:
+    value: the part.
+    axes: for each dimension, the mesh axes that split it; () where it is whole.
+    shape: true sizes of the same dimensions.
+  """
+
+  value: jax.Array
+  axes: tuple[Axes, ...]
+  shape: tuple[int, ...]
+
+  def gather(self, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns the whole parameter, in `dtype` if it is given; gradients are averaged over the axes, and scattered."""
+    x = self.value
+    for i, (axes, size) in enumerate(zip(self.axes, self.shape)):
+      if axes:
+        dim = i - len(self.axes) + x.ndim
+        padded = x.shape[dim] * jax.lax.axis_size(axes) != size
+        x = gather_array_with_mean_grads(x, axes, dim, size if padded else None, dtype)
+    return x if dtype is None else x.astype(dtype)
+
+  @property
+  def spec(self) -> PartitionSpec:
+    """The spec of the dimensions that `axes` covers."""
+    return PartitionSpec(*(axes_to_entry(axes) for axes in self.axes))
+
+
+jax.tree_util.register_dataclass(ShardedParam, data_fields=['value'], meta_fields=['axes', 'shape'])
+
+
+def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) -> Any:
+  """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
+
+  Each is split along its largest dimension that divides by the number of devices (of equal ones, the last), or else
+  along its largest, which is padded. A parameter that is split over another axis already is split along a dimension
+  that is free.
+
+  Args:
+    params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.
+    axis: mesh axis, or several.
+    min_size: parameters of up to so many elements stay as they are.
+
+  Raises:
+    ShardingError: a parameter is split over the axis already.
+  """
+  axes = (axis,) if isinstance(axis, str) else tuple(axis)
+  devices = jax.lax.axis_size(axes)
+
+  def shard(param: Any) -> Any:
+    boxed = param if isinstance(param, ShardedParam) else ShardedParam(param, ((),) * param.ndim, tuple(param.shape))
+    taken = [a for entry in boxed.axes for a in entry]
+    if set(taken) & set(axes):
+      raise ShardingError(
+        f'a parameter of shape {boxed.shape} is split over {tuple(taken)} already, not over {axes} too'
+      )
+    x = boxed.value
+    free = [i for i, entry in enumerate(boxed.axes) if not entry]
+    if x.size <= min_size or not free:
+      return param
+    divisible = [i for i in free if boxed.shape[i] % devices == 0]
+    dim = max(divisible or free, key=lambda i: (boxed.shape[i], i))
+    split = (*boxed.axes[:dim], axes, *boxed.axes[dim + 1 :])
+    return ShardedParam(_own_part(x, axes, dim, devices), split, boxed.shape)
+
+  return jax.tree.map(shard, params, is_leaf=_is_sharded)
+
+
+def gather_params(params: Any, dtype: DTypeLike | None = None) -> Any:
+  """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and all else as it is.
+
+  Args:
+    params: as `shard_params` returns it.
+    dtype: see `ShardedParam.gather`.
+  """
+  return jax.tree.map(lambda p: p.gather(dtype) if _is_sharded(p) else p, params, is_leaf=_is_sharded)
+
+
+def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """Inside `shard_map`: returns this device's part of an array that all devices hold whole, padded as need be."""
+  for dim, entry in enumerate(complete_spec(spec, x.ndim)):
+    axes = spec_axes(entry)
+    if axes:
+      x = _own_part(x, axes, dim, jax.lax.axis_size(axes))
+  return x
+
+
+def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+  """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass.
+
+  To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
+  """
+  inner = params.get('call_jaxpr') if primitive.name == 'custom_vjp_call' else None
+  return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
+
+
+def _own_part(x: jax.Array, axes: Sequence[str], dim: int, devices: int) -> jax.Array:
+  part = -(-x.shape[dim] // devices)
+  padded = pad_to(x, (*x.shape[:dim], part * devices, *x.shape[dim + 1 :]))
+  return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(tuple(axes)) * part, part, axis=dim)
+
+
+def _is_sharded(x: Any) -> bool:
+  return isinstance(x, ShardedParam)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copy_to_parts(x: jax.Array, axis: str) -> jax.Array:
+  """Inside `shard_map`: the array as it is, which all devices along the axis hold; its gradient is their sum."""
+  del axis
+  return x
+
+
+copy_to_parts.defvjp(lambda x, axis: (x, None), lambda axis, _, gradient: (jax.lax.psum(gradient, axis),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_of_parts(x: jax.Array, axis: str) -> jax.Array:
+  """Inside `shard_map`: the sum over the devices along the axis; its gradient is that of each summand."""
+  return jax.lax.psum(x, axis)
+
+
+sum_of_parts.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,))
+
+
+def column_parallel_linear(x: jax.Array, w_IO: jax.Array, axis: str, b_O: jax.Array | None = None) -> jax.Array:
+  """Inside `shard_map`: returns this device's columns [..., O / n] of x w + b.
+
+  Args:
+    x: [..., I], the same on all devices along the axis.
+    w_IO: this device's columns, [I, O / n].
+    axis: mesh axis that splits O.
+    b_O: this device's part of the bias, [O / n].
+  """
+  y = copy_to_parts(x, axis) @ w_IO
+  return y if b_O is None else y + b_O
+
+
+def row_parallel_linear(x: jax.Array, w_IO: jax.Array, axis: str, b_O: jax.Array | None = None) -> jax.Array:
+  """Inside `shard_map`: returns x w + b, [..., O], the same on all devices along the axis.
+
+  Args:
+    x: this device's part, [..., I / n].
+    w_IO: this device's rows, [I / n, O].
+    axis: mesh axis that splits I.
+    b_O: the whole bias, [O].
+  """
+  y = sum_of_parts(x @ w_IO, axis)
+  return y if b_O is None else y + b_O

@@ -1,0 +1,147 @@
+"""Specs of an optimizer's state, derived from those of the parameters, for any optax transformation.
+
+Each array of the state belongs to the parameter whose path its own path ends with, and its dimensions are traced back
+to that parameter's:
+
+    parameter  decoder.w    (512, 2048)  ('data', 'mdl')
+    slot       0.mu.decoder.w     (512, 2048)  ('data', 'mdl')     the parameter's shape: the parameter's spec
+    slot       0.v_row.decoder.w  (512,)       ('data',)           a dimension was reduced away: its entry goes too
+    slot       0.v_col.decoder.w  (2048,)      ('mdl',)
+    slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
+    slot       0.count            ()           ()                  of no parameter: replicated
+
+Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. Given the
+transformation's `init`, it is run on shapes whose dimensions all differ (shapes only, no arrays), and every dimension
+of the state then says which one it comes from. Without it, the names `v_row` and `v_col` of optax's factored RMS are
+known, and otherwise the leftmost match is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.partitioning.specs import complete_spec
+from praxis_lite.trees import Path, leaves_by_path, path_names
+
+
+def opt_state_specs(
+  params_struct: Any,
+  params_specs: Any,
+  opt_state_struct: Any,
+  init_fn: Callable[[Any], Any] | None = None,
+) -> Any:
+  """Returns the tree of `opt_state_struct` with a spec of full rank for each array.
+
+  Args:
+    params_struct: tree of things with a shape and dtype, as the transformation was initialized with.
+    params_specs: the same tree with a PartitionSpec or None for each.
+    opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
+    init_fn: `tx.init`; traces dimensions of equal size in factored slots.
+  """
+  params = leaves_by_path(params_struct)
+  specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+  origins = _traced_origins(init_fn, params_struct) if init_fn is not None else {}
+
+  def spec_of(key_path: Any, slot: Any) -> PartitionSpec:
+    path, rank = path_names(key_path), len(slot.shape)
+    owner = owner_of(path, params)
+    if owner is None or rank == 0:
+      return complete_spec(None, rank)
+    shape, spec = tuple(params[owner].shape), complete_spec(specs[owner], len(params[owner].shape))
+    if tuple(slot.shape) == shape:
+      return spec
+    dims = _valid(origins.get(path), slot.shape, shape) or dims_by_size(path, slot.shape, shape)
+    return PartitionSpec(*(None if dim is None else spec[dim] for dim in dims))
+
+  return jax.tree_util.tree_map_with_path(spec_of, opt_state_struct)
+
+
+def owner_of(path: Path, params: dict[Path, Any]) -> Path | None:
+  """The longest parameter path that `path` ends with, or else ends with but for some indices, as in `mu.w.0`."""
+  for end in range(len(path), -1, -1):
+    for start in range(end + 1):
+      if path[start:end] in params:
+        return path[start:end]
+    if end and not path[end - 1].isdigit():
+      return None
+  return None
+
+
+def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> tuple[int | None, ...]:
+  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for no one.
+
+  A dimension of size 1 comes from none: it has nothing to split.
+  """
+  slot_shape, shape = tuple(slot_shape), tuple(shape)
+  if len(slot_shape) == len(shape):
+    return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
+  factored = _factored_dims(path, shape)
+  if factored and tuple(shape[i] for i in factored) == slot_shape:
+    return factored
+  leftmost = _leftmost_subsequence(slot_shape, shape)
+  return tuple(None if slot_shape[i] == 1 else d for i, d in enumerate(leftmost)) or (None,) * len(slot_shape)
+
+
+def _factored_dims(path: Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+  """The dimensions that optax's factored RMS keeps: its row statistics lose the largest, its columns the next."""
+  if len(shape) < 2 or not {'v_row', 'v_col'} & set(path):
+    return None
+  order = np.argsort(shape)
+  lost = int(order[-1]) if 'v_row' in path else int(order[-2])
+  return tuple(i for i in range(len(shape)) if i != lost)
+
+
+def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Indices into `shape` at which the sizes of `slot_shape` occur in order; empty if they do not."""
+  found: list[int] = []
+  for size in slot_shape:
+    start = found[-1] + 1 if found else 0
+    index = next((i for i in range(start, len(shape)) if shape[i] == size), None)
+    if index is None:
+      return ()
+    found.append(index)
+  return tuple(found)
+
+
+def _traced_origins(init_fn: Callable[[Any], Any], params_struct: Any) -> dict[Path, tuple[int | None, ...]]:
+  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct.
+
+  Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
+  stays as it is, ties go to the later dimension as before, and dimension 0, over which `init_fn` may be mapped, stays
+  common to the parameters that share it.
+  """
+  k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
+
+  def distinct(p: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(d if d <= 1 else d * k + i for i, d in enumerate(p.shape)), p.dtype)
+
+  probes = jax.tree.map(distinct, params_struct)
+  try:
+    state = jax.eval_shape(init_fn, probes)
+  except Exception:  # It depends on true sizes, and may say so in any way; what these say without it has to do.
+    return {}
+  shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
+  origins: dict[Path, tuple[int | None, ...]] = {}
+  for path, slot in leaves_by_path(state).items():
+    owner = owner_of(path, shapes)
+    if owner is not None:
+      sizes = shapes[owner]
+      origins[path] = tuple(sizes.index(s) if s > 1 and s in sizes else None for s in slot.shape)
+  return origins
+
+
+def _valid(
+  dims: tuple[int | None, ...] | None, slot_shape: Sequence[int], shape: tuple[int, ...]
+) -> tuple[int | None, ...] | None:
+  """`dims`, if it explains the true shape of the slot: distinct sizes may have changed what the transformation does."""
+  if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
+    return None
+  used = [d for d in dims if d is not None]
+  if len(set(used)) != len(used) or any(d is not None and shape[d] != s for d, s in zip(dims, slot_shape)):
+    return None
+  return dims

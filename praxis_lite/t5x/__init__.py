@@ -1,0 +1,32 @@
+"""T5X's surface: partitioners, meshes for a number of model partitions, host chunks and data layout."""
+
+from praxis_lite.t5x.axis_names import AxisNames
+from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo
+from praxis_lite.t5x.meshes import (
+  bounds_from_last_device,
+  default_mesh,
+  get_coords,
+  get_cpu_mesh,
+  get_gpu_mesh,
+  get_mesh,
+)
+from praxis_lite.t5x.moe import MoePjitPartitioner
+from praxis_lite.t5x.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner, PjittedFnWithContext
+
+__all__ = [
+  'AxisNames',
+  'BasePartitioner',
+  'BasePjitPartitioner',
+  'DataLayout',
+  'LocalChunkInfo',
+  'LocalChunker',
+  'MoePjitPartitioner',
+  'PjitPartitioner',
+  'PjittedFnWithContext',
+  'bounds_from_last_device',
+  'default_mesh',
+  'get_coords',
+  'get_cpu_mesh',
+  'get_gpu_mesh',
+  'get_mesh',
+]

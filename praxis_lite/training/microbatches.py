@@ -1,0 +1,186 @@
+"""Gradients accumulated over microbatches, exactly: as if the batch had gone through at once.
+
+A batch of B rows is cut into k microbatches of every k-th row, so that where the batch is split over devices each
+device cuts its own rows and nothing moves. The loss of the batch is the mean of the microbatches' losses by their
+weights w_i:
+
+    loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
+
+Gradients and metrics inside `shard_map`: accumulated over microbatches, and brought together over devices.
+
+Each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of device d scaled by
+n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the whole batch, also
+where devices have rows of unequal weight or, at the end of a batch, of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.partitioning.explicit import ShardedParam
+from praxis_lite.partitioning.specs import spec_axes
+from praxis_lite.trees import merge
+from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
+
+
+class LossOutput(NamedTuple):
+  """What a loss function returns beside the loss.
+
+  Attributes:
+    weight: weight of the loss in the mean over microbatches, such as the number of tokens.
+    metrics: (mean, weight) of each metric.
+    per_example: tree of arrays with the batch as dimension 0.
+    summaries: tree of arrays; the last microbatch's are kept.
+    updates: new values of non-trainable variables, a part of the variable tree.
+  """
+
+  weight: jax.Array
+  metrics: WeightedScalars
+  per_example: Any
+  summaries: Any
+  updates: Any
+
+
+# (trained variables, other variables, key, batch) -> (loss, output)
+LossFn = Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, LossOutput]]
+
+
+def value_and_grad(
+  loss_fn: LossFn, trained: Any, others: Any, key: jax.Array, batch: Any, num_microbatches: int
+) -> tuple[jax.Array, LossOutput, Any]:
+  """Returns (loss, output, gradient with respect to `trained`).
+
+  Args:
+    loss_fn: see `LossFn`; its updates have the paths of `others`.
+    trained: the variables to differentiate by.
+    others: the other variables; a microbatch sees those that the one before it has updated.
+    key: PRNG key; each microbatch takes it folded with its number.
+    batch: tree of arrays [B, ...].
+    num_microbatches: k; B must divide by it.
+
+  Raises:
+    ConfigError: B does not divide by k.
+  """
+  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  if num_microbatches == 1:
+    (loss, output), gradients = grad_fn(trained, others, key, batch)
+    return loss, output, gradients
+
+  microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
+
+  def one(carry: Any, xs: Any) -> Any:
+    gradients, loss, weight, others = carry
+    index, microbatch = xs
+    (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
+    # A microbatch of padding alone weighs nothing, whatever its loss is.
+    counts = output.weight != 0
+    gradients = jax.tree.map(
+      lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i
+    )
+    loss = loss + jnp.where(counts, output.weight * loss_i, 0)
+    updated = merge(others, output.updates)
+    return (gradients, loss, weight + output.weight, updated), output._replace(updates={})
+
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+  start = (zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), others)
+  (gradients, loss, weight, updated), outputs = jax.lax.scan(one, start, (jnp.arange(num_microbatches), microbatches))
+  divisor = jnp.where(weight == 0, 1.0, weight)
+  gradients = jax.tree.map(lambda g, v: (g / divisor).astype(v.dtype), gradients, trained)
+  output = LossOutput(
+    weight=weight,
+    metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
+    per_example=jax.tree.map(join_rows, outputs.per_example),
+    summaries=jax.tree.map(lambda x: x[-1], outputs.summaries),
+    updates=updated,
+  )
+  return loss / divisor, output, gradients
+
+
+def split_rows(x: jax.Array, parts: int) -> jax.Array:
+  """[B, ...] -> [k, B / k, ...], part i holding the rows i, i + k, i + 2 k, ..."""
+  if x.shape[0] % parts:
+    raise ConfigError(f'learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches')
+  return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
+
+
+def join_rows(x: jax.Array) -> jax.Array:
+  """The inverse of `split_rows`."""
+  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def sync_gradients(gradients: Any, axes: str | Sequence[str], specs: Any = None) -> Any:
+  """Inside `shard_map`: averages each gradient over those of `axes` that its parameter is replicated on.
+
+  Over the axes that split a parameter, its gradient is averaged already: by `gather_array_with_mean_grads`.
+
+  Args:
+    gradients: tree of arrays or `ShardedParam`s.
+    axes: the mesh axis, or axes, that the batch is split over.
+    specs: tree with the PartitionSpec of each parameter; None takes it from the `ShardedParam`s, and all else for
+      replicated.
+  """
+  batch_axes = (axes,) if isinstance(axes, str) else tuple(axes)
+
+  def sync(gradient: Any, spec: Any = None) -> Any:
+    split = gradient.spec if isinstance(gradient, ShardedParam) else spec
+    taken = {a for entry in split or () for a in spec_axes(entry)}
+    over = tuple(a for a in batch_axes if a not in taken)
+    return jax.tree.map(lambda g: jax.lax.pmean(g, over), gradient) if over else gradient
+
+  trees = (gradients,) if specs is None else (gradients, specs)
+  return jax.tree.map(sync, *trees, is_leaf=lambda x: isinstance(x, ShardedParam))
+
+
+def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
+  """Inside `shard_map`: returns (loss * n w / W, W), so that the mean over devices is the mean by weight.
+
+  Args:
+    loss: mean loss of this device's rows.
+    weight: w, their weight. No gradient flows through it. Where it is zero, so is the scaled loss.
+    axes: the axes that the batch is split over.
+  """
+  weight = jax.lax.stop_gradient(weight.astype(jnp.float32))
+  if not axes:
+    return loss, weight
+  total = jax.lax.psum(weight, tuple(axes))
+  scale = jax.lax.axis_size(tuple(axes)) * weight / jnp.where(total == 0, 1.0, total)
+  return jnp.where(weight == 0, 0.0, loss * scale), total
+
+
+def accumulate_gradients(
+  loss_fn: Callable[[Any, jax.Array, Any], tuple[jax.Array, WeightedScalars]],
+  params: Any,
+  key: jax.Array,
+  batch: Any,
+  num_microbatches: int,
+  axes: str | Sequence[str] = (),
+) -> tuple[jax.Array, WeightedScalars, Any]:
+  """Returns (loss, metrics, gradients) of a batch that goes through in parts, exactly as if at once.
+
+  Args:
+    loss_fn: (params, key, batch) -> (mean loss, metrics), with the loss and its weight among the metrics, as 'loss'.
+    params: tree of arrays, or of `ShardedParam`s which `loss_fn` gathers.
+    key: PRNG key; each microbatch takes it folded with its number.
+    batch: this device's rows, a tree of arrays [B, ...].
+    num_microbatches: into how many parts the rows are cut; B must divide by it.
+    axes: inside `shard_map`, the axes that the batch is split over: all that is returned is of the whole batch, but for
+      the gradients of replicated parameters, which `sync_gradients` has to average.
+
+  Raises:
+    ConfigError: B does not divide.
+  """
+  names = (axes,) if isinstance(axes, str) else tuple(axes)
+
+  def scaled(params: Any, others: Any, key: jax.Array, batch: Any) -> tuple[jax.Array, LossOutput]:
+    loss, metrics = loss_fn(params, key, batch)
+    loss, total = scaled_loss(loss, metrics['loss'][1], names)
+    return loss, LossOutput(total, metrics, {}, {}, {})
+
+  loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
+  loss = jax.lax.pmean(loss, names) if names else loss
+  return loss, mean_over_devices(output.metrics, names), gradients

@@ -1,0 +1,282 @@
+"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide.
+
+step(padded state, key, padded inputs)
+  state  -> slice to true shapes, constrained to its specs
+  inputs -> reshard by inputs_split_mapping (rows added to fill the mesh weigh zero)
+  the single-learner step
+  state  -> constrained to its specs, pad
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.call import Constraint
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
+from praxis_lite.partitioning.constraints import axis_rules
+from praxis_lite.partitioning.layout import StateLayout, layout_of
+from praxis_lite.partitioning.mesh import abstract_mesh_of
+from praxis_lite.partitioning.specs import get_input_partition_specs
+from praxis_lite.task import SingleTask
+from praxis_lite.training import steps
+from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, Execution
+from praxis_lite.training.partitioned_step import PartitionedStep
+from praxis_lite.training.state import (
+  TrainState,
+  declared_state,
+  init_partitioned_state,
+  state_layout,
+  train_state_shapes,
+)
+
+if TYPE_CHECKING:
+  from praxis_lite.t5x import BasePartitioner, BasePjitPartitioner
+
+
+T = TypeVar('T')
+
+
+class PartitionedModel(NamedTuple):
+  """What `partition_spmd_model` returns."""
+
+  partitioned_train_state: TrainState
+  train_state_partition_specs: TrainState
+  inputs_partition_spec: Any
+  train_step: PartitionedStep
+  eval_step: PartitionedStep
+  total_num_params: int
+
+
+class PartitionedTask:
+  """A task on a mesh: the layout of its state and inputs, and its compiled steps.
+
+  Args:
+    jax_task: an instantiated `SingleTask`.
+    inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
+    mesh: the mesh; by default the one the task asks for.
+    partitioner: decides mesh and specs instead of the task, by its logical axis rules.
+    layout: where a train state already lies, mesh included, instead of all these.
+
+  Attributes:
+    mesh: the mesh.
+    state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
+    inputs_partition_spec: specs of the inputs.
+    train_step, eval_step, decode_step: the partitioned steps, compiled at their first use.
+    total_num_params: number of model parameters, without padding, moving statistics included.
+  """
+
+  def __init__(
+    self,
+    jax_task: SingleTask,
+    inputs_shape: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    partitioner: BasePartitioner | None = None,
+    layout: StateLayout | None = None,
+  ):
+    if sum(given is not None for given in (mesh, partitioner, layout)) > 1:
+      raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
+    self.jax_task = jax_task
+    if layout is not None:
+      self.layout = layout
+    elif partitioner is not None:
+      self.layout = partitioner.get_layout(declared_state(jax_task))
+    else:
+      self.layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
+    self.mesh = self.layout.mesh
+    self.state_specs: TrainState[PartitionSpec] = self.layout.specs
+    self.state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.padded_shapes
+    self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
+    self.inputs_shape = padded_batch_shape(inputs_shape, self.mesh.size)
+    self.inputs_partition_spec = get_input_partition_specs(self.mesh.axis_names, self.inputs_shape)
+    self._batch_size = batch_size(inputs_shape)
+
+  @property
+  def total_num_params(self) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.unpadded_state_shapes.mdl_vars))
+
+  @functools.cached_property
+  def train_step(self) -> PartitionedStep:
+    """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
+    fn, arguments = self._train_fn(self._execution)
+    # Shardings stand where the step's arrays will.
+    outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
+    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,))
+
+  @functools.cached_property
+  def eval_step(self) -> PartitionedStep:
+    """`(mdl_vars, prng_key, global_step, inputs) -> EvalStepOutput`."""
+
+    def eval_step(mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any) -> steps.EvalStepOutput:
+      out = self._inference(steps.eval_step_single_learner, mdl_vars, prng_key, global_step, inputs)
+      return out._replace(per_example_out=self._true_rows(out.per_example_out))
+
+    return self._inference_step(eval_step)
+
+  @functools.cached_property
+  def decode_step(self) -> PartitionedStep:
+    """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
+
+    def decode_step(mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any) -> steps.DecodeStepOutput:
+      out = self._inference(steps.decode_step, mdl_vars, prng_key, global_step, inputs)
+      return out._replace(decoded=self._true_rows(out.decoded))
+
+    return self._inference_step(decode_step)
+
+  def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
+    """Returns a new train state, padded, each device holding its own part from the start."""
+    return init_partitioned_state(self.jax_task, self.layout, init_key)
+
+  def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
+    """Traces the train step without compiling it, on an abstract mesh too.
+
+    Args:
+      listener: is called with each sharding constraint of the model's layers.
+
+    Returns:
+      The program. Its arguments are the leaves of the padded state, the key, and those of the padded inputs.
+    """
+    execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
+    execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
+    fn, arguments = self._train_fn(execution)
+    with jax.sharding.use_abstract_mesh(abstract_mesh_of(self.mesh)):
+      return jax.make_jaxpr(fn)(*arguments)
+
+  # ---------------------------------------------------------------- inside a step
+
+  @functools.cached_property
+  def _execution(self) -> Execution:
+    return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
+
+  @functools.cached_property
+  def _placed(self) -> CompilerPlaced:
+    """How evaluation and decoding run, whatever the partitioning of the train step."""
+    return CompilerPlaced(self.jax_task, self.layout)
+
+  def _train_fn(self, execution: Execution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[Any, ...]]:
+    step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
+
+    def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: Any) -> steps.TrainStepOutput:
+      with self._axis_rules():
+        out = step(state, prng_key, inputs)
+      return out._replace(per_example_out=self._true_rows(out.per_example_out))
+
+    rows = self.mesh.size * self.jax_task.learner.num_microbatches
+    inputs = self._placed_inputs(padded_batch_shape(self.inputs_shape, rows))
+    return train_step, (self.state_shapes, self._key_shape, inputs)
+
+  def _inference(self, step: Callable[..., T], mdl_vars: Any, key: jax.Array, global_step: jax.Array, inputs: Any) -> T:
+    mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._placed.split_inputs(inputs)
+    with self._axis_rules():
+      return step(self.jax_task, mdl_vars, key, global_step, inputs, self._placed.surroundings)
+
+  def _axis_rules(self) -> contextlib.AbstractContextManager[None]:
+    """For constraints by logical names in a user's own code."""
+    return axis_rules(self.jax_task.logical_axis_rules or ())
+
+  def _true_rows(self, per_example: Any) -> Any:
+    """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
+    if jax.process_count() > 1:
+      return per_example
+    return jax.tree.map(lambda x: x[: self._batch_size], per_example)
+
+  # ---------------------------------------------------------------- around a step
+
+  @property
+  def _replicated(self) -> NamedSharding:
+    return NamedSharding(self.mesh, PartitionSpec())
+
+  @property
+  def _key_shape(self) -> jax.ShapeDtypeStruct:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self._replicated)
+
+  def _placed_inputs(self, shapes: Any) -> Any:
+    return jax.tree.map(
+      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
+      shapes,
+      self.inputs_partition_spec,
+    )
+
+  def _inference_step(self, fn: Callable[..., Any]) -> PartitionedStep:
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
+    arguments = (self.state_shapes.mdl_vars, self._key_shape, step, self._placed_inputs(self.inputs_shape))
+    return PartitionedStep(fn, arguments, self._replicated, mesh=self.mesh)
+
+
+def partition_spmd_model(
+  task_p: Config | SingleTask,
+  init_key: jax.Array,
+  inputs_shape: Any,
+  *,
+  mesh: Mesh | None = None,
+  partitioner: BasePjitPartitioner | None = None,
+) -> PartitionedModel:
+  """Partitions a task over its mesh.
+
+  Args:
+    task_p: config of the task, or the instantiated task.
+    init_key: PRNG key of the first values of the variables.
+    inputs_shape: tree of shapes and dtypes of one global batch; its batch size need not divide by the devices.
+    mesh: the mesh; by default the one the task asks for.
+    partitioner: decides mesh and specs instead of the task; a config of a task takes its mesh axes and rules.
+
+  Returns:
+    The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
+    parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
+    batches already placed by `step.put_inputs`.
+
+  Raises:
+    ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
+  """
+  if isinstance(task_p, Config) and partitioner is not None:
+    task_p = task_p.clone(
+      mesh_axis_names=partitioner.mesh.axis_names,
+      ici_mesh_shape=None,
+      logical_axis_rules=partitioner.logical_axis_rules,
+    )
+  jax_task = task_p.instantiate() if isinstance(task_p, Config) else task_p
+  partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh, partitioner=partitioner)
+  return PartitionedModel(
+    partitioned.init_state(init_key),
+    partitioned.state_specs,
+    partitioned.inputs_partition_spec,
+    partitioned.train_step,
+    partitioned.eval_step,
+    partitioned.total_num_params,
+  )
+
+
+def get_partitioned_spmd_model_decode_fn(
+  jax_task: SingleTask,
+  init_key: jax.Array,
+  partitioned_train_state: TrainState,
+  train_state_partition_specs: TrainState,
+  inputs_shape: Any,
+) -> tuple[PartitionedStep, Any]:
+  """Returns the partitioned decode function of a task and the specs of its inputs.
+
+  Args:
+    jax_task: an instantiated task.
+    init_key: not used: decoding draws from the key passed to each call. It stands here as in Pax.
+    partitioned_train_state: the state whose mesh the function runs on.
+    train_state_partition_specs: specs of that state, whatever decided them.
+    inputs_shape: tree of shapes and dtypes of one global batch of prompts.
+  """
+  del init_key
+  mesh = jax.tree.leaves(partitioned_train_state)[0].sharding.mesh
+  layout = layout_of(train_state_shapes(jax_task), train_state_partition_specs, mesh)
+  partitioned = PartitionedTask(jax_task, inputs_shape, layout=layout)
+  return partitioned.decode_step, partitioned.inputs_partition_spec

@@ -1,0 +1,114 @@
+"""The state of a training run: its arrays, how they are stored on a mesh, and making them there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from praxis_lite.partitioning.layout import StateLayout, layout_of
+from praxis_lite.partitioning.padding import MeshLike
+from praxis_lite.partitioning.placement import place_variables, placed_specs
+from praxis_lite.partitioning.slots import opt_state_specs
+from praxis_lite.task import SingleTask
+from praxis_lite.trees import NestedDict
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState(Generic[T]):
+  """What a train step reads and returns: of arrays, or of their shapes, specs or shardings.
+
+  Attributes:
+    step: int32 scalar, the number of steps taken, skipped ones included.
+    mdl_vars: the model's variables, a nested dict with the paths of the layer tree.
+    opt_states: the state of the learner's optimizer; it has entries for trained variables only.
+    ema_vars: exponential moving averages of the trained variables, or None where the learner keeps none.
+  """
+
+  step: T
+  mdl_vars: NestedDict
+  opt_states: Any  # Whatever optax makes of the variables.
+  ema_vars: NestedDict | None = None
+
+  def replace(self, **changes: Any) -> TrainState:
+    """Returns a copy with some attributes changed."""
+    return dataclasses.replace(self, **changes)
+
+
+jax.tree_util.register_dataclass(TrainState, data_fields=['step', 'mdl_vars', 'opt_states', 'ema_vars'], meta_fields=[])
+
+
+class PartitionedModelStates(NamedTuple):
+  """What `initialize_partitioned_model_states` returns."""
+
+  train_state_partition_specs: TrainState[PartitionSpec]
+  padded_shapes: TrainState[jax.ShapeDtypeStruct]
+  unpadded_shapes: TrainState[jax.ShapeDtypeStruct]
+  partitioned_train_state: TrainState[jax.Array]
+
+
+def initialize_train_state(jax_task: SingleTask, init_key: jax.Array) -> TrainState[jax.Array]:
+  """Returns the state before the first step, unpadded and unpartitioned."""
+  mdl_vars = jax_task.model.init(init_key)
+  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  return TrainState(jnp.zeros((), jnp.int32), mdl_vars, learner.init(mdl_vars), learner.init_ema(mdl_vars))
+
+
+def train_state_shapes(jax_task: SingleTask) -> TrainState[jax.ShapeDtypeStruct]:
+  """Returns the true shapes and dtypes of a task's train state."""
+  return jax.eval_shape(lambda key: initialize_train_state(jax_task, key), jax.random.key(0))
+
+
+def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
+  """Returns a tree with a `Decision` for each variable of a task's model: its spec, and what decided it."""
+  weights = jax_task.model.abstract_init()
+  return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
+
+
+def state_layout(jax_task: SingleTask, mesh: Mesh | AbstractMesh) -> StateLayout:
+  """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables."""
+  unpadded = train_state_shapes(jax_task)
+  specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
+  init = jax_task.learner.bind(jax_task.model.abstract_init()).init
+  specs = TrainState(
+    step=PartitionSpec(),
+    mdl_vars=specs_of_vars,
+    opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, init),
+    ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
+  )
+  return layout_of(unpadded, specs, mesh)
+
+
+def declared_state(jax_task: SingleTask) -> TrainState:
+  """Returns a task's train state with `WeightHParams` as variables and shapes elsewhere, as partitioners take it."""
+  return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
+
+
+def init_partitioned_state(jax_task: SingleTask, layout: StateLayout, init_key: jax.Array) -> TrainState[jax.Array]:
+  """Returns a new train state, padded, each device holding its own part from the start."""
+
+  def init(key: jax.Array) -> TrainState[jax.Array]:
+    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+      return layout.pad(initialize_train_state(jax_task, key))
+
+  return jax.jit(init, out_shardings=layout.shardings)(init_key)
+
+
+def initialize_partitioned_model_states(
+  jax_task: SingleTask, init_key: jax.Array, *, mesh: Mesh | None = None
+) -> PartitionedModelStates:
+  """Creates the train state of a task, sharded and padded on its mesh, never whole on one device.
+
+  Args:
+    jax_task: an instantiated task.
+    init_key: PRNG key of the first values.
+    mesh: the mesh; by default the one the task asks for.
+  """
+  layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
+  state = init_partitioned_state(jax_task, layout, init_key)
+  return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

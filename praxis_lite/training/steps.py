@@ -1,0 +1,162 @@
+"""The single-learner steps: pure functions of a task, its state and one batch.
+
+They are written once. What differs between one device, a mesh whose communication XLA places, and a mesh under
+`shard_map` is in the `Execution` that a step is given; by default a step can be jitted as it is, without a mesh.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.call import SideOutputs, Summary, Surroundings
+from praxis_lite.task import SingleTask
+from praxis_lite.training.execution import Execution
+from praxis_lite.training.microbatches import LossOutput, value_and_grad
+from praxis_lite.training.state import TrainState
+from praxis_lite.trees import NestedDict, merge
+from praxis_lite.weighted import WeightedScalars
+
+Variables = NestedDict
+Batch = NestedDict
+
+
+class TrainStepOutput(NamedTuple):
+  """Result of a train step.
+
+  Attributes:
+    state: the new train state.
+    weighted_loss: float32 scalar, what was differentiated: the model's loss and its auxiliary losses.
+    mean_metrics: (mean, weight) of each metric of the model and the learner.
+    per_example_out: tree of arrays with the batch as dimension 0.
+    summaries: what layers added with `add_summary`, by name.
+  """
+
+  state: TrainState[jax.Array]
+  weighted_loss: jax.Array
+  mean_metrics: WeightedScalars
+  per_example_out: Any
+  summaries: dict[str, Summary]
+
+
+class EvalStepOutput(NamedTuple):
+  """Result of an eval step: as of a train step, without the state."""
+
+  weighted_loss: jax.Array
+  mean_metrics: WeightedScalars
+  per_example_out: Any
+  summaries: dict[str, Summary]
+
+
+class DecodeStepOutput(NamedTuple):
+  """Result of a decode step: (mean, weight) of each metric, and a tree of arrays with the batch as dimension 0."""
+
+  metrics: WeightedScalars
+  decoded: Any
+
+
+def train_step_single_learner(
+  jax_task: SingleTask,
+  states: TrainState[jax.Array],
+  prng_key: jax.Array,
+  inputs: Batch,
+  execution: Execution | None = None,
+) -> TrainStepOutput:
+  """Takes one step.
+
+  Args:
+    jax_task: the task.
+    states: the state before the step, every array in its true shape; under `shard_map`, this device's parts.
+    prng_key: key of the run; the step's own is folded in from `states.step`.
+    inputs: a batch, dim 0 the batch; under `shard_map`, this device's rows.
+    execution: what the step needs to know of the mesh; by default there is none.
+  """
+  execution = execution or Execution()
+  learner, model = jax_task.learner.bind(jax_task.model.abstract_init()), jax_task.model
+  key = execution.device_key(jax.random.fold_in(prng_key, states.step))
+
+  def loss_fn(trained: Variables, others: Variables, key: jax.Array, batch: Batch) -> tuple[jax.Array, LossOutput]:
+    variables = execution.readable(merge(others, trained))
+    (metrics, per_example), side = model.apply(
+      variables, batch, key=key, do_eval=False, surroundings=execution.surroundings
+    )
+    loss, metrics = with_aux_losses(metrics, side)
+    loss, total = execution.share_of_loss(loss, metrics['loss'][1])
+    return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
+
+  trained, others = learner.split(states.mdl_vars)
+  others = execution.updatable(others)
+  loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches)
+  loss, out, gradients = execution.combined(loss, out, gradients)
+  update = learner.update(
+    gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
+  )
+  mdl_vars = merge(update.mdl_vars, _counted(update.finite, out.updates, states.mdl_vars))
+  one = jnp.ones((), jnp.float32)
+  metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
+  state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
+  return TrainStepOutput(state, loss, metrics, out.per_example, out.summaries)
+
+
+def eval_step_single_learner(
+  jax_task: SingleTask,
+  mdl_vars: Variables,
+  prng_key: jax.Array,
+  global_step: jax.Array,
+  inputs: Batch,
+  surroundings: Surroundings | None = None,
+) -> EvalStepOutput:
+  """Evaluates one batch.
+
+  Args:
+    jax_task: the task.
+    mdl_vars: the model's variables, or their moving averages.
+    prng_key: folded with `global_step`, for models that draw while they evaluate.
+    global_step: int32 scalar.
+    inputs: a batch, dim 0 the batch.
+    surroundings: what layers need to know of the mesh; by default there is none.
+  """
+  key = jax.random.fold_in(prng_key, global_step)
+  (metrics, per_example), side = jax_task.model.apply(
+    mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings
+  )
+  loss, metrics = with_aux_losses(metrics, side)
+  return EvalStepOutput(loss, metrics, per_example, side.summaries)
+
+
+def decode_step(
+  jax_task: SingleTask,
+  mdl_vars: Variables,
+  prng_key: jax.Array,
+  global_step: jax.Array,
+  inputs: Batch,
+  surroundings: Surroundings | None = None,
+) -> DecodeStepOutput:
+  """Decodes one batch of prompts; arguments as of `eval_step_single_learner`."""
+  key = jax.random.fold_in(prng_key, global_step)
+  (metrics, decoded), _ = jax_task.model.apply(
+    mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings
+  )
+  return DecodeStepOutput(metrics, decoded)
+
+
+def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:
+  """Returns the total loss, and the metrics with the auxiliary losses among them as `aux/<name>`."""
+  loss, weight = metrics['loss']
+  total = loss.astype(jnp.float32)
+  for name, (value, scale) in side.aux_losses.items():
+    total = total + scale * value
+    metrics = {**metrics, f'aux/{name}': (value, weight)}
+  return total, metrics
+
+
+def _counted(finite: jax.Array | None, updates: Variables, mdl_vars: Variables) -> Variables:
+  """The updates of non-trainable variables, or their old values after a step that does not count."""
+  if finite is None:
+    return updates
+  return {
+    name: _counted(finite, new, mdl_vars[name]) if isinstance(new, dict) else jnp.where(finite, new, mdl_vars[name])
+    for name, new in updates.items()
+  }
