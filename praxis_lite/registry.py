@@ -22,8 +22,8 @@ import zlib
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
-from praxis_lite.config.references import MissingModuleError, import_failure, import_module, short_path
 from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.importing import MissingModuleError, import_failure, import_module, short_path
 
 if TYPE_CHECKING:
   from praxis_lite.experiment import BaseExperiment

@@ -41,16 +41,14 @@ OWN_PACKAGES = {
     """,
 }
 
-# Each prints a line with what it finds.
+# Prints the module and the task's class of each experiment.
 FIND = """
 import sys
 from praxis_lite import registry
-from praxis_lite.config_json import to_json
-from praxis_lite.experiment import configure
 
 for name in sys.argv[1:]:
   found = registry.get(name)
-  print(name, found.__module__, to_json(configure(found).roots()).count('"tasks.mine:MyTask"'))
+  print(name, found.__module__, type(found().task().instantiate()).__module__)
 """
 
 
@@ -112,25 +110,28 @@ def test_own_and_built_in_experiments_are_listed_together(installed, workspace):
 
 def test_names_find_own_and_built_in_experiments(installed, workspace):
   names = {
-    'mine.Mine': 'experiments.mine 1',
-    'experiments.mine:Mine': 'experiments.mine 1',
-    'experiments.digits.DigitsMlp': 'experiments.digits 0',
-    'praxis_lite.experiments.digits.DigitsMlp': 'praxis_lite.experiments.digits 0',
-    'experiments.digits.DigitsConvNet': 'praxis_lite.experiments.digits 0',
-    'experiments.lm.StdlibLm': 'praxis_lite.experiments.lm 0',
-    'experiments.lm:StdlibLm': 'praxis_lite.experiments.lm 0',
-    'lm.StdlibLm': 'praxis_lite.experiments.lm 0',
+    'mine.Mine': 'experiments.mine tasks.mine',
+    'experiments.mine:Mine': 'experiments.mine tasks.mine',
+    'experiments.digits.DigitsMlp': 'experiments.digits praxis_lite.tasks.image_classification',
+    'praxis_lite.experiments.digits.DigitsMlp': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
+    'experiments.digits.DigitsConvNet': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
+    'experiments.lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+    'experiments.lm:StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+    'lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
   }
   found = python('-c', FIND, *names, cwd=workspace, path=installed)
   assert dict(line.split(maxsplit=1) for line in found) == names
 
 
-def test_in_a_checkout_no_experiment_is_imported_twice(tmp_path):
+def test_in_a_checkout_no_experiment_is_imported_twice():
   everything = 'from praxis_lite import registry; print(registry.load_all(), *registry.names(), sep="\\n")'
   names = python('-c', everything, cwd=ROOT, path=ROOT)
   assert names[0] == '[]' and all(name.startswith('praxis_lite.experiments.') for name in names[1:])
   file = ROOT / 'experiments' / 'lm.py'
   spellings = ['experiments.lm.StdlibLm', 'lm.StdlibLm', f'{file}:StdlibLm', 'experiments/lm.py:StdlibLm']
-  again = 'import experiments.lm, sys; print(registry.load_all(), len(registry.names()), experiments.lm.__name__)'
+  again = 'import experiments.lm; print(registry.load_all(), len(registry.names()), experiments.lm.__name__)'
   out = python('-c', f'{FIND}\n{again}', *spellings, cwd=ROOT, path=ROOT)
-  assert out == [*(f'{s} praxis_lite.experiments.lm 0' for s in spellings), f'[] {len(names) - 1} experiments.lm']
+  assert out == [
+    *(f'{s} praxis_lite.experiments.lm praxis_lite.tasks.language_modelling' for s in spellings),
+    f'[] {len(names) - 1} experiments.lm',
+  ]

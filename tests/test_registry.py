@@ -203,6 +203,12 @@ def test_a_module_that_raises_says_what_and_where(workspace, text, message):
       registry.get(name)
 
 
+def test_a_failure_inside_a_library_is_located_in_the_users_own_code(workspace):
+  write(workspace, {'my_run.py': 'from praxis_lite.errors import did_you_mean\n\ndid_you_mean("a", 3)\n'})
+  with pytest.raises(UserError, match=r"TypeError: 'int' object is not iterable \(my_run.py:3\)"):
+    registry.get('my_run.Mine')
+
+
 def test_a_broken_module_hides_no_other_and_is_told(package, workspace):
   write(workspace, {'my_experiments/broken.py': '\nraise ValueError("oh no")\n'})
   assert registry.get('Mlp').__name__ == 'Mlp'
