@@ -37,7 +37,7 @@ from praxis_lite import call
 from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
 from praxis_lite.config import Config, Configurable, config_values, template
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.partitioning.constraints import with_sharding_constraint
+from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve_split_mapping
 from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
 from praxis_lite.trees import NestedDict, Path, path_name
@@ -294,8 +294,8 @@ class Layer(Configurable):
     outer = call.current_frame()
     if do_eval is None:
       do_eval = outer.do_eval if outer else False
-    if surroundings is None and outer is not None:
-      surroundings = outer.surroundings
+    if surroundings is None:
+      surroundings = outer.surroundings if outer else Surroundings(manual_axes=manual_axes())
     frame = call.Frame(
       self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state, surroundings=surroundings
     )

@@ -13,6 +13,7 @@ import pytest
 from praxis_lite import call
 from praxis_lite.call import Frame, SideOutputs, Summary
 from praxis_lite.errors import ConfigError
+from praxis_lite.trees import merge
 
 
 def draws(key):
@@ -112,8 +113,8 @@ def test_absorbed_side_outputs_join_those_of_the_frame():
 
 def test_merge_updates_replaces_leaves_and_keeps_the_rest():
   variables = {'a': {'w': 1, 'm': 2}, 'b': 3}
-  assert call.merge_updates(variables, {'a': {'m': 9}}) == {'a': {'w': 1, 'm': 9}, 'b': 3}
-  assert call.merge_updates(variables, {}) == variables
+  assert merge(variables, {'a': {'m': 9}}) == {'a': {'w': 1, 'm': 9}, 'b': 3}
+  assert merge(variables, {}) == variables
   assert variables == {'a': {'w': 1, 'm': 2}, 'b': 3}
 
 

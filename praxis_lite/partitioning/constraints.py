@@ -51,7 +51,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
     return x
   if isinstance(spec_or_sharding, NamedSharding):
     complete_spec(spec_or_sharding.spec, x.ndim)
-    if not _manual_axes():
+    if not manual_axes():
       return _constrain(x, spec_or_sharding)
     spec_or_sharding = spec_or_sharding.spec
   spec = complete_spec(spec_or_sharding, x.ndim)
@@ -64,7 +64,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
       raise ShardingError(
         f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'
       )
-  manual = _manual_axes()
+  manual = manual_axes()
   if manual:
     if manual == set(mesh.axis_names):
       return x
@@ -93,12 +93,13 @@ def _constrain(x: jax.Array, sharding: PartitionSpec | NamedSharding) -> jax.Arr
   return constrain(x) if isinstance(x, jax.core.Tracer) else jax.jit(constrain)(x)
 
 
-def _manual_axes() -> set[str]:
+def manual_axes() -> frozenset[str]:
+  """The mesh axes that an enclosing `shard_map` maps over."""
   mesh = jax.sharding.get_abstract_mesh()
-  return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual}
+  return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual)
 
 
-def _without(entry: Any, axes: set[str]) -> Any:
+def _without(entry: Any, axes: frozenset[str]) -> Any:
   if entry is PartitionSpec.UNCONSTRAINED:
     return entry
   return axes_to_entry([axis for axis in spec_axes(entry) if axis not in axes])

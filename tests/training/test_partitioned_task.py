@@ -15,8 +15,8 @@ from praxis_lite.models.base import BaseModel
 from praxis_lite.t5x.partitioners import PjitPartitioner
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import get_partitioned_spmd_model_decode_fn, partition_spmd_model
-from praxis_lite.training.state import initialize_partitioned_model_states
-from praxis_lite.training.steps import eval_step_single_learner, initialize_train_state, train_step_single_learner
+from praxis_lite.training.state import initialize_partitioned_model_states, initialize_train_state
+from praxis_lite.training.steps import eval_step_single_learner, train_step_single_learner
 from praxis_lite.weights import WeightHParams, WeightInit
 
 AXES = ('replica', 'data', 'mdl')

@@ -23,8 +23,9 @@ from praxis_lite.partitioning import (
   sync_gradients,
 )
 from praxis_lite.partitioning.collectives import collectives
-from praxis_lite.partitioning.explicit import ShardedParam, sync_metrics
+from praxis_lite.partitioning.explicit import ShardedParam
 from praxis_lite.task import SingleTask
+from praxis_lite.weighted import mean_over_devices
 
 RNG = np.random.default_rng(0)
 
@@ -133,7 +134,7 @@ def test_metrics_are_means_by_weight_and_what_weighs_nothing_may_be_nan():
   values[0] = np.nan
 
   def sync(v, w):
-    return sync_metrics({'m': (v[0], w[0])}, 'data')
+    return mean_over_devices({'m': (v[0], w[0])}, ('data',))
 
   mean, weight = mapped(sync, (P('data'), P('data')), P())(values, weights)['m']
   assert weight == weights.sum()

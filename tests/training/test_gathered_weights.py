@@ -9,9 +9,11 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.config import Config
 from praxis_lite.layers import ConvNet
 from praxis_lite.models import ClassificationModel, set_sharding, transformer_lm
-from praxis_lite.partitioning.guards import specs_to_gather
+from praxis_lite.partitioning.guards import gathered_specs
+from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask, partition_spmd_model
+from praxis_lite.trees import leaves_by_path
 
 AXES = ('replica', 'data', 'mdl')
 ROWS = ('replica', 'data')
@@ -72,8 +74,9 @@ def gathered(mesh, **fields):
   struct = {name: jax.ShapeDtypeStruct((8, 4), dtype) for name, dtype in (('ids', 'int32'), ('labels', 'int32'))}
   struct['weights'] = jax.ShapeDtypeStruct((8, 4), 'float32')
   partitioned = PartitionedTask(task, struct)
-  mapping = task.train.inputs_split_mapping
-  return specs_to_gather(task.model, partitioned.state_specs.mdl_vars, mapping, dict(partitioned.mesh.shape))
+  rows = [to_partition_spec(m, AXES) for m in task.train.inputs_split_mapping.values()]
+  specs = leaves_by_path(partitioned.state_specs.mdl_vars)
+  return gathered_specs(specs, [*rows, *task.model.activation_specs()], dict(partitioned.mesh.shape))
 
 
 def test_weights_keep_the_axes_that_split_no_rows():
