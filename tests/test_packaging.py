@@ -103,7 +103,7 @@ def test_own_and_built_in_experiments_are_listed_together(installed, workspace):
   assert {
     'mine.Mine': 'My own experiment.',
     'experiments.digits.DigitsMlp': 'My own digits.',
-    'digits.DigitsConvNet': 'Digits by a small convolutional network with batch norm.',
+    'digits.DigitsConvNet': 'Digits, classified by a small convolutional network with batch norm.',
   }.items() <= dict(summaries).items()
   assert {'lm.StdlibLm', 'praxis_lite.experiments.digits.DigitsMlp'} <= dict(summaries).keys()
 

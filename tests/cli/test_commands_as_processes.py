@@ -117,7 +117,7 @@ def test_a_prompt_of_stray_bytes_is_told(tmp_path):
   done = run('decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', b'--prompt=a\xff', cwd=tmp_path)
   assert done.returncode == 2
   assert done.stderr == (
-    "praxis-lite decode: error: --prompt='a\\udcff' is not UTF-8 text: character 1 is a byte of its own\n"
+    "praxis-lite decode: error: --prompt='a\\udcff' is not UTF-8 text: character 1 is a stray byte\n"
   )
 
 
@@ -132,7 +132,7 @@ def test_training_that_loses_its_reader_is_not_done(tmp_path):
     env=os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')},
   )
   assert done.returncode == 2
-  assert done.stderr.startswith('praxis-lite train: error: what read its output has ended')
+  assert done.stderr.startswith('praxis-lite train: error: the process that read its output has ended')
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
