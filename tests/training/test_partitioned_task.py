@@ -10,11 +10,15 @@ import optax
 import pytest
 
 from praxis_lite.config import Config
-from praxis_lite.errors import DataError, ShardingError
+from praxis_lite.errors import ConfigError, DataError, ShardingError
 from praxis_lite.models.base import BaseModel
 from praxis_lite.t5x.partitioners import PjitPartitioner
 from praxis_lite.task import SingleTask
-from praxis_lite.training.partitioned_task import get_partitioned_spmd_model_decode_fn, partition_spmd_model
+from praxis_lite.training.partitioned_task import (
+  PartitionedTask,
+  get_partitioned_spmd_model_decode_fn,
+  partition_spmd_model,
+)
 from praxis_lite.training.state import initialize_partitioned_model_states, initialize_train_state
 from praxis_lite.training.steps import eval_step_single_learner, train_step_single_learner
 from praxis_lite.weights import WeightHParams, WeightInit
@@ -262,3 +266,19 @@ def test_mistakes_are_told_before_anything_is_compiled():
   with pytest.raises(DataError, match='labels'):
     wrong = {k: v for k, v in batch().items() if k != 'labels'}
     model.train_step(model.partitioned_train_state, jax.random.key(0), wrong)
+
+
+def test_only_train_batches_are_padded_to_microbatches():
+  jax_task = task((1, 3, 1), num_microbatches=4).instantiate()
+  partitioned = PartitionedTask(jax_task, struct(batch()))
+  rows = {
+    name: getattr(partitioned, name).arguments[-1]['ids'].shape[0]
+    for name in ('train_step', 'eval_step', 'decode_step')
+  }
+  assert rows == {'train_step': 12, 'eval_step': 6, 'decode_step': 6}
+
+
+def test_a_mesh_and_a_partitioner_together_are_refused():
+  partitioner = PjitPartitioner(num_partitions=1)
+  with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
+    partition_spmd_model(task(), jax.random.key(0), struct(batch()), mesh=partitioner.mesh, partitioner=partitioner)
