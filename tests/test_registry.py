@@ -116,6 +116,12 @@ def test_without_any_package_of_experiments(workspace):
   assert registry.load_all() == [] and registry.names() == []
 
 
+def test_a_missing_built_in_package_is_a_problem(monkeypatch):
+  monkeypatch.setattr(registry, 'PACKAGES', ('praxis_lite.experiments', 'my_experiments'))
+  monkeypatch.setitem(sys.modules, 'praxis_lite.experiments', None)
+  assert registry.load_all() == ["there is no module 'praxis_lite.experiments'"]
+
+
 def test_a_module_that_is_not_registered_is_found_by_name(workspace):
   write(workspace, {'my_project/__init__.py': '', 'my_project/runs.py': experiment('Mine', decorated=False)})
   assert registry.get('my_project.runs.Mine').__name__ == 'Mine'
