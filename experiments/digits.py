@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,7 +76,7 @@ class DigitsMlpSharded(DigitsMlp):
   mesh_axis_names = ('data', 'mdl')
 
   def network(self) -> Config:
-    network: Any = super().network().set(hidden_dims=(126,))
+    network = super().network().set(hidden_dims=(126,))
     network.linear_tpl.weight_split_dims_mapping.wt = ('data', 'mdl')
     network.linear_tpl.activation_split_dims_mapping.out = ('data', 'mdl')
     return network

@@ -16,9 +16,6 @@ from praxis_lite.errors import UserError
 if TYPE_CHECKING:
   from praxis_lite.experiment import ExperimentConfig
 
-# JAX makes keys of 32 bits of a seed: larger seeds would repeat the draws of smaller ones.
-MAX_SEED = 2**32 - 1
-
 
 class Command(NamedTuple):
   """One command: a set of absl flags, each with an example in its help, and a function to run.
@@ -76,6 +73,11 @@ def compilation_cache_flag(values: flags.FlagValues) -> None:
     'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache',
     flag_values=values,
   )
+
+
+def seed_flag(values: flags.FlagValues, text: str) -> None:
+  """Adds --seed. JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones."""
+  flags.DEFINE_integer('seed', 0, text, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
 
 
 def checkpoint_flags(values: flags.FlagValues) -> None:

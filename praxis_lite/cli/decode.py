@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import MAX_SEED, Command, checkpoint_flags, configured_run, experiment_flags
+from praxis_lite.cli.command import Command, checkpoint_flags, configured_run, experiment_flags, seed_flag
 from praxis_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,14 +106,7 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_multi_string(
     'stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"', flag_values=values
   )
-  flags.DEFINE_integer(
-    'seed',
-    0,
-    'Seed of the samples. Example: --seed=1',
-    lower_bound=0,
-    upper_bound=MAX_SEED,
-    flag_values=values,
-  )
+  seed_flag(values, 'Seed of the samples. Example: --seed=1')
   return values
 
 

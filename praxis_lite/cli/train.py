@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import (
-  MAX_SEED,
   Command,
   compilation_cache_flag,
   configured_run,
   experiment_flags,
   job_log_dir_flag,
+  seed_flag,
 )
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[
 def _flags() -> flags.FlagValues:
   values = experiment_flags()
   job_log_dir_flag(values)
-  flags.DEFINE_integer(
-    'seed',
-    0,
-    'Seed of the initial values and of all random draws in training. Example: --seed=1',
-    lower_bound=0,
-    upper_bound=MAX_SEED,
-    flag_values=values,
-  )
+  seed_flag(values, 'Seed of the initial values and of all random draws in training. Example: --seed=1')
   flags.DEFINE_boolean(
     'restore_input',
     True,
