@@ -34,14 +34,14 @@ class ClassPredictions(NamedTuple):
   xent: jax.Array
 
 
-class ClassificationModel(BaseModel):
+class ClassificationModel(BaseModel[ClassPredictions]):
   """Classifies inputs such as images: batches have the leaves `label`, [B] int32, `weights`, [B], and the input.
 
   Attributes:
     num_classes: V.
     network_tpl: of the child `network`, from (input, weights) to features [B, F], with F as property `output_dims`.
     softmax_tpl: of the child `softmax`.
-    input_name: which leaf of the batch the network takes.
+    input_name: the leaf of the batch that is the network's input.
   """
 
   num_classes: int = REQUIRED
@@ -56,12 +56,12 @@ class ClassificationModel(BaseModel):
     self.create_child('softmax', softmax)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a label of the first batch is no class."""
+    """Raises a `ConfigError` if a label of the first batch is not in [0, V)."""
     labels = np.asarray(batch['label']) if 'label' in batch else np.zeros(0)
     bad = labels[(labels < 0) | (labels >= self.num_classes)]
     if bad.size:
       raise ConfigError(
-        f'{data.label}: there is a label {bad[0]}, but task.model.num_classes is {self.num_classes}: labels go from 0 '
+        f'{data.label}: found label {bad[0]}, but task.model.num_classes is {self.num_classes}; labels must be from 0 '
         f'to {self.num_classes - 1}'
       )
 
