@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
-from praxis_lite.trees import NestedDict
+from praxis_lite.partitioning.mesh import on_mesh
 
 
 class CompileTimes(NamedTuple):
@@ -46,16 +46,11 @@ class PartitionedStep(Generic[OutT]):
     mesh: Mesh,
     donate_argnums: tuple[int, ...] = (),
   ):
-    def on_mesh(*args: object) -> OutT:
-      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return fn(*args)
-
-    on_mesh.__name__ = on_mesh.__qualname__ = fn.__name__
     in_shardings = jax.tree.map(lambda x: x.sharding, arguments)
     self.mesh = mesh
     self.arguments = arguments
     self.jitted = jax.jit(
-      on_mesh, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
+      on_mesh(fn, mesh), in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
     )
     self._input_specs = jax.tree.map(lambda s: s.spec, in_shardings[-1])
     self._traced: jax.stages.Traced | None = None

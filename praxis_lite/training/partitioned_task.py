@@ -27,7 +27,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.mesh import abstract_mesh_of
+from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
@@ -87,8 +87,7 @@ class PartitionedTask:
     partitioner: BasePartitioner | None = None,
     layout: StateLayout | None = None,
   ):
-    if sum(given is not None for given in (mesh, partitioner, layout)) > 1:
-      raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
+    _check_one_mesh(mesh, partitioner, layout)
     self.jax_task = jax_task
     if layout is not None:
       self.layout = layout
@@ -152,8 +151,7 @@ class PartitionedTask:
     execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
     execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
     fn, arguments = self._train_fn(execution)
-    with jax.sharding.use_abstract_mesh(abstract_mesh_of(self.mesh)):
-      return jax.make_jaxpr(fn)(*arguments)
+    return jax.make_jaxpr(on_mesh(fn, self.mesh))(*arguments)
 
   # ---------------------------------------------------------------- inside a step
 
@@ -239,11 +237,14 @@ def partition_spmd_model(
   Returns:
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
     parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
-    batches already placed by `step.put_inputs`.
+    batches already placed by `step.put_inputs`. With a partitioner of params_on_devices=False, the variables are in
+    host memory; its `move_params_to_devices` makes the state ready for the steps.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
+    ConfigError: both mesh and partitioner are given.
   """
+  _check_one_mesh(mesh, partitioner)
   if isinstance(task_p, Config) and partitioner is not None:
     task_p = task_p.clone(
       mesh_axis_names=partitioner.mesh.axis_names,
@@ -252,14 +253,20 @@ def partition_spmd_model(
     )
   jax_task = task_p.instantiate() if isinstance(task_p, Config) else task_p
   partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh, partitioner=partitioner)
+  state = partitioned.init_state(init_key)
   return PartitionedModel(
-    partitioned.init_state(init_key),
+    state if partitioner is None else partitioner.place_params(state, partitioned.layout),
     partitioned.state_specs,
     partitioned.inputs_partition_spec,
     partitioned.train_step,
     partitioned.eval_step,
     partitioned.total_num_params,
   )
+
+
+def _check_one_mesh(*given: object) -> None:
+  if sum(x is not None for x in given) > 1:
+    raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
 
 
 def get_partitioned_spmd_model_decode_fn(
