@@ -31,17 +31,21 @@ def test_precedence_and_sources() -> None:
     'free': P('data', None),
     'stacked': P('model', 'data', None),
   }
-  by_strategy = 'strategy \'.*\': fsdp("data", 0)'
-  assert placed['mapped'].sources == ('mapping', '')
-  assert placed['named'].sources == ("rule ('embed', 'data')", "rule ('mlp', 'model')")
-  assert placed['mixed'].sources == ('mapping', '')
-  assert placed['free'].sources == (by_strategy, '')
-  assert placed['stacked'].sources == ('mapping', by_strategy, '')
+  by_strategy, field = 'strategy \'.*\': fsdp("data", 0)', 'tensor_split_dims_mapping'
+  left = "strategy '.*' leaves it whole"
+  assert placed['mapped'].why == (field, field)
+  assert placed['named'].why == (
+    f"rule ('embed', 'data'), for 'embed' in {field}",
+    f"rule ('mlp', 'model'), for 'mlp' in {field}",
+  )
+  assert placed['mixed'].why == (field, f"{field}: 'embed', for which no rule finds a free axis")
+  assert placed['free'].why == (by_strategy, left)
+  assert placed['stacked'].why == ('the split of the stack', by_strategy, left)
 
 
 def test_without_anything_weights_are_replicated() -> None:
   placed = place_variables({'w': WeightHParams((6, 4))}, MESH)['w']
-  assert placed.spec == P(None, None) and placed.sources == ('', '')
+  assert placed.spec == P(None, None) and placed.why == ('tensor_split_dims_mapping is not set',) * 2
 
 
 def test_errors_name_the_variable() -> None:

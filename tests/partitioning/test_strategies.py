@@ -99,7 +99,8 @@ def test_earlier_patterns_win_and_the_unmatched_are_replicated() -> None:
   strategy = [('emb.*', 'replicate'), (r'.*\.w', 'fsdp("data")'), ('emb/w', 'shard_dim("model", 0)')]
   decisions = explain_sharding(PARAMS, strategy, MESH)
   assert decisions['emb']['w'].spec == P(None, None) and decisions['emb']['w'].pattern == 'emb.*'
-  assert decisions['ff']['w'].sources == ('', 'strategy \'.*\\\\.w\': fsdp("data")')
+  pattern = repr(r'.*\.w')
+  assert decisions['ff']['w'].why == (f'strategy {pattern} leaves it whole', f'strategy {pattern}: fsdp("data")')
   assert decisions['ff']['b'].spec == P(None) and decisions['ff']['b'].pattern is None
   assert unused_patterns(PARAMS, strategy) == ['emb/w']
 
