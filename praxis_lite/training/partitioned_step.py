@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
 from praxis_lite.partitioning.mesh import on_mesh
+from praxis_lite.trees import NestedDict
 
 
 class CompileTimes(NamedTuple):
