@@ -23,16 +23,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.padding import pad_to
 from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
+from praxis_lite.trees import NestedDict
 
 
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
@@ -45,18 +47,19 @@ def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
     key: a PRNG key, the same on all devices.
     axis: a mesh axis, or several, which count as one with the first the slowest; of none, the key stays as it is.
   """
-  axes = _as_axes(axis)
+  axes = as_axes(axis)
   return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
+TreeT = TypeVar('TreeT')
 Axes = tuple[str, ...]
 
 
 class Module(Protocol):
   """Parameters and a pure function of them; a `Layer` is one."""
 
-  def init(self, key: jax.Array, /) -> Any: ...
-  def apply(self, params: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+  def init(self, key: jax.Array, /) -> NestedDict: ...
+  def apply(self, params: NestedDict, /, *args: Any, **kwargs: Any) -> object: ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -156,7 +159,7 @@ class ShardedParam:
 jax.tree_util.register_dataclass(ShardedParam, data_fields=['value'], meta_fields=['axes', 'shape'])
 
 
-def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) -> Any:
+def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
   """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
 
   Each is split along its largest dimension that divides by the number of devices (of equal ones, the last), or else
@@ -171,10 +174,10 @@ def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) 
   Raises:
     ShardingError: a parameter is split over the axis already.
   """
-  axes = _as_axes(axis)
+  axes = as_axes(axis)
   devices = jax.lax.axis_size(axes)
 
-  def shard(param: Any) -> Any:
+  def shard(param: jax.Array | ShardedParam) -> jax.Array | ShardedParam:
     boxed = param if isinstance(param, ShardedParam) else ShardedParam(param, ((),) * param.ndim, tuple(param.shape))
     taken = [a for entry in boxed.axes for a in entry]
     if set(taken) & set(axes):
@@ -194,7 +197,7 @@ def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) 
     return jax.tree.map(shard, params, is_leaf=_is_sharded)
 
 
-def gather_params(params: Any, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> Any:
+def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> TreeT:
   """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and all else as it is.
 
   Args:
@@ -202,7 +205,7 @@ def gather_params(params: Any, axis: str | Sequence[str] | None = None, dtype: D
     axis: mesh axis, or several, to gather over; what is split over other axes stays split over these. None: all.
     dtype: see `ShardedParam.gather`.
   """
-  over = None if axis is None else _as_axes(axis)
+  over = None if axis is None else as_axes(axis)
   with jax.named_scope('gather_params'):
     return jax.tree.map(lambda p: p.gather_over(over, dtype) if _is_sharded(p) else p, params, is_leaf=_is_sharded)
 
@@ -213,11 +216,11 @@ class ShardedModule:
   def __init__(self, module: Module, axis: str | Sequence[str], min_size: int):
     self._module, self._axis, self._min_size = module, axis, min_size
 
-  def init(self, key: jax.Array) -> Any:
+  def init(self, key: jax.Array) -> NestedDict:
     """Inside `shard_map`: returns this device's parts of first values; `key` is the same on all devices."""
     return shard_params(self._module.init(key), self._axis, self._min_size)
 
-  def apply(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+  def apply(self, params: NestedDict, *args: Any, **kwargs: Any) -> Any:
     """Inside `shard_map`: returns what the module's `apply` does with the parameters gathered over the axis."""
     return self._module.apply(gather_params(params, self._axis), *args, **kwargs)
 
@@ -241,7 +244,7 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return x
 
 
-def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bool:
   """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass.
 
   To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
@@ -256,11 +259,12 @@ def _own_part(x: jax.Array, axes: Sequence[str], dim: int, devices: int) -> jax.
   return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(tuple(axes)) * part, part, axis=dim)
 
 
-def _as_axes(axis: str | Sequence[str]) -> Axes:
+def as_axes(axis: str | Sequence[str]) -> Axes:
+  """One mesh axis or several, as a tuple."""
   return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _is_sharded(x: Any) -> bool:
+def _is_sharded(x: object) -> bool:
   return isinstance(x, ShardedParam)
 
 

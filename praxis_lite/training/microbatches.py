@@ -15,16 +15,21 @@ where devices have rows of unequal weight or, at the end of a batch, of none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from praxis_lite.call import Summary
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.explicit import ShardedParam
+from praxis_lite.partitioning.explicit import ShardedParam, as_axes
 from praxis_lite.partitioning.specs import spec_axes
-from praxis_lite.trees import Path, leaves, merge, select
+from praxis_lite.trees import NestedDict, Path, leaves, merge, select
 from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
+
+TreeT = TypeVar('TreeT')
+BatchT = TypeVar('BatchT')
 
 
 class LossOutput(NamedTuple):
@@ -34,24 +39,29 @@ class LossOutput(NamedTuple):
     weight: weight of the loss in the mean over microbatches, such as the number of tokens.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: tree of arrays; the last microbatch's are kept.
+    summaries: by name; the last microbatch's are kept.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
   weight: jax.Array
   metrics: WeightedScalars
-  per_example: Any
-  summaries: Any
-  updates: Any
+  per_example: NestedDict
+  summaries: dict[str, Summary]
+  updates: NestedDict
 
 
 # (trained variables, other variables, key, batch) -> (loss, output)
-LossFn = Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, LossOutput]]
+LossFn = Callable[[TreeT, NestedDict, jax.Array, BatchT], tuple[jax.Array, LossOutput]]
 
 
 def value_and_grad(
-  loss_fn: LossFn, trained: Any, others: Any, key: jax.Array, batch: Any, num_microbatches: int
-) -> tuple[jax.Array, LossOutput, Any]:
+  loss_fn: LossFn[TreeT, BatchT],
+  trained: TreeT,
+  others: NestedDict,
+  key: jax.Array,
+  batch: BatchT,
+  num_microbatches: int,
+) -> tuple[jax.Array, LossOutput, TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
   Args:
@@ -74,7 +84,9 @@ def value_and_grad(
 
   changed: set[Path] = set()
 
-  def one(carry: Any, xs: Any) -> Any:
+  def one(
+    carry: tuple[TreeT, jax.Array, jax.Array, NestedDict], xs: tuple[jax.Array, BatchT]
+  ) -> tuple[tuple[TreeT, jax.Array, jax.Array, NestedDict], LossOutput]:
     gradients, loss, weight, others = carry
     index, microbatch = xs
     (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
@@ -115,7 +127,7 @@ def join_rows(x: jax.Array) -> jax.Array:
   return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def sync_gradients(gradients: Any, axes: str | Sequence[str], specs: Any = None) -> Any:
+def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:
   """Inside `shard_map`: averages each gradient over those of `axes` that its parameter is replicated on.
 
   Over the axes that split a parameter, its gradient is averaged already: by `gather_array_with_mean_grads`.
@@ -126,9 +138,9 @@ def sync_gradients(gradients: Any, axes: str | Sequence[str], specs: Any = None)
     specs: tree with the PartitionSpec of each parameter; None takes it from the `ShardedParam`s, and all else for
       replicated.
   """
-  batch_axes = (axes,) if isinstance(axes, str) else tuple(axes)
+  batch_axes = as_axes(axes)
 
-  def sync(gradient: Any, spec: Any = None) -> Any:
+  def sync(gradient: jax.Array | ShardedParam, spec: PartitionSpec | None = None) -> jax.Array | ShardedParam:
     split = gradient.spec if isinstance(gradient, ShardedParam) else spec
     taken = {a for entry in split or () for a in spec_axes(entry)}
     over = tuple(a for a in batch_axes if a not in taken)
@@ -156,13 +168,13 @@ def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tupl
 
 
 def accumulate_gradients(
-  loss_fn: Callable[[Any, jax.Array, Any], tuple[jax.Array, WeightedScalars]],
-  params: Any,
+  loss_fn: Callable[[TreeT, jax.Array, BatchT], tuple[jax.Array, WeightedScalars]],
+  params: TreeT,
   key: jax.Array,
-  batch: Any,
+  batch: BatchT,
   num_microbatches: int,
   axes: str | Sequence[str] = (),
-) -> tuple[jax.Array, WeightedScalars, Any]:
+) -> tuple[jax.Array, WeightedScalars, TreeT]:
   """Returns (loss, metrics, gradients) of a batch that goes through in parts, exactly as if at once.
 
   Args:
@@ -177,9 +189,9 @@ def accumulate_gradients(
   Raises:
     ConfigError: B does not divide.
   """
-  names = (axes,) if isinstance(axes, str) else tuple(axes)
+  names = as_axes(axes)
 
-  def scaled(params: Any, others: Any, key: jax.Array, batch: Any) -> tuple[jax.Array, LossOutput]:
+  def scaled(params: TreeT, others: NestedDict, key: jax.Array, batch: BatchT) -> tuple[jax.Array, LossOutput]:
     loss, metrics = loss_fn(params, key, batch)
     loss, total = scaled_loss(loss, metrics['loss'][1], names)
     return loss, LossOutput(total, metrics, {}, {}, {})
