@@ -44,14 +44,14 @@ class TensorParallelLinear(Linear):
         f'which is split over one mesh axis, as in {right}'
       )
     self._axis: str | None = None if wt is None else wt[split]
-    keep = frozenset({WeightHParamsCollection.KEEP_SPLIT}) if self._axis is not None else frozenset()
+    keep = frozenset() if wt is None else frozenset({WeightHParamsCollection.KEEP_SPLIT})
     shape = (self.input_dims, self.output_dims)
     self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt, collections=keep))
     if self.use_bias:
-      column = self.parallel == 'column' and wt is not None
       bias = bias_weight(self.output_dims, None if wt is None else wt[-1:])
-      marks = bias.collections | keep if column else bias.collections
-      self.create_variable('b', dataclasses.replace(bias, collections=marks))
+      if self.parallel == 'column':
+        bias = dataclasses.replace(bias, collections=bias.collections | keep)
+      self.create_variable('b', bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I], or this device's parts of these; see the class."""
