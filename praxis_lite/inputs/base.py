@@ -121,6 +121,11 @@ class BaseInput(Configurable):
     """Rows of the batches of this host."""
     return self.batch_size // self.num_hosts
 
+  @property
+  def host_rows(self) -> tuple[int, int]:
+    """First row of this host in a global batch, and the row after its last."""
+    return self.host_index * self.host_batch_size, (self.host_index + 1) * self.host_batch_size
+
   def batches_per_epoch(self) -> int | None:
     """Returns how many batches an epoch has, or None if only reading it would tell."""
     return None
@@ -138,10 +143,9 @@ class BaseInput(Configurable):
       StopIteration: all epochs are over.
       DataError: an epoch has no batch, or the data cannot be read.
     """
-    start = self.host_index * self.host_batch_size
     struct = with_weights(self.example_struct())
     while not self._is_over():
-      rows, count = self.read(self._epoch, self._position, self.batch_size, start, start + self.host_batch_size)
+      rows, count = self.read(self._epoch, self._position, self.batch_size, *self.host_rows)
       if count == self.batch_size or (count and not self.drop_remainder):
         self._position += count
         return pad_rows(rows, self.host_batch_size, struct)

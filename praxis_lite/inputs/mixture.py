@@ -73,9 +73,8 @@ class MixtureInput(BaseInput):
     return first
 
   def get_next(self) -> Rows:
-    start = self.host_index * self.host_batch_size
     struct = with_weights(self.example_struct())
-    rows, taken = self.take(self.batch_size, start, start + self.host_batch_size)
+    rows, taken = self.take(self.batch_size, *self.host_rows)
     if not taken or (taken < self.batch_size and self.drop_remainder):
       raise StopIteration
     return pad_rows(rows, self.host_batch_size, struct)

@@ -153,21 +153,16 @@ def _join(
   documents: Sequence[Tokens], before: list[int], after: list[int], first: list[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
   """Returns all tokens, with `before` and `after` around each document and `first` at the start; and their bytes."""
-  dtype = np.min_scalar_type(vocab_size - 1)
-  head, tail = np.array(before, dtype), np.array(after, dtype)
-  parts = [np.array(first, dtype)]
-  for document in documents:
-    parts += (head, document.ids, tail)
-  # One pass, directly into the small dtype: the tokens of a large corpus exist at most twice.
-  tokens = np.concatenate(parts, dtype=dtype, casting='unsafe')
+
+  def joined(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
+    start, head, tail = (np.array(ids, dtype) for ids in special)
+    # One pass, directly into the small dtype: the tokens of a large corpus exist at most twice.
+    return np.concatenate([start, *(x for v in values for x in (head, v, tail))], dtype=dtype, casting='unsafe')
+
+  tokens = joined([d.ids for d in documents], np.min_scalar_type(vocab_size - 1), first, before, after)
   counts = [d.num_bytes for d in documents if d.num_bytes is not None]
-  if not counts:
-    return tokens, None
-  head, tail = np.zeros(len(before), np.int32), np.zeros(len(after), np.int32)
-  parts = [np.zeros(len(first), np.int32)]
-  for count in counts:
-    parts += (head, count, tail)
-  return tokens, np.concatenate(parts, dtype=np.int32, casting='unsafe')
+  no_bytes = [[0] * len(ids) for ids in (first, before, after)]
+  return tokens, joined(counts, np.dtype(np.int32), *no_bytes) if counts else None
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

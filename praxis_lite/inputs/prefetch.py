@@ -81,7 +81,6 @@ class PrefetchIterator(Generic[T]):
     self._depth = depth
     self._error: BaseException | None = None
     self._worker: _Worker[T] | None = None
-    self._state = source.get_state()
     self._start()
 
   def get_next(self) -> T:

@@ -159,12 +159,15 @@ class TextInput(RandomAccessInput):
     return documents
 
   def _read(self, file: str, where: str) -> bytes:
-    data = read_file(file, where)
-    if not self.tokenizer.is_byte_level:
-      try:
+    try:
+      with open(file, 'rb') as f:
+        data = f.read()
+      if not self.tokenizer.is_byte_level:
         data.decode()
-      except UnicodeDecodeError as e:
-        raise DataError(f'{where}: {file} is not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}') from None
+    except OSError as e:
+      raise DataError(f'{where}: cannot read {file}: {e.strerror}') from None
+    except UnicodeDecodeError as e:
+      raise DataError(f'{where}: {file} is not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}') from None
     return data
 
 
@@ -193,19 +196,6 @@ def find_files(path: object, where: str) -> list[str]:
   if not found:
     raise DataError(f'{where}: no files, since the list of paths is empty')
   return sorted(found)
-
-
-def read_file(path: str, where: str) -> bytes:
-  """Returns the bytes of a file.
-
-  Raises:
-    DataError: it cannot be read.
-  """
-  try:
-    with open(path, 'rb') as f:
-      return f.read()
-  except OSError as e:
-    raise DataError(f'{where}: cannot read {path}: {e.strerror}') from None
 
 
 def check_split(split: str, where: str) -> None:

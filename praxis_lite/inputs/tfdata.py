@@ -80,7 +80,7 @@ class BaseTFInput(BaseInput):
     return elements
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    if self.num_hosts > 1 and (count, start, stop) == self._own_batch():
+    if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
     # A single host needs whole batches, and mixtures ask for other numbers each time: both get rows of whole chunks.
     parts: list[Rows] = []
@@ -95,10 +95,6 @@ class BaseTFInput(BaseInput):
         parts.append(jax.tree.map(operator.itemgetter(slice(first + low, first + high)), chunk))
       available += n
     return concatenate_rows(parts), available
-
-  def _own_batch(self) -> tuple[int, int, int]:
-    start = self.host_index * self.host_batch_size
-    return self.batch_size, start, start + self.host_batch_size
 
   def _chunk_at(self, epoch: int, position: int) -> tuple[Rows | None, int, int]:
     """Returns the chunk of `batch_size` examples that holds `position`, its size, and the index of `position` in it.

@@ -27,6 +27,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -71,9 +72,7 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
-    import orbax.checkpoint as ocp
-
-    quiet_orbax()
+    ocp = _orbax()
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
     newest = policies.LatestN(max_to_keep)
@@ -104,8 +103,7 @@ class Checkpointer:
     Raises:
       CheckpointError: this save, or the one before, failed.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = _orbax()
     if step in self._manager.all_steps():
       return False
     arrays = jax.tree.map(_as_data, state)
@@ -168,8 +166,7 @@ class Checkpointer:
     Raises:
       CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = _orbax()
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
@@ -186,21 +183,15 @@ class Checkpointer:
 
   def input_state(self, step: int | None = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
-    import orbax.checkpoint as ocp
-
-    return self._read(self.existing_step(step), 'inputs', ocp.args.JsonRestore())['input_state']
+    return self._read(self.existing_step(step), 'inputs', _orbax().args.JsonRestore())['input_state']
 
   def about(self, step: int | None = None) -> dict[str, Any]:
     """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
-    import orbax.checkpoint as ocp
-
-    return self._read(self.existing_step(step), 'about', ocp.args.JsonRestore())
+    return self._read(self.existing_step(step), 'about', _orbax().args.JsonRestore())
 
   def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-    import orbax.checkpoint as ocp
-
     try:
-      return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+      return self._manager.restore(step, args=_orbax().args.Composite(**{item: args}))[item]
     except Exception as error:
       where = os.path.join(self.directory, str(step))
       raise CheckpointError(
@@ -369,18 +360,22 @@ def restore_variables(
   return eval_variables(state, use_ema=use_ema), state.step
 
 
-# -------------------------------------------------------------------- what Orbax prints
+# -------------------------------------------------------------------- Orbax
 
 
 @functools.cache
-def quiet_orbax() -> None:
-  """Keeps what Orbax logs off the console. Its failures reach the caller as exceptions, once.
+def _orbax() -> ModuleType:
+  """Imports Orbax, which takes a second, and keeps what it logs off the console: its failures are exceptions as well.
 
   On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks, and its event loop
   reports every read and write that returns after the first failure.
   """
-  logging.getLogger('absl').addFilter(_not_by_orbax)
-  logging.getLogger('asyncio').addFilter(_not_of_orbax)
+  import orbax.checkpoint
+
+  folder = f'{os.sep}orbax{os.sep}'
+  logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
+  # asyncio names the coroutine whose exception was never retrieved, and its file.
+  logging.getLogger('asyncio').addFilter(lambda record: folder not in record.getMessage())
   report = sys.unraisablehook
 
   def report_others(unraisable: sys.UnraisableHookArgs) -> None:
@@ -389,12 +384,4 @@ def quiet_orbax() -> None:
       report(unraisable)
 
   sys.unraisablehook = report_others
-
-
-def _not_by_orbax(record: logging.LogRecord) -> bool:
-  return f'{os.sep}orbax{os.sep}' not in record.pathname
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-  # asyncio names the coroutine whose exception was never retrieved, and its file.
-  return f'{os.sep}orbax{os.sep}' not in record.getMessage()
+  return orbax.checkpoint

@@ -152,14 +152,12 @@ def run_train(
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
       if is_due(step, settings.save_interval_steps):
         save()
-      if is_due(step, settings.eval_interval_steps):
-        log.drain()
-        programs.evaluate(step, state)
-        log.restart_clock(step)
-      if is_due(step, settings.decode_interval_steps):
-        log.drain()
-        programs.decode(step, state)
-        log.restart_clock(step)
+      intervals = (programs.evaluate, settings.eval_interval_steps), (programs.decode, settings.decode_interval_steps)
+      for run, interval in intervals:
+        if is_due(step, interval):
+          log.drain()
+          run(step, state)
+          log.restart_clock(step)
 
     # ---- train
     ended_by = 'done'

@@ -88,11 +88,8 @@ def decode_prompts(
 
   Args:
     config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
-    job_log_dir: directory of the run.
     prompts: token ids, at least one each.
-    devices: the devices to build the mesh from; all by default.
-    step: step of the checkpoint; None uses the newest.
-    seed: seed of sampling.
+    job_log_dir, devices, step, seed: as for `run_eval`.
 
   Raises:
     ConfigError: a prompt is empty.

@@ -13,9 +13,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -175,26 +175,21 @@ def _truncate_jsonl(path: Path, step: int) -> set[str]:
     return set()
   kept, splits = [], set()
   with open(path, encoding='utf-8') as lines:
-    for record, line in _records(lines):
-      if record['step'] <= step:
+    for line in lines:
+      try:
+        record = json.loads(line)
+        line_step, split = record['step'], record['split']
+      except (json.JSONDecodeError, TypeError, KeyError):
+        continue
+      if line_step <= step:
         kept.append(line if line.endswith('\n') else line + '\n')
-      if record['step'] == step:
-        splits.add(record['split'])
+      if line_step == step:
+        splits.add(split)
   # By a second file, so that a run killed here still has the complete old one.
   shortened = path.with_suffix('.jsonl.tmp')
   shortened.write_text(''.join(kept), encoding='utf-8')
   os.replace(shortened, path)
   return splits
-
-
-def _records(lines: Iterable[str]) -> Iterable[tuple[dict[str, Any], str]]:
-  for line in lines:
-    try:
-      record = json.loads(line)
-    except json.JSONDecodeError:
-      continue
-    if isinstance(record, dict) and 'step' in record and 'split' in record:
-      yield record, line
 
 
 def _add_summary(events: tensorboardX.SummaryWriter, name: str, kind: str, value: np.ndarray, step: int) -> None:
