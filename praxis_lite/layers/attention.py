@@ -28,7 +28,7 @@ from praxis_lite.layers.dot_product import (
   dot_product_attention,
   segment_mask,
 )
-from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
 class ProjectionWeightSplit(WeightSplit):
@@ -133,16 +133,15 @@ class MultiHeadAttention(Layer):
   def setup(self) -> None:
     D, N, K, H = self._complete()
     wt = self.weight_split_dims_mapping.wt
-    self._resolve(wt, rank=3, where='weight_split_dims_mapping.wt')
-    split_D, split_N, split_H = wt if wt is not None else (None,) * 3
+    self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
       qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
-      _split_projection(qkv, (split_D, split_N, None, split_H), rank_in=1)
+      _split_projection(qkv, wt, (0, 1, None, 2), rank_in=1)
       self.create_child('qkv', qkv)
     else:
       for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
         proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
-        self.create_child(name, _split_projection(proj, (split_D, split_N, split_H), rank_in=1))
+        self.create_child(name, _split_projection(proj, wt, (0, 1, 2), rank_in=1))
     if self.qk_norm_tpl is not None:
       self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
     if self.rotary_tpl is not None:
@@ -150,7 +149,7 @@ class MultiHeadAttention(Layer):
     if self.relative_bias_tpl is not None:
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_out_bias)
-    self.create_child('out', _split_projection(out, (split_N, split_H, split_D), rank_in=2))
+    self.create_child('out', _split_projection(out, wt, (1, 2, 0), rank_in=2))
 
   def _complete(self) -> tuple[int, int, int, int]:
     """Fills in the hyperparameters that follow from others, rejects contradictions, and returns D, N, K, H."""
@@ -319,7 +318,11 @@ class MultiHeadAttention(Layer):
     return checkpoint_name(out_BTD, 'out_proj')
 
 
-def _split_projection(projection: Config[Projection], split: tuple, rank_in: int) -> Config[Projection]:
-  if any(axis is not None for axis in split):
+def _split_projection(
+  projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
+) -> Config[Projection]:
+  """Splits a projection like the dimensions `dims` of D, N, H."""
+  if wt is not None:
+    split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])
   return projection

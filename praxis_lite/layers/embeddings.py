@@ -59,7 +59,7 @@ def split_rows(layer: Layer, table_VD: jax.Array, out: SplitDimsMapping) -> jax.
   wt = layer.weight_split_dims_mapping.wt
   if wt is None or out is None or out[-1] is not None:
     return table_VD
-  return layer.shard(table_VD, (wt[0], None), 'weight_split_dims_mapping.wt')
+  return layer.shard(table_VD, wt.pick(0, None))
 
 
 def check_lookup_style(style: str, where: str) -> None:

@@ -55,7 +55,7 @@ class FeedForward(Layer):
     get_activation(self.activation, f'{self.path_name}.activation')
     wt, down_wt = self.weight_split_dims_mapping.wt, self.weight_split_dims_mapping.down
     if down_wt is None and wt is not None:
-      down_wt = tuple(reversed(wt))
+      down_wt = wt[::-1]
     D, F = self.input_dims, self.hidden_dims
     up = self.proj_tpl.clone(input_dims=D, output_dims=F, use_bias=self.use_bias)
     down = self.proj_tpl.clone(input_dims=F, output_dims=D, use_bias=self.use_bias)

@@ -65,7 +65,7 @@ class Conv2D(Layer):
     shape = (height, width, inputs // self.groups, outputs)
     self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt))
     if self.use_bias:
-      self.create_variable('b', bias_weight(outputs, None if wt is None else tuple(wt)[-1:]))
+      self.create_variable('b', bias_weight(outputs, None if wt is None else wt[-1:]))
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, H', W', O]."""

@@ -50,7 +50,7 @@ class Linear(Layer):
     wt = self.weight_split_dims_mapping.wt
     self.create_variable('w', WeightHParams((self.input_dims, self.output_dims), tensor_split_dims_mapping=wt))
     if self.use_bias:
-      self.create_variable('b', bias_weight(self.output_dims, None if wt is None else tuple(wt)[-1:]))
+      self.create_variable('b', bias_weight(self.output_dims, None if wt is None else wt[-1:]))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I]."""

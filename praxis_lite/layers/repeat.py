@@ -118,15 +118,19 @@ class Repeat(Layer):
     if self.num_layers < 1:
       raise ConfigError(f'{self.path_name}.num_layers: expected at least 1, got {self.num_layers}')
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    self._resolve(self.weight_split_dims_mapping.stack, rank=1, where='weight_split_dims_mapping.stack')
+    self._resolve(self.weight_split_dims_mapping.stack, self._stack_field, rank=1)
     self.create_child('layers', self.layers_tpl)
+
+  @property
+  def _stack_field(self) -> str:
+    return f'{self.path_name}.weight_split_dims_mapping.stack'
 
   def abstract_init(self) -> NestedDict:
     below = self.layers.abstract_init()
     split = (self.weight_split_dims_mapping.stack or (None,))[0]
 
     def stacked(weight: WeightHParams) -> WeightHParams:
-      return weight.repeated(self.num_layers, split)
+      return weight.repeated(self.num_layers, split, self._stack_field)
 
     return {'layers': jax.tree.map(stacked, below)} if below else {}
 

@@ -126,7 +126,7 @@ class FullSoftmax(Layer):
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
     """Returns the declaration of `w`, and how the classes are split."""
     weight = WeightHParams((self.input_dims, self.num_classes), tensor_split_dims_mapping=wt)
-    return weight, None if wt is None else tuple(wt)[-1:]
+    return weight, None if wt is None else wt[-1:]
 
   def _project(self, x: jax.Array) -> jax.Array:
     return x @ self.theta.w
@@ -181,7 +181,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
     super().setup()
 
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
-    return embedding_weight(self.num_classes, self.input_dims, wt), None if wt is None else tuple(wt)[:1]
+    return embedding_weight(self.num_classes, self.input_dims, wt), None if wt is None else wt[:1]
 
   def _project(self, x: jax.Array) -> jax.Array:
     return jnp.einsum('...d,vd->...v', x, self.theta.w)

@@ -56,7 +56,7 @@ class TensorParallelLinear(Linear):
     self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt, collections=keep))
     if self.use_bias:
       column = self.parallel == 'column' and wt is not None
-      bias = bias_weight(self.output_dims, tuple(wt)[-1:] if wt is not None else None)
+      bias = bias_weight(self.output_dims, None if wt is None else wt[-1:])
       marks = bias.collections | keep if column else bias.collections
       self.create_variable('b', dataclasses.replace(bias, collections=marks))
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
-from praxis_lite.partitioning.specs import complete_spec
+from praxis_lite.partitioning.specs import complete_spec, stored_spec
 
 
 class StateLayout(NamedTuple):
@@ -77,7 +77,7 @@ def broadcast_specs(specs: Any, tree: Any) -> Any:
   """Returns a spec of full rank for each leaf of `tree`, from a prefix of it."""
 
   def spread(spec: PartitionSpec | None, subtree: Any) -> Any:
-    return jax.tree.map(lambda x: complete_spec(spec, len(x.shape)), subtree)
+    return jax.tree.map(lambda x: stored_spec(complete_spec(spec, len(x.shape))), subtree)
 
   return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
 

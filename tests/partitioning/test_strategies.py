@@ -23,6 +23,7 @@ from praxis_lite.partitioning.strategies import (
   register_rule,
   unused_patterns,
 )
+from praxis_lite.trees import leaves_by_path
 from praxis_lite.weights import WeightHParams
 
 MESH = {'data': 8, 'model': 4}
@@ -98,7 +99,8 @@ def test_earlier_patterns_win_and_the_unmatched_are_replicated() -> None:
   strategy = [('emb.*', 'replicate'), (r'.*\.w', 'fsdp("data")'), ('emb/w', 'shard_dim("model", 0)')]
   decisions = explain_sharding(PARAMS, strategy, MESH)
   assert decisions['emb']['w'].spec == P(None, None) and decisions['emb']['w'].pattern == 'emb.*'
-  assert decisions['ff']['w'].sources == ('', 'strategy \'.*\\\\.w\': fsdp("data")')
+  pattern = repr(r'.*\.w')
+  assert decisions['ff']['w'].why == (f'strategy {pattern} leaves it whole', f'strategy {pattern}: fsdp("data")')
   assert decisions['ff']['b'].spec == P(None) and decisions['ff']['b'].pattern is None
   assert unused_patterns(PARAMS, strategy) == ['emb/w']
 
@@ -192,3 +194,31 @@ def test_malformed_strategies_are_refused(strategy: Any) -> None:
     infer_sharding(PARAMS, strategy, MESH)
   with pytest.raises(ShardingError, match='not a regular expression'):
     infer_sharding(PARAMS, [('*', 'replicate')], MESH)
+
+
+DEEP = {'a': {'b': {'x': struct(8, 8)}}, 'c': struct(8, 8)}
+
+
+@pytest.mark.parametrize(
+  ('pattern', 'matched'),
+  [
+    ('[^/]+', ['c']),
+    ('[^.]+', ['c']),
+    ('a/[^/]+', []),
+    ('a/[^/]+/x', ['a.b.x']),
+    (r'a\.[^.]+', []),
+    (r'a\.[^.]+\.x', ['a.b.x']),
+    ('a/.*', ['a.b.x']),
+    ('.*x', ['a.b.x']),
+  ],
+)
+def test_a_pattern_sees_one_separator_of_paths(pattern: str, matched: list[str]) -> None:
+  decisions = leaves_by_path(explain_sharding(DEEP, [(pattern, 'shard_dim("data", 0)')], MESH))
+  assert ['.'.join(path) for path, placed in decisions.items() if placed.spec == P('data', None)] == matched
+
+
+def test_logical_partitioning_takes_the_rules_it_is_given() -> None:
+  weights = {'w': WeightHParams((8, 8), tensor_split_dims_mapping=('embed', 'mlp'))}
+  strategy = [('.*', 'logical_partitioning')]
+  specs = infer_sharding(weights, strategy, MESH, rules=[('embed', 'data'), ('mlp', None)])
+  assert specs == {'w': P('data', None)}
