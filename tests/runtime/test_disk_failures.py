@@ -45,7 +45,7 @@ time.sleep(0.5)
 
 
 def _told(process) -> str:
-  out, err = process.communicate(timeout=120)
+  out, err = process.communicate(timeout=600)
   assert err == ''
   (line,) = out.splitlines()
   assert len(line) < 800
