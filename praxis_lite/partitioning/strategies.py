@@ -302,9 +302,7 @@ def _split(spec: Spec, dim: int, axis: str | tuple[str, ...]) -> Spec:
   return (*spec[:dim], axes_to_entry(spec_axes(axis)), *spec[dim + 1 :])
 
 
-def infer_sharding(
-  params: object, strategy: Strategy, mesh: MeshLike, *, rules: LogicalAxisRules | None = None
-) -> Any:
+def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules: LogicalAxisRules | None = None) -> Any:
   """Returns the tree of full-rank PartitionSpecs that a strategy gives to a tree.
 
   Args:
@@ -327,12 +325,12 @@ def explain_sharding(
   return map_with_path(lambda path, leaf: decide(path, as_variable(path, leaf, rules), parsed, sizes), params)
 
 
-def unused_patterns(params: object, strategy: Strategy) -> list[str]:
-  """Returns the patterns that decide no variable, because they match none or earlier ones match first."""
+def unused_patterns(params: object, strategy: Strategy) -> list[int]:
+  """Returns which patterns decide no variable, because they match none or earlier ones match first."""
   used = {
     next((i for i, (p, _) in enumerate(strategy) if path_matches(p, path)), None) for path in leaves_by_path(params)
   }
-  return [pattern for i, (pattern, _) in enumerate(strategy) if i not in used]
+  return [i for i in range(len(strategy)) if i not in used]
 
 
 def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedRule]]]:

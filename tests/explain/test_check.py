@@ -14,9 +14,9 @@ from praxis_lite import registry
 from praxis_lite.config import Config
 from praxis_lite.experiment import configure
 from praxis_lite.explain import Limits, Problem, Severity, check, explain_task, format_problems, has_errors
-from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
 

@@ -16,9 +16,9 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import configure
 from praxis_lite.explain import Kind, explain, explain_task
-from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 
 registry.load_all()
