@@ -7,7 +7,7 @@ from typing import Any
 from praxis_lite.config import template
 from praxis_lite.models import LanguageModel
 from praxis_lite.task import SingleTask, TrainParams
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.learners import adamw_learner
 
 
 class LanguageModelTask(SingleTask):

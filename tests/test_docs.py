@@ -35,6 +35,15 @@ def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
   assert done.returncode == 0, done.stderr
 
 
+def test_a_layer_with_two_weights_is_short_and_imports_only_this_package_and_jax():
+  guide = (ROOT / 'docs' / 'your-own-experiment.md').read_text()
+  (block,) = [code for code in BLOCK.findall(guide) if 'class Bottleneck(Layer)' in code]
+  lines = [line for line in block.splitlines() if line.strip()]
+  assert len(lines) <= 30
+  imports = {line for line in lines if line.startswith(('import', 'from'))}
+  assert all(line.split()[1] in ('jax', 'jax.numpy', 'praxis_lite') for line in imports)
+
+
 def test_links_between_documents_lead_somewhere():
   for document in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]:
     for target in re.findall(r'\]\((?!https?:|#)([^)#]+)', document.read_text()):

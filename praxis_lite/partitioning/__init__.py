@@ -22,6 +22,7 @@ from praxis_lite.partitioning.explicit import (
   fold_rng_over_axis,
   gather_array_with_mean_grads,
   gather_params,
+  shard_module_params,
   shard_params,
 )
 from praxis_lite.partitioning.layout import StateLayout
@@ -128,6 +129,7 @@ __all__ = [
   'put_on_mesh',
   'register_rule',
   'reshard_input_based_on_rank_fn',
+  'shard_module_params',
   'shard_on_batch_dim_partition_spec',
   'shard_params',
   'slice_to',

@@ -7,9 +7,10 @@ along each axis, and neighbours along an axis are in the same slice for as long 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +18,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from praxis_lite.errors import ShardingError
+
+P = ParamSpec('P')
+T = TypeVar('T')
 
 
 def create_device_mesh(
@@ -54,7 +58,12 @@ def create_device_mesh(
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
   else:
     array = place_over_slices(ici, dcn, devices)
-  return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+  return auto_mesh(array, names)
+
+
+def auto_mesh(devices: np.ndarray, mesh_axis_names: Sequence[str]) -> Mesh:
+  """Returns the mesh of an array of devices, with Auto axes."""
+  return Mesh(devices, tuple(mesh_axis_names), axis_types=(AxisType.Auto,) * len(mesh_axis_names))
 
 
 def mesh_sizes(
@@ -81,6 +90,17 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 def abstract_mesh_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
   """Returns the mesh without its devices."""
   return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
+  """Returns `fn`, traced with `mesh` as the ambient mesh, so that sharding constraints inside it apply."""
+
+  @functools.wraps(fn)
+  def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+    with jax.sharding.use_abstract_mesh(abstract_mesh_of(mesh)):
+      return fn(*args, **kwargs)
+
+  return traced
 
 
 def place_within_slice(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

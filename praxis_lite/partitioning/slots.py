@@ -19,14 +19,14 @@ known, and otherwise the leftmost match is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.partitioning.specs import complete_spec
-from praxis_lite.trees import Path, leaves_by_path, path_names
+from praxis_lite.trees import Path, leaves_by_path, map_with_path
 
 
 def opt_state_specs(
@@ -43,22 +43,55 @@ def opt_state_specs(
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
     init_fn: `tx.init`; traces dimensions of equal size in factored slots.
   """
-  params = leaves_by_path(params_struct)
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
-  origins = _traced_origins(init_fn, params_struct) if init_fn is not None else {}
+  origins = slot_origins(params_struct, opt_state_struct, init_fn)
 
-  def spec_of(key_path: Any, slot: Any) -> PartitionSpec:
-    path, rank = path_names(key_path), len(slot.shape)
-    owner = owner_of(path, params)
-    if owner is None or rank == 0:
-      return complete_spec(None, rank)
-    shape, spec = tuple(params[owner].shape), complete_spec(specs[owner], len(params[owner].shape))
-    if tuple(slot.shape) == shape:
-      return spec
-    dims = _valid(origins.get(path), slot.shape, shape) or dims_by_size(path, slot.shape, shape)
-    return PartitionSpec(*(None if dim is None else spec[dim] for dim in dims))
+  def spec_of(path: Path, slot: jax.ShapeDtypeStruct) -> PartitionSpec:
+    origin = origins.get(path)
+    if origin is None:
+      return complete_spec(None, len(slot.shape))
+    spec = complete_spec(specs[origin.owner], origin.rank)
+    return PartitionSpec(*(None if dim is None else spec[dim] for dim in origin.dims))
 
-  return jax.tree_util.tree_map_with_path(spec_of, opt_state_struct)
+  return map_with_path(spec_of, opt_state_struct)
+
+
+class SlotOrigin(NamedTuple):
+  """Where an array of an optimizer's state comes from.
+
+  Attributes:
+    owner: path of its parameter.
+    rank: number of dimensions of its parameter.
+    dims: for each dimension of the slot, the dimension of the parameter that it comes from; None where there is none.
+  """
+
+  owner: Path
+  rank: int
+  dims: tuple[int | None, ...]
+
+  @property
+  def whole(self) -> bool:
+    """Whether the slot has the dimensions of its parameter."""
+    return self.dims == tuple(range(self.rank))
+
+
+def slot_origins(
+  params_struct: object, opt_state_struct: object, init_fn: Callable[[Any], Any] | None = None
+) -> dict[Path, SlotOrigin]:
+  """Returns the origin of each slot that belongs to a parameter and is no scalar; see `opt_state_specs`."""
+  params = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
+  traced = _traced_origins(init_fn, params_struct) if init_fn is not None else {}
+  origins: dict[Path, SlotOrigin] = {}
+  for path, slot in leaves_by_path(opt_state_struct).items():
+    owner, shape = owner_of(path, params), tuple(slot.shape)
+    if owner is None or not shape:
+      continue
+    true = params[owner]
+    dims: tuple[int | None, ...] = tuple(range(len(true)))
+    if shape != true:
+      dims = _valid(traced.get(path), shape, true) or dims_by_size(path, shape, true)
+    origins[path] = SlotOrigin(owner, len(true), dims)
+  return origins
 
 
 def owner_of(path: Path, params: dict[Path, Any]) -> Path | None:

@@ -187,14 +187,15 @@ def run_train(
       do_what_is_due()
 
     # ---- the end
+    stop.requested_at(step)  # After the last step too: a signal that only some processes got must not part them.
     save()
-    if stop.received is None:
+    if not stop.requested:
       programs.evaluate(step, state)
       if settings.decode_interval_steps is not None:
         programs.decode(step, state)
     checkpointer.wait()
     console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
-    return TrainResult(step, state, programs.metrics, stop.received or ended_by)
+    return TrainResult(step, state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
 
 
 def _introduction(name: str, partitioned: PartitionedTask) -> str:

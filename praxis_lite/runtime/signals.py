@@ -33,21 +33,25 @@ class StopSignals:
 
   Attributes:
     received: name of the signal that came, or None.
-    agreed: with several processes, whether all have agreed to stop.
   """
 
   def __init__(self) -> None:
     self.received: str | None = None
-    self.agreed = False
+    self._agreed = False
     self._previous: dict[signal.Signals, Any] = {}
     self._several_processes = jax.process_count() > 1
 
   def requested_at(self, step: int) -> bool:
     """Whether to stop after `step`; with several processes, each must ask at every step."""
     if self._several_processes and multihost_utils.reached_preemption_sync_point(step):
-      self.agreed = True
+      self._agreed = True
       self.received = self.received or signal.SIGTERM.name
-    return self.agreed if self._several_processes else self.received is not None
+    return self.requested
+
+  @property
+  def requested(self) -> bool:
+    """Whether to stop: with several processes, what all of them agreed on when `requested_at` was last called."""
+    return self._agreed if self._several_processes else self.received is not None
 
   def interrupts(self) -> bool:
     """Whether to give up what can be given up, such as an evaluation; with several processes, never."""

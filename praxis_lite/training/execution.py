@@ -20,7 +20,7 @@ Replicated weights alone make it data parallel; weights split over the batch axe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -358,5 +358,5 @@ EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], Execution]] = {
 }
 
 
-def _axes(spec: tuple[Any, ...] | PartitionSpec) -> set[str]:
+def _axes(spec: Iterable[object]) -> set[str]:
   return {a for entry in spec for a in spec_axes(entry)}

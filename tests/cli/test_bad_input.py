@@ -294,7 +294,7 @@ def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):
 # ---------------------------------------------------------------- the user's own file
 
 BASE = 'from praxis_lite.experiment import BaseExperiment\n'
-STDLIB_TINY = 'from experiments.lm import StdlibLmTiny as Tiny\n'
+STDLIB_TINY = 'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
 OWN_FILES = {
   'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed \(.*experiment\.py:1\)"),
   'bytes': ('\0', 'A', r'cannot import experiment\S*: SyntaxError: source code string cannot contain null bytes$'),

@@ -75,7 +75,8 @@ def test_training_on_a_mesh_warns_of_what_check_finds(tmp_path):
 
 def test_a_bug_is_no_mistake_of_the_user_and_keeps_its_traceback(tmp_path):
   (tmp_path / 'buggy.py').write_text(
-    'from experiments.lm import StdlibLmTiny as Tiny\nclass A(Tiny):\n  def task(self): return self.nothing\n'
+    'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
+    'class A(Tiny):\n  def task(self): return self.nothing\n'
   )
   done = run('show', '--exp=buggy.py:A', cwd=tmp_path)
   assert done.returncode == 1
@@ -116,7 +117,7 @@ def test_a_prompt_of_stray_bytes_is_told(tmp_path):
   done = run('decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', b'--prompt=a\xff', cwd=tmp_path)
   assert done.returncode == 2
   assert done.stderr == (
-    "praxis-lite decode: error: --prompt='a\\udcff' is not UTF-8 text: character 1 is a byte of its own\n"
+    "praxis-lite decode: error: --prompt='a\\udcff' is not UTF-8 text: character 1 is a stray byte\n"
   )
 
 
@@ -131,7 +132,7 @@ def test_training_that_loses_its_reader_is_not_done(tmp_path):
     env=os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')},
   )
   assert done.returncode == 2
-  assert done.stderr.startswith('praxis-lite train: error: what read its output has ended')
+  assert done.stderr.startswith('praxis-lite train: error: the process that read its output has ended')
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

@@ -21,7 +21,7 @@ from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
 
 registry.load_all()
-NAMES = [name for name in registry.names() if name.startswith('experiments.')]
+NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 BATCH = {
   'image': jax.ShapeDtypeStruct((16, 8), jnp.float32),
   'label': jax.ShapeDtypeStruct((16,), jnp.int32),

@@ -21,8 +21,9 @@ def sgd(**fields: Any) -> Learner:
 
 
 def one_step(learner: Learner, weights: Any, params: Any, grads: Any, *, loss: float = 1.0, step: int = 0) -> Any:
-  state, ema = learner.init(params, weights), learner.init_ema(params, weights)
-  return learner.update(grads, jnp.float32(loss), params, state, ema, jnp.int32(step), weights)
+  bound = learner.bind(weights)
+  state, ema = bound.init(params), bound.init_ema(params)
+  return bound.update(grads, jnp.float32(loss), params, state, ema, jnp.int32(step))
 
 
 # ---------------------------------------------------------------- clipping
@@ -97,8 +98,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(
   learner = sgd(optimizer=Config(optax.adamw), ema_decay=0.9, on_nonfinite=on_nonfinite, clip_gradient_norm_to_value=1)
   weights = declarations()
   params = values(weights)
-  state, ema = learner.init(params, weights), learner.init_ema(params, weights)
-  update = jax.jit(lambda g, loss, p, s, e, t: learner.update(g, loss, p, s, e, t, weights))
+  bound = learner.bind(weights)
+  state, ema = bound.init(params), bound.init_ema(params)
+  update = jax.jit(bound.update)
   good = update(params, jnp.float32(1), params, state, ema, jnp.int32(0))
   assert float(good.stats['skipped']) == 0.0
   assert bool(good.finite)
@@ -125,12 +127,12 @@ def test_steps_that_are_not_finite_may_be_ignored() -> None:
 
 def test_moving_averages_follow_the_recursion_with_their_warm_up() -> None:
   weights, decay = {'w': weight(3)}, 0.3
-  learner = sgd(ema_decay=decay, learning_rate=0.1)
+  learner = sgd(ema_decay=decay, learning_rate=0.1).bind(weights)
   params: Any = {'w': jnp.array([1.0, 2.0, 3.0])}
-  state, ema = learner.init(params, weights), learner.init_ema(params, weights)
+  state, ema = learner.init(params), learner.init_ema(params)
   expected = np.array([1.0, 2.0, 3.0])
   for t in range(6):
-    out = learner.update({'w': params['w']}, jnp.float32(0), params, state, ema, jnp.int32(t), weights)
+    out = learner.update({'w': params['w']}, jnp.float32(0), params, state, ema, jnp.int32(t))
     params, state, ema = out.mdl_vars, out.opt_states, out.ema_vars
     d = min(decay, (1 + t) / (10 + t))
     expected = d * expected + (1 - d) * np.asarray(params['w'])
@@ -140,11 +142,11 @@ def test_moving_averages_follow_the_recursion_with_their_warm_up() -> None:
 def test_moving_averages_are_of_trained_variables_only_and_are_copies() -> None:
   weights = {'w': weight(2), 'stat': weight(2, marks=(NON_TRAINABLE,))}
   params = {'w': jnp.ones(2), 'stat': jnp.ones(2)}
-  ema = sgd(ema_decay=0.9).init_ema(params, weights)
+  ema = sgd(ema_decay=0.9).bind(weights).init_ema(params)
   assert ema.keys() == {'w'}
   params['w'].delete()  # As donation does.
   np.testing.assert_array_equal(ema['w'], 1.0)
-  assert sgd().init_ema(params, weights) is None
+  assert sgd().bind(weights).init_ema(params) is None
 
 
 # ---------------------------------------------------------------- which variables
@@ -174,14 +176,13 @@ def test_only_variables_that_are_included_and_not_excluded_are_trained(fields: A
   weights = declarations() | {'moving': {'mean': weight(2, marks=(NON_TRAINABLE,))}}
   params = values(weights)
   learner = Config(Learner, optimizer=Config(optax.adam), ema_decay=0.9, **fields).instantiate()
-  mine, rest = learner.split(params, weights)
+  bound = learner.bind(weights)
+  mine, rest = bound.split(params)
   assert names(mine) == trained
   assert names(rest) == (ALL | {'moving.mean'}) - trained
-  mask = learner.trainable_mask(weights)
-  assert {n for n in names(mask) if _at(mask, n)} == trained
-  assert names(mask) == ALL | {'moving.mean'}
+  assert {n for n in ALL | {'moving.mean'} if bound.is_trained(tuple(n.split('.')))} == trained
 
-  state = learner.init(params, weights)
+  state = bound.init(params)
   slots = names(state) - {'all.0.count'}
   assert slots == {f'all.0.{slot}.{name}' for slot in ('mu', 'nu') for name in trained}
   out = one_step(learner, weights, params, mine)
@@ -208,7 +209,7 @@ def _at(tree: Any, name: str) -> Any:
 )
 def test_patterns_that_select_nothing_are_refused(fields: Any, message: str) -> None:
   with pytest.raises(ConfigError, match=message):
-    sgd(**fields).trainable_mask(declarations())
+    sgd(**fields).bind(declarations())
 
 
 # ---------------------------------------------------------------- the rest

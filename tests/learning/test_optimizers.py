@@ -89,11 +89,12 @@ def _with_rate(config: Config) -> Config:
 
 
 def learned(learner: Learner, weights: Any, params: Any, gradients: list[Any]) -> tuple[Any, Any]:
-  state = first = learner.init(params, weights)
+  bound = learner.bind(weights)
+  state = first = bound.init(params)
 
   @jax.jit
   def step(params: Any, state: Any, grads: Any, number: Any) -> Any:
-    return learner.update(grads, LOSS, params, state, None, number, weights)
+    return bound.update(grads, LOSS, params, state, None, number)
 
   for number, grads in enumerate(gradients):
     out = step(params, state, grads, jnp.int32(number))
@@ -148,24 +149,24 @@ def test_a_norm_of_all_variables_is_not_taken_layer_by_layer() -> None:
   )
   optimizer, weights = Config(optax.chain, *parts), declarations()
   with pytest.raises(ConfigError, match=r'clip_by_global_norm looks at all .* learner.clip_gradient_norm_to_value'):
-    Config(Learner, optimizer=optimizer).instantiate().init(values(weights), weights)
+    Config(Learner, optimizer=optimizer).instantiate().bind(weights).init(values(weights))
   for chosen in (True, False):
     learner = Config(Learner, optimizer=optimizer, per_layer_statistics=chosen).instantiate()
-    assert learner.init(values(weights), weights)
+    assert learner.bind(weights).init(values(weights))
   alone = {'w': weight(3, 2)}
-  assert set(Config(Learner, optimizer=optimizer).instantiate().init(values(alone), alone)) == {'single'}
+  assert set(Config(Learner, optimizer=optimizer).instantiate().bind(alone).init(values(alone))) == {'single'}
 
 
 def test_slots_of_adam_are_named_by_their_variables() -> None:
   weights = declarations()
-  state = Config(Learner, optimizer=Config(optax.adam)).instantiate().init(values(weights), weights)
+  state = Config(Learner, optimizer=Config(optax.adam)).instantiate().bind(weights).init(values(weights))
   names = {jax.tree_util.keystr(p, simple=True, separator='.') for p, _ in jax.tree_util.tree_leaves_with_path(state)}
   assert {'all.0.count', 'all.0.mu.lm.layers.ff.w', 'all.0.nu.lm.emb.w'} <= names
 
 
 def test_slots_of_mapped_optimizers_are_stacked_and_counts_are_not() -> None:
   weights = declarations()
-  state = Config(Learner, optimizer=OPTIMIZERS['muon']).instantiate().init(values(weights), weights)
+  state = Config(Learner, optimizer=OPTIMIZERS['muon']).instantiate().bind(weights).init(values(weights))
   shapes = {
     jax.tree_util.keystr(p, simple=True, separator='.'): x.shape for p, x in jax.tree_util.tree_leaves_with_path(state)
   }
@@ -242,9 +243,9 @@ def test_weight_decay_that_cannot_spare_marked_variables_is_refused() -> None:
   weights = declarations()
   learner = Config(Learner, optimizer=Config(optax.contrib.prodigy, weight_decay=0.1)).instantiate()
   with pytest.raises(ConfigError, match=r'weight_decay of prodigy.*lm\.layers\.ff\.b.*decoupled_weight_decay'):
-    learner.init(values(weights), weights)
+    learner.bind(weights).init(values(weights))
   unmarked = {'w': weight(2)}
-  learner.init({'w': jnp.ones(2)}, unmarked)
+  learner.bind(unmarked).init({'w': jnp.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_weight_decay_that_cannot_spare_marked_variables_is_refused() -> None:
 def test_optimizers_that_cannot_work_are_refused(optimizer: Config, message: str) -> None:
   weights = {'w': weight(2)}
   with pytest.raises(ConfigError, match=message):
-    Config(Learner, optimizer=optimizer).instantiate().init({'w': jnp.ones(2)}, weights)
+    Config(Learner, optimizer=optimizer).instantiate().bind(weights).init({'w': jnp.ones(2)})
 
 
 def test_an_optimizer_that_must_evaluate_the_loss_again_is_refused() -> None:
@@ -273,9 +274,11 @@ def test_optimizers_get_the_value_of_the_schedule_at_the_step_of_the_state() -> 
   """An optimizer's own count lags behind after a skipped step; the rate must not."""
   weights, params = {'w': weight(2)}, {'w': jnp.zeros(2)}
   schedule = Config(optax.piecewise_constant_schedule, 1.0, {10: 0.5})
-  learner = Config(Learner, optimizer=Config(optax.sgd), learning_rate=2.0, schedule=schedule).instantiate()
-  state = learner.init(params, weights)
+  learner = (
+    Config(Learner, optimizer=Config(optax.sgd), learning_rate=2.0, schedule=schedule).instantiate().bind(weights)
+  )
+  state = learner.init(params)
   for step, rate in ((0, 2.0), (11, 1.0)):
-    out = learner.update({'w': jnp.ones(2)}, jnp.float32(0), params, state, None, jnp.int32(step), weights)
+    out = learner.update({'w': jnp.ones(2)}, jnp.float32(0), params, state, None, jnp.int32(step))
     np.testing.assert_allclose(out.mdl_vars['w'], -rate)
     assert float(out.stats['learning_rate']) == rate

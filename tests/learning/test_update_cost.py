@@ -33,13 +33,13 @@ def by_hand(optimizer: Any) -> Any:
 
 
 def ours(optimizer: Config, **fields: Any) -> Any:
-  learner = Config(Learner, optimizer=optimizer, clip_gradient_norm_to_value=1.0, **fields).instantiate()
+  learner = Config(Learner, optimizer=optimizer, clip_gradient_norm_to_value=1.0, **fields).instantiate().bind(WEIGHTS)
 
   def update(params: Any, state: Any, grads: Any, loss: Any, step: Any) -> Any:
-    out = learner.update(grads, loss, params, state, None, step, WEIGHTS)
+    out = learner.update(grads, loss, params, state, None, step)
     return out.mdl_vars, out.opt_states, out.stats
 
-  state = jax.eval_shape(lambda p: learner.init(p, WEIGHTS), PARAMS)
+  state = jax.eval_shape(learner.init, PARAMS)
   return compiled(update, PARAMS, state, PARAMS, SCALAR, SCALAR)
 
 

@@ -7,7 +7,9 @@ import pty
 import signal
 import threading
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
 from praxis_lite.runtime.signals import StopSignals
 
@@ -66,6 +68,17 @@ def test_ended_at_once_on_a_terminal_the_cursor_that_the_progress_bar_hides_is_s
   screen += os.read(ours, 1000)
   assert screen.endswith(b'\x1b[?25h')
   os.close(ours)
+
+
+def test_with_several_processes_one_alone_does_not_decide_to_stop(monkeypatch):
+  sync_points = []
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda step: step in sync_points)
+  stop = StopSignals()
+  stop.received = 'SIGINT'
+  assert not stop.requested_at(3) and not stop.requested and not stop.interrupts()
+  sync_points.append(4)
+  assert stop.requested_at(4) and stop.requested and not stop.interrupts()
 
 
 def test_handlers_are_put_back():

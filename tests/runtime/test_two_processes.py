@@ -1,4 +1,4 @@
-"""One run in two processes: real collectives, one checkpoint, one log, and a signal that reaches only one of them."""
+"""One run in two processes: real collectives, one checkpoint, one log, and signals that reach only one of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from tiny_runs import expected_loss, tiny_run
 from praxis_lite.runtime import Checkpointer, run_train
 
 RUN = """
-import sys
-from praxis_lite.runtime import initialize_distributed, run_train
+import os, signal, sys
+from praxis_lite.runtime import Checkpointer, initialize_distributed, run_train
 initialize_distributed(sys.argv[1], 2, int(sys.argv[2]))
 from tiny_runs import tiny_run
-config = tiny_run(4, noise=0.0, seconds=float(sys.argv[4]), eval_interval_steps=5, decode_interval_steps=20)
+if sys.argv[5:] == ['interrupted'] and sys.argv[2] == '1':
+  save = Checkpointer.save
+  def save_interrupted(self, step, *args):
+    if step == 20:  # the last one: no step is left after which both could agree to stop
+      os.kill(os.getpid(), signal.SIGINT)
+    return save(self, step, *args)
+  Checkpointer.save = save_interrupted
+config = tiny_run(4, noise=0.0, seconds=float(sys.argv[4]), eval_interval_steps=8, decode_interval_steps=15)
 result = run_train(config, sys.argv[3])
 print('ended by', result.ended_by, result.step, flush=True)
 """
@@ -25,11 +32,11 @@ print('ended by', result.ended_by, result.step, flush=True)
 # Without noise: with two processes the rows that fill up the mesh lie between the others, which then draw other noise.
 
 
-def start_both(run_python, directory, seconds):
+def start_both(run_python, directory, seconds, *args):
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
-  return [run_python(RUN, address, str(i), str(directory), str(seconds), devices=2) for i in range(2)]
+  return [run_python(RUN, address, str(i), str(directory), str(seconds), *args, devices=2) for i in range(2)]
 
 
 def last_line(process):
@@ -50,7 +57,7 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
   assert 6 <= step < 20
   assert Checkpointer(tmp_path / 'two', read_only=True).latest_step() == step
 
-  processes = start_both(run_python, tmp_path / 'two', 0)
+  processes = start_both(run_python, tmp_path / 'two', 0, 'interrupted')
   assert [last_line(p) for p in processes] == ['ended by done 20'] * 2
   alone = run_train(tiny_run(4, noise=0.0), tmp_path / 'one')
   together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.

@@ -243,6 +243,24 @@ def test_decoding_takes_a_state_as_a_partitioner_has_laid_it_out():
   np.testing.assert_array_equal(decoded, expected['ids'])
 
 
+def test_a_partitioner_may_leave_the_parameters_in_host_memory():
+  rules = (('data', 'data'), ('mdl', 'model'))
+  losses, kinds = [], []
+  for params_on_devices in (True, False):
+    partitioner = PjitPartitioner(num_partitions=4, logical_axis_rules=rules, params_on_devices=params_on_devices)
+    config = task().set(mesh_axis_names=('data', 'model'), logical_axis_rules=rules)
+    config.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': ('data', None)}
+    model = partition_spmd_model(config, jax.random.key(0), struct(batch()), partitioner=partitioner)
+    state = model.partitioned_train_state
+    emb, slot = state.mdl_vars['emb'], jax.tree.leaves(state.opt_states)[-1]
+    kinds.append((type(emb) is np.ndarray, emb.shape, isinstance(slot, jax.Array)))
+    moved = partitioner.move_params_to_devices(state, model.train_state_partition_specs)
+    assert moved.mdl_vars['emb'].sharding.spec == jax.sharding.PartitionSpec('model', 'data')
+    losses.append(float(model.train_step(moved, jax.random.key(1), batch()).weighted_loss))
+  assert kinds == [(False, (8, 6), True), (True, (5, 6), True)]
+  assert losses[0] == losses[1]
+
+
 def test_steps_take_arrays_of_jax_and_keys_of_either_kind():
   model = partition_spmd_model(task((1, 2, 4)), jax.random.PRNGKey(0), struct(batch()))
   state, key = model.partitioned_train_state, jax.random.key(1)
@@ -280,5 +298,8 @@ def test_only_train_batches_are_padded_to_microbatches():
 
 def test_a_mesh_and_a_partitioner_together_are_refused():
   partitioner = PjitPartitioner(num_partitions=1)
+  both = {'mesh': partitioner.mesh, 'partitioner': partitioner}
   with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
-    partition_spmd_model(task(), jax.random.key(0), struct(batch()), mesh=partitioner.mesh, partitioner=partitioner)
+    partition_spmd_model(task(), jax.random.key(0), struct(batch()), **both)
+  with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
+    PartitionedTask(task().instantiate(), struct(batch()), **both)
