@@ -28,7 +28,7 @@ from praxis_lite.partitioning.specs import place_by_rank, spec_axes
 from praxis_lite.partitioning.strategies import parse_strategy, unused_patterns
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import place_task_variables, state_layout
-from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_matches, path_name
+from praxis_lite.trees import inserted, leaves_by_path, path_matches, path_name
 
 
 class Severity(enum.StrEnum):
@@ -46,7 +46,7 @@ class Problem:
     severity: whether it keeps the task from running.
     kind: which check has found it, such as 'unused axis'.
     path: the field, rule, variable or axis it is about.
-    message: what is so.
+    message: what was found.
     remedy: what to change.
   """
 
@@ -78,7 +78,7 @@ class Limits:
 
 def check(
   task_or_experiment: Explained,
-  inputs_struct: NestedDict | None = None,
+  inputs_struct: Mapping[str, object] | None = None,
   *,
   mesh_sizes: Mapping[str, int] | None = None,
   limits: Limits | None = None,
@@ -180,7 +180,9 @@ def _placing_errors(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Prob
   return list(problems.values())
 
 
-def _input_errors(jax_task: SingleTask, inputs_struct: NestedDict | None, sizes: Mapping[str, int]) -> list[Problem]:
+def _input_errors(
+  jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
+) -> list[Problem]:
   problems: dict[str, Problem] = {}
   for path, struct in leaves_by_path(inputs_struct).items():
     try:
@@ -251,7 +253,7 @@ def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], 
   for e in (*variables, *slots):
     if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
       continue
-    message = f'{format_bytes(e.bytes)} are whole on each of {e.num_devices} devices'
+    message = f'{format_bytes(e.bytes)} are replicated on all {e.num_devices} devices'
     if e.kind is Kind.VARIABLE:
       problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', _where_to_split(e)))
     else:

@@ -342,7 +342,7 @@ def _format_copies(e: Explanation) -> str:
     return 'a part of its own on each'
   parts = e.num_devices // e.replication
   if parts == 1:
-    return 'whole on every device' if e.num_devices > 1 else 'on the one device'
+    return 'replicated on every device' if e.num_devices > 1 else 'on the one device'
   return f'{parts} parts, each on {e.replication} device{"s" * (e.replication != 1)}'
 
 

@@ -29,7 +29,7 @@ from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import place_task_variables, state_layout
-from praxis_lite.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.trees import leaves_by_path, path_name
 
 # What has a sharding to explain.
 Explained = SingleTask | Config | type[BaseExperiment] | ExperimentConfig
@@ -52,7 +52,7 @@ class TracedStep(NamedTuple):
 def explain(
   task_or_experiment: Explained,
   path: str,
-  inputs_struct: NestedDict | None = None,
+  inputs_struct: Mapping[str, object] | None = None,
   mesh_sizes: Mapping[str, int] | None = None,
 ) -> Explanation:
   """Returns how one array is split over the mesh, and what decided it.
@@ -72,7 +72,7 @@ def explain(
 
 def explain_task(
   task_or_experiment: Explained,
-  inputs_struct: NestedDict | None = None,
+  inputs_struct: Mapping[str, object] | None = None,
   mesh_sizes: Mapping[str, int] | None = None,
 ) -> ShardingReport:
   """Returns explanations of all arrays of a task; arguments and errors as of `explain`."""
@@ -109,8 +109,8 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
 
 
 def task_and_inputs(
-  task_or_experiment: Explained, inputs_struct: NestedDict | None = None
-) -> tuple[SingleTask, NestedDict | None]:
+  task_or_experiment: Explained, inputs_struct: Mapping[str, object] | None = None
+) -> tuple[SingleTask, Mapping[str, object] | None]:
   """Returns the built task and the shapes of a batch, of whatever names them."""
   named: object = task_or_experiment
   if isinstance(named, type) and issubclass(named, BaseExperiment):
@@ -125,7 +125,7 @@ def task_and_inputs(
   return task, inputs_struct
 
 
-def _batch_of(experiment: ExperimentConfig) -> NestedDict | None:
+def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
   """Returns the shapes and dtypes of a global training batch; None where the data has to be read to know.
 
   What has to be set only to read the data, such as the path of a text, may be missing.
@@ -152,7 +152,7 @@ def _filled(config: Config) -> Config:
   return config
 
 
-def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: NestedDict) -> TracedStep:
+def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping[str, object]) -> TracedStep:
   """Traces the train step of a task whose state has this layout.
 
   Args:
@@ -163,7 +163,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: NestedD
   Raises:
     UserError: a mapping does not fit its activation, its input or the mesh, or the step cannot run on it.
   """
-  task = PartitionedTask(jax_task, inputs_struct, layout=layout)
+  task = PartitionedTask(jax_task, dict(inputs_struct), layout=layout)
   found: dict[tuple[object, ...], Constraint] = {}
   jaxpr = task.trace_train_step(lambda c: found.setdefault((c.field, c.shape, str(c.dtype)), c))
   return TracedStep(task, list(found.values()), jaxpr)

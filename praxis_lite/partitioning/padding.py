@@ -86,7 +86,7 @@ def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
     return x
   if len(x.shape) != len(target) or any(d > t for d, t in zip(x.shape, target)):
     raise ShardingError(f'an array of shape {tuple(x.shape)} cannot be padded to {target}')
-  if isinstance(x, np.ndarray):  # Stays on the host: whole on one device it may not fit.
+  if isinstance(x, np.ndarray):  # Stays on the host: one device may be too small for it.
     return np.pad(x, [(0, t - d) for d, t in zip(x.shape, target)])
   return lax.pad(x, jnp.zeros((), x.dtype), [(0, t - d, 0) for d, t in zip(x.shape, target)])
 

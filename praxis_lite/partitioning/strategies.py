@@ -218,8 +218,7 @@ def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_pad
   Args:
     axis: mesh axis, or several, over which to split.
     min_size_to_shard_mb: variables of up to this many MiB are left as they are.
-    allow_padding: where no free dimension divides, split the largest all the same, and pad it; otherwise leave it
-      whole.
+    allow_padding: where no free dimension divides, split the largest and pad it; otherwise split none.
   """
 
   def rule(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
@@ -366,7 +365,7 @@ def decide(
   """Returns the placement of one variable, which `start` may have split in part already."""
   spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)
   pattern, rules = first_match(path, parsed) or (None, [])
-  left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} leaves it whole'
+  left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} does not split it'
   why = [left if start is None or old is None else start.why[dim] for dim, old in enumerate(spec)]
   remarks: list[str] = []
   for text, rule, _ in rules:

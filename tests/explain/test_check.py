@@ -125,7 +125,7 @@ def test_a_large_weight_on_every_device() -> None:
     ('replicated weight', 'softmax.w'),
   ]
   problem = check(task, BATCH, limits=limits)[0]
-  assert '512 B are whole on each of 8 devices' in problem.message
+  assert '512 B are replicated on all 8 devices' in problem.message
   assert "split dimension 1, of size 16, over 'data' or 'mdl'" in problem.remedy
   assert check(task, BATCH, limits=Limits(replicated_bytes=513)) == []
 

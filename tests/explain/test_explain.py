@@ -122,8 +122,8 @@ def test_a_strategy_is_named_with_its_pattern_and_a_mapping_wins_over_it() -> No
   hidden = report.find('network/linear_0/w')
   assert hidden.spec == P(None, 'data')
   assert hidden.sources[1] == 'strategy \'.*\': fsdp(axis="data", min_size_to_shard_mb=0)'
-  assert hidden.sources[0] == "strategy '.*' leaves it whole"
-  assert report.find('network.linear_0.b').why == "strategy '.*/b' leaves it whole"
+  assert hidden.sources[0] == "strategy '.*' does not split it"
+  assert report.find('network.linear_0.b').why == "strategy '.*/b' does not split it"
   assert report.find('softmax.w').why == 'softmax.weight_split_dims_mapping.wt'
 
 
