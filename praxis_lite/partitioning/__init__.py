@@ -42,7 +42,7 @@ from praxis_lite.partitioning.specs import (
 from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding, register_rule
 
 if TYPE_CHECKING:
-  from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
+  from praxis_lite.explain import format_parameter_table, parameter_table
   from praxis_lite.t5x import (
     AxisNames,
     BasePartitioner,
