@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import optax
@@ -38,7 +39,7 @@ from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, path_names, select
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
-Transformation = optax.GradientTransformationExtraArgs
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 Rate = jax.Array | float
 States = dict[str, object]
 

@@ -217,7 +217,7 @@ def _marks(values: Sequence[_Value]) -> frozenset[Mark]:
 class _Reader:
   """Reads programs; the forms that one reader makes may be compared.
 
-  A method that is named as a primitive, but for an underscore, describes its result; None if it cannot.
+  The method `_on_<primitive>` describes what a primitive of JAX returns; it returns None where it cannot.
   """
 
   def __init__(self) -> None:
@@ -292,8 +292,8 @@ class _Reader:
     return [value(x) for x in program.jaxpr.outvars]
 
   def _outputs(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-    rule = getattr(self, f'_{name}', None)
+    name, shape = eqn.primitive.name, _shape(eqn)
+    rule = getattr(self, f'_on_{name}', None)
     program = eqn.params.get('jaxpr', eqn.params.get('call_jaxpr'))
     result: _Value | list[_Value] | None = None
     if rule is not None:
@@ -301,12 +301,12 @@ class _Reader:
     elif name in _CALLS and program is not None:
       result = self._run(program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ()), values)
     elif name in _ELEMENTWISE.split():
-      result = self._entrywise(name, str(eqn.params), values, shape, eqn.outvars[0].aval.dtype)
+      result = self._entrywise(name, str(eqn.params), values, shape, _avals(eqn)[0].dtype)
     elif name in _EXTREMES or name == 'reduce_sum':
       result = self._reduced(name, values[0], eqn.params['axes'])
     elif name.startswith(('random_', 'threefry')):
       noise, marks = self._atom(_NOISE), _marks(values) | {_NOISE}
-      result = [_Value(noise, x.aval.shape, _uniform(x.aval.shape), None, marks) for x in eqn.outvars]
+      result = [_Value(noise, shape, _uniform(shape), None, marks) for shape in _shapes(eqn)]
     if result is None:
       result = self._unknown(eqn, values)
     return result if isinstance(result, list) else [result]
@@ -319,7 +319,7 @@ class _Reader:
       key = (_NOISE,)
     return [
       _Value(self._atom(*key, i) if key != (_NOISE,) else self._atom(_NOISE), shape, (None,) * len(shape), None, marks)
-      for i, shape in enumerate(x.aval.shape for x in eqn.outvars)
+      for i, shape in enumerate(_shapes(eqn))
     ]
 
   def _constant(self, constant: ArrayLike) -> _Value:
@@ -370,19 +370,19 @@ class _Reader:
           return _sum([(atom, c * scale) for atom, c in form])
     return None
 
-  def _bitcast_convert_type(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
-    name, shape = f'bits of {eqn.params["new_dtype"]}', eqn.outvars[0].aval.shape
+  def _on_bitcast_convert_type(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
+    name, shape = f'bits of {eqn.params["new_dtype"]}', _shape(eqn)
     return self._entrywise(name, '', [value], shape, _INT) if shape == value.shape else None
 
-  def _cond(self, eqn: JaxprEqn, index: _Value, *values: _Value) -> list[_Value] | None:
+  def _on_cond(self, eqn: JaxprEqn, index: _Value, *values: _Value) -> list[_Value] | None:
     branches = [self._run(branch, values) for branch in eqn.params['branches']]
     made = [self._entrywise('cond', '', [index, *results], results[0].shape, _INT) for results in zip(*branches)]
     return None if None in made else [value for value in made if value is not None]
 
-  def _clamp(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
-    return self._entrywise('clamp', '', values, eqn.outvars[0].aval.shape)
+  def _on_clamp(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
+    return self._entrywise('clamp', '', values, _shape(eqn))
 
-  def _scan(self, eqn: JaxprEqn, *values: _Value) -> list[_Value] | None:
+  def _on_scan(self, eqn: JaxprEqn, *values: _Value) -> list[_Value] | None:
     params = eqn.params
     if params['length'] > _MAX_SCAN:
       return None
@@ -450,7 +450,7 @@ class _Reader:
     marks = value.marks | {_Entries(owner.path, layer) for layer in owner.layers}
     return value._replace(form=form, owner=None, marks=marks)
 
-  def _dot_general(self, eqn: JaxprEqn, left: _Value, right: _Value) -> _Value | None:
+  def _on_dot_general(self, eqn: JaxprEqn, left: _Value, right: _Value) -> _Value | None:
     (left_dims, right_dims), _ = eqn.params['dimension_numbers']
     every = tuple(range(len(left.shape)))
     if not left_dims == right_dims == every or left.shape != right.shape:
@@ -458,7 +458,7 @@ class _Reader:
     product = self._entrywise('mul', '', [left, right], left.shape, _FLOAT)
     return None if product is None else self._reduced('reduce_sum', product, every)
 
-  def _concatenate(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
+  def _on_concatenate(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
     entries: list[_Value] = []
     for value in values:
       if value.shape == (1,) and value.is_uniform:
@@ -473,8 +473,8 @@ class _Reader:
 
   # ---------------------------------------------------------------- other shapes
 
-  def _reshape(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
-    shape, owner = eqn.outvars[0].aval.shape, value.owner
+  def _on_reshape(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
+    shape, owner = _shape(eqn), value.owner
     factors: list[tuple[int, Label]] = []
     for size, label in zip(value.shape, value.labels):
       if label and owner is not None:
@@ -498,28 +498,28 @@ class _Reader:
       labels.append(None if made == [None] else tuple(axis for label in made for axis in label or ()))
     return value._replace(shape=shape, labels=tuple(labels))
 
-  _squeeze = _expand_dims = _reshape
+  _on_squeeze = _on_expand_dims = _on_reshape
 
-  def _broadcast_in_dim(self, eqn: JaxprEqn, value: _Value, *sizes: _Value) -> _Value:
-    shape, labels = eqn.outvars[0].aval.shape, [*_uniform(eqn.outvars[0].aval.shape)]
+  def _on_broadcast_in_dim(self, eqn: JaxprEqn, value: _Value, *sizes: _Value) -> _Value:
+    shape, labels = _shape(eqn), [*_uniform(_shape(eqn))]
     for i, at in enumerate(eqn.params['broadcast_dimensions']):
       labels[at] = value.labels[i] if value.shape[i] == shape[at] else ()
     return value._replace(shape=shape, labels=tuple(labels))
 
-  def _transpose(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
+  def _on_transpose(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
     order = eqn.params['permutation']
     if value.labels.count(None) > 1:
       return None
     return value._replace(shape=tuple(value.shape[i] for i in order), labels=tuple(value.labels[i] for i in order))
 
-  def _slice(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
-    params, shape = eqn.params, eqn.outvars[0].aval.shape
+  def _on_slice(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
+    params, shape = eqn.params, _shape(eqn)
     cut = [i for i, size in enumerate(value.shape) if size != shape[i]]
     where = tuple((i - len(shape), params['start_indices'][i], str(params['strides'])) for i in cut)
     return self._cut(value, shape, cut, 'slice', where)
 
-  def _dynamic_slice(self, eqn: JaxprEqn, value: _Value, *starts: _Value) -> _Value | None:
-    shape = eqn.outvars[0].aval.shape
+  def _on_dynamic_slice(self, eqn: JaxprEqn, value: _Value, *starts: _Value) -> _Value | None:
+    shape = _shape(eqn)
     cut = [i for i, size in enumerate(value.shape) if size != shape[i]]
     if any(start.owner is not None for start in starts):
       return None
@@ -533,7 +533,7 @@ class _Reader:
     is_uniform = all(value.labels[i] == () for i in cut)
     return value._replace(shape=shape, form=value.form if is_uniform else self._atom(name, where, value.form))
 
-  def _scatter(self, eqn: JaxprEqn, value: _Value, index: _Value, new: _Value) -> _Value | None:
+  def _on_scatter(self, eqn: JaxprEqn, value: _Value, index: _Value, new: _Value) -> _Value | None:
     numbers = eqn.params['dimension_numbers']
     at = numbers.inserted_window_dims
     rest = [i for i in range(len(value.shape)) if i not in at]
@@ -556,6 +556,18 @@ def _sum(terms: Sequence[tuple[Atom, float]]) -> Terms:
   for atom, coefficient in terms:
     total[atom] = total.get(atom, 0.0) + coefficient
   return tuple(sorted((atom, c) for atom, c in total.items() if c))
+
+
+def _avals(eqn: JaxprEqn) -> list[jax.ShapeDtypeStruct]:
+  return [x.aval for x in eqn.outvars]  # type: ignore[misc]
+
+
+def _shapes(eqn: JaxprEqn) -> list[Shape]:
+  return [getattr(aval, 'shape', ()) for aval in _avals(eqn)]
+
+
+def _shape(eqn: JaxprEqn) -> Shape:
+  return next(iter(_shapes(eqn)), ())
 
 
 def _uniform(shape: Shape) -> tuple[Label, ...]:
