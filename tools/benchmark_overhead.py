@@ -27,7 +27,7 @@ from praxis_lite.runtime.distributed import simulate_cpu_devices
 # What a ratio may be at most.
 LIMITS = {
   'step': 1.02,
-  'trace + lower': 1.25,
+  'trace + lower': 1.15,
   'compile': 1.10,
   'memory': 1.05,
   'flops': 1.01,
