@@ -51,7 +51,7 @@ class StdlibLm(_ByteLm):
 
 @registry.register
 class TextLm(_ByteLm):
-  """The same on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
+  """A model as small as StdlibLm on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
 
   def datasets(self) -> list[Config]:
     train, validation = super().datasets()
@@ -128,7 +128,7 @@ class _Tiny(_ByteLm):
 
 @registry.register
 class StdlibLmTiny(_Tiny):
-  """For tests and first tries: 10,000 parameters, 20 steps on the source of the standard library."""
+  """For tests and first tries: 13,000 parameters, 20 steps on the source of the standard library."""
 
   def text(self, split: str) -> Config | str:
     return Config(stdlib_files, split=split, max_bytes=200_000)
