@@ -206,7 +206,7 @@ def state_arrays(directory, step=20):
 
 
 # The experiment whose data stops after 16 batches, so that however late it is killed it has not come to its end.
-STUCK = '''
+STUCK = """
 import time
 from praxis_lite import registry
 from praxis_lite.config import Config, config_values
@@ -221,7 +221,7 @@ class Stuck(registry.get('lm.SyntheticLmTiny')):
   def datasets(self):
     train, validation = super().datasets()
     return [Config(StuckInput, **config_values(train)), validation]
-'''
+"""
 
 
 def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, run, whole_run, tmp_path):
