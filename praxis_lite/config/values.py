@@ -154,6 +154,8 @@ def _fit(value: Any, hint: Any, current: Any) -> Any:
   with contextlib.suppress(MismatchError):
     if hint is not Any or value is None:
       return _convert(value, hint)
+  if _is_configurable(hint):
+    raise MismatchError(describe_hint(hint))
   raise MismatchError('the name of a class or function, such as package.module.Class')
 
 
@@ -281,6 +283,8 @@ def describe_hint(hint: Any) -> str:
     return ' | '.join(map(describe_hint, members))
   if hint is types.NoneType:
     return 'None'
+  if _is_configurable(hint):
+    return f'the config of a {hint.__qualname__}'
   if _is_callable_hint(hint):
     return 'a function or class'
   if isinstance(hint, type) and not typing.get_args(hint):
@@ -296,7 +300,11 @@ def _is_config(hint: Any) -> bool:
 def _is_built_from(config: Config, hint: Any) -> bool:
   """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
   target = fdl.get_callable(config)
-  return all(isinstance(c, type) and issubclass(c, Configurable) for c in (target, hint)) and issubclass(target, hint)
+  return _is_configurable(hint) and isinstance(target, type) and issubclass(target, hint)
+
+
+def _is_configurable(hint: Any) -> bool:
+  return isinstance(hint, type) and issubclass(hint, Configurable)
 
 
 def _is_callable_hint(hint: Any) -> bool:
