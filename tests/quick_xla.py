@@ -1,8 +1,8 @@
 """XLA_FLAGS of tests: programs that are quick to compile rather than quick to run.
 
-Four fifths of the suite's time would be XLA's. Without LLVM's optimizations and with the older emitters the train step
-of a small model compiles in a quarter of the time. What XLA's own passes do (sharding, collectives, fusion, memory) stays
-as it is. Flags that are given are respected, so the suite can also run on programs as users compile them:
+Four fifths of the suite's time would be XLA's. Without LLVM's optimizations and with the older emitters, the train step
+of a small model compiles in a quarter of the time. What XLA's own passes do (sharding, collectives, fusion, memory)
+stays as it is. Flags that are given are respected, so the suite can also run on programs as users compile them:
 
   XLA_FLAGS='--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true' make test
 """

@@ -21,8 +21,7 @@ from praxis_lite.experiment import configure
 from praxis_lite.runtime import Checkpointer
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-# One process makes the runs that several tests look at.
-pytestmark = pytest.mark.xdist_group('end_to_end')
+pytestmark = pytest.mark.slow
 
 ON_8_DEVICES = ('--devices=8', '--set=task.ici_mesh_shape=(2, 2, 2)')
 
@@ -206,7 +205,7 @@ def state_arrays(directory, step=20):
 
 
 # The experiment whose data stops after 16 batches, so that however late it is killed it has not come to its end.
-STUCK = '''
+STUCK = """
 import time
 from praxis_lite import registry
 from praxis_lite.config import Config, config_values
@@ -221,7 +220,7 @@ class Stuck(registry.get('lm.SyntheticLmTiny')):
   def datasets(self):
     train, validation = super().datasets()
     return [Config(StuckInput, **config_values(train)), validation]
-'''
+"""
 
 
 def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, run, whole_run, tmp_path):

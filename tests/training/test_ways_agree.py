@@ -15,8 +15,7 @@ from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner, partition_spmd_model
 from praxis_lite.task import SingleTask
 
-# One worker, so that the curves that several tests look at are computed once.
-pytestmark = pytest.mark.xdist_group('ways_agree')
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
 STEPS = 50
 AXES = ('data', 'model')
