@@ -179,7 +179,7 @@ class WeightHParams:
   tensor_split_dims_mapping: SplitDimsMapping = None
   mapping_field: str = dataclasses.field(default='tensor_split_dims_mapping', compare=False)
   repeat_prefix: tuple[int, ...] = ()
-  repeat_prefix_split_dims_mapping: DeclaredSplit = DeclaredSplit()
+  repeat_prefix_split_dims_mapping: DeclaredSplit = dataclasses.field(default_factory=DeclaredSplit)
   fan_in_axes: tuple[int, ...] | None = None
   fan_out_axes: tuple[int, ...] | None = None
   collections: frozenset[WeightHParamsCollection] = frozenset()
@@ -187,6 +187,8 @@ class WeightHParams:
   def __post_init__(self) -> None:
     object.__setattr__(self, 'shape', tuple(self.shape))
     object.__setattr__(self, 'collections', frozenset(self.collections))
+    prefix = DeclaredSplit.of(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
+    object.__setattr__(self, 'repeat_prefix_split_dims_mapping', prefix)
 
   @property
   def full_shape(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def _run(values: flags.FlagValues) -> int:
   if values.config:
     parts.append(to_text(config.roots()).rstrip())
   if values.parameters:
-    from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
+    from praxis_lite.explain import format_parameter_table, parameter_table
 
     task = config.task.instantiate()
     sizes = task.mesh_sizes()

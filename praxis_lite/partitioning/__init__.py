@@ -42,7 +42,7 @@ from praxis_lite.partitioning.specs import (
 from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding, register_rule
 
 if TYPE_CHECKING:
-  from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
+  from praxis_lite.explain import format_parameter_table, parameter_table
   from praxis_lite.t5x import (
     AxisNames,
     BasePartitioner,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     PjitPartitioner,
     PjittedFnWithContext,
     bounds_from_last_device,
+    data_partition_spec,
     default_mesh,
     get_coords,
     get_cpu_mesh,
@@ -96,6 +97,7 @@ __all__ = [
   'collectives',
   'complete_spec',
   'create_device_mesh',
+  'data_partition_spec',
   'decode_step',
   'default_mesh',
   'eval_step_single_learner',

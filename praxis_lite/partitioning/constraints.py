@@ -44,7 +44,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   Returns `x` itself where there is no spec, or a spec and no mesh. Dimensions need not divide; one that is
   UNCONSTRAINED is left to the compiler. Inside
   `shard_map`, `x` is already one device's part along the mapped (Manual) axes, so these are left out of the constraint.
-  Outside of jit, an array cannot be held in uneven parts; there, an uneven constraint leaves it whole.
+  Outside of jit, an array cannot be stored in uneven parts; there, an uneven constraint does not split it.
 
   Raises:
     ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has

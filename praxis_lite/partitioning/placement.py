@@ -8,9 +8,9 @@
 A mapping may mix mesh axes and logical names; the mesh axes are taken first. The dimensions that a repeating layer adds
 are split as that layer says, also for weights that leave the rest to a strategy.
 
-The rules of a strategy may include `logical_partitioning`: it then decides over weights whose mapping names logical
-axes, too. It starts from the mesh axes of the mapping; `logical_partitioning` stands for the logical axis rules, and the
-rules beside it act before and after, as in 'logical_partitioning | fsdp("data")'.
+Where the rules of a strategy include `logical_partitioning`, they also decide over weights whose mapping names logical
+axes. They start from the mesh axes of the mapping; `logical_partitioning` applies the logical axis rules to the names,
+and others may act before and after it, as in 'logical_partitioning | fsdp("data")'.
 """
 
 from __future__ import annotations

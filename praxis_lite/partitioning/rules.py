@@ -12,7 +12,7 @@ With the rules
     ('mlp', None)     a dimension without a name is not split                                      ('model', None)
 
 So the order of rules is their priority, and a name may have several rules, the later ones for when the earlier ones
-find no free axis. A name that has no rule at all is an error; a rule (name, None) leaves it whole.
+find no free axis. A name that has no rule at all is an error; a rule (name, None) does not split it.
 
 The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
 """
@@ -99,8 +99,8 @@ def match_rules(
       raise ShardingError(f'{prefix}logical axis {name!r} occurs twice in {tuple(names)!r}')
     if name not in known:
       raise ShardingError(
-        f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) to leave it '
-        f'whole.{did_you_mean(name, known)}'
+        f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) if it '
+        f'is not split.{did_you_mean(name, known)}'
       )
   decided: dict[str, int] = {}
   used = set(taken)
@@ -192,7 +192,7 @@ def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[s
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
   """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does.
 
-  That is so if the earlier rule has the same name and needs no mesh axis that the later one does not need.
+  That is the case if the earlier rule has the same name and needs no mesh axis that the later one does not need.
   """
   found = []
   for later, (name, axes) in enumerate(rules):

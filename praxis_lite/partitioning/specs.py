@@ -71,7 +71,7 @@ def to_partition_spec(
   """Returns the spec of full rank that a split mapping stands for.
 
   Args:
-    split_dims_mapping: one entry per dimension; None leaves every dimension whole.
+    split_dims_mapping: one entry per dimension; None splits no dimension.
     mesh_axis_names: names of the mesh axes, in the order that indices refer to.
     rank: number of dimensions of the tensor, where it is known.
     path: config path of the mapping, to begin messages with.

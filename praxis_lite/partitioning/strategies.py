@@ -218,8 +218,7 @@ def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_pad
   Args:
     axis: mesh axis, or several, over which to split.
     min_size_to_shard_mb: variables of up to this many MiB are left as they are.
-    allow_padding: where no free dimension divides, split the largest all the same, and pad it; otherwise leave it
-      whole.
+    allow_padding: where no free dimension divides, split the largest and pad it; otherwise split none.
   """
 
   def rule(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
@@ -325,12 +324,12 @@ def explain_sharding(
   return map_with_path(lambda path, leaf: decide(path, as_variable(path, leaf, rules), parsed, sizes), params)
 
 
-def unused_patterns(params: object, strategy: Strategy) -> list[str]:
-  """Returns the patterns that decide no variable, because they match none or earlier ones match first."""
+def unused_patterns(params: object, strategy: Strategy) -> list[int]:
+  """Returns which patterns decide no variable, because they match none or earlier ones match first."""
   used = {
     next((i for i, (p, _) in enumerate(strategy) if path_matches(p, path)), None) for path in leaves_by_path(params)
   }
-  return [pattern for i, (pattern, _) in enumerate(strategy) if i not in used]
+  return [i for i in range(len(strategy)) if i not in used]
 
 
 def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedRule]]]:
@@ -366,7 +365,7 @@ def decide(
   """Returns the placement of one variable, which `start` may have split in part already."""
   spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)
   pattern, rules = first_match(path, parsed) or (None, [])
-  left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} leaves it whole'
+  left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} does not split it'
   why = [left if start is None or old is None else start.why[dim] for dim, old in enumerate(spec)]
   remarks: list[str] = []
   for text, rule, _ in rules:

@@ -75,6 +75,7 @@ class PartitionedTask:
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
     inputs_partition_spec: specs of the inputs.
     train_step, eval_step, decode_step: the partitioned steps, compiled at their first use.
+    batch_size: rows of a global batch, without those that fill up the mesh.
     total_num_params: number of model parameters, without padding, moving statistics included.
   """
 
@@ -101,7 +102,7 @@ class PartitionedTask:
     self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
     self.inputs_shape = padded_batch_shape(inputs_shape, self.mesh.size)
     self.inputs_partition_spec = get_input_partition_specs(self.mesh.axis_names, self.inputs_shape)
-    self._batch_size = batch_size(inputs_shape)
+    self.batch_size = batch_size(inputs_shape)
 
   @property
   def total_num_params(self) -> int:
@@ -110,7 +111,7 @@ class PartitionedTask:
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
-    fn, arguments = self._train_fn(self._execution)
+    fn, arguments = self._train_fn(self.execution)
     # Shardings stand where the step's arrays will.
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,))
@@ -156,7 +157,8 @@ class PartitionedTask:
   # ---------------------------------------------------------------- inside a step
 
   @functools.cached_property
-  def _execution(self) -> Execution:
+  def execution(self) -> Execution:
+    """How the train step runs."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
 
   @functools.cached_property
@@ -191,7 +193,7 @@ class PartitionedTask:
     """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
     if jax.process_count() > 1:
       return per_example
-    return jax.tree.map(lambda x: x[: self._batch_size], per_example)
+    return jax.tree.map(lambda x: x[: self.batch_size], per_example)
 
   # ---------------------------------------------------------------- around a step
 

@@ -66,7 +66,7 @@ def train_state_shapes(jax_task: SingleTask) -> TrainState[jax.ShapeDtypeStruct]
 
 
 def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
-  """Returns a tree with a `Decision` for each variable of a task's model: its spec, and what decided it."""
+  """Returns a tree with a `Placement` for each variable of a task's model: its spec, and what decided it."""
   weights = jax_task.model.abstract_init()
   return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
 

@@ -14,9 +14,9 @@ from praxis_lite import registry
 from praxis_lite.config import Config
 from praxis_lite.experiment import configure
 from praxis_lite.explain import Limits, Problem, Severity, check, explain_task, format_problems, has_errors
-from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
 
@@ -125,7 +125,7 @@ def test_a_large_weight_on_every_device() -> None:
     ('replicated weight', 'softmax.w'),
   ]
   problem = check(task, BATCH, limits=limits)[0]
-  assert '512 B are whole on each of 8 devices' in problem.message
+  assert '512 B are replicated on all 8 devices' in problem.message
   assert "split dimension 1, of size 16, over 'data' or 'mdl'" in problem.remedy
   assert check(task, BATCH, limits=Limits(replicated_bytes=513)) == []
 

@@ -16,9 +16,9 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import configure
 from praxis_lite.explain import Kind, explain, explain_task
-from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 
 registry.load_all()
@@ -122,8 +122,8 @@ def test_a_strategy_is_named_with_its_pattern_and_a_mapping_wins_over_it() -> No
   hidden = report.find('network/linear_0/w')
   assert hidden.spec == P(None, 'data')
   assert hidden.sources[1] == 'strategy \'.*\': fsdp(axis="data", min_size_to_shard_mb=0)'
-  assert hidden.sources[0] == "strategy '.*' leaves it whole"
-  assert report.find('network.linear_0.b').why == "strategy '.*/b' leaves it whole"
+  assert hidden.sources[0] == "strategy '.*' does not split it"
+  assert report.find('network.linear_0.b').why == "strategy '.*/b' does not split it"
   assert report.find('softmax.w').why == 'softmax.weight_split_dims_mapping.wt'
 
 

@@ -32,7 +32,7 @@ def test_precedence_and_sources() -> None:
     'stacked': P('model', 'data', None),
   }
   by_strategy, field = 'strategy \'.*\': fsdp("data", 0)', 'tensor_split_dims_mapping'
-  left = "strategy '.*' leaves it whole"
+  left = "strategy '.*' does not split it"
   assert placed['mapped'].why == (field, field)
   assert placed['named'].why == (
     f"rule ('embed', 'data'), for 'embed' in {field}",

@@ -10,8 +10,8 @@ import pytest
 
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.job_dir import job_directory
-from praxis_lite.runtime.startup import StartupTimes, process_age
+from praxis_lite.runtime.run_config import job_directory
+from praxis_lite.runtime.throughput import StartupTimes, process_age
 
 
 def test_every_second_before_the_first_step_is_accounted_for():
