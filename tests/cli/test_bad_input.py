@@ -13,9 +13,6 @@ import pytest
 
 from praxis_lite.cli.main import main
 
-# One process makes the checkpoint that many of them need.
-pytestmark = pytest.mark.xdist_group('cli')
-
 TINY = '--exp=lm.SyntheticLmTiny'
 STDLIB = '--exp=lm.StdlibLmTiny'
 SOFTMAX = 'task.model.lm_tpl.softmax_tpl'
@@ -254,6 +251,7 @@ OTHER_MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('arguments', OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained, arguments):
   before = sorted(trained.rglob('*'))

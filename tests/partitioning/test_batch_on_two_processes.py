@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from quick_xla import xla_flags
+
+pytestmark = pytest.mark.slow
 
 _WORKER = """
 import sys
