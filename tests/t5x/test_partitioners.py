@@ -243,6 +243,16 @@ def test_states_for_inference_have_no_slots(state: Any) -> None:
   assert part_shapes(placed.mdl_vars['emb']['w']) == {(3, 3)}
 
 
+def test_what_rules_leave_to_the_compiler_is_stored_replicated() -> None:
+  rules = (('batch', 'data'), ('vocab', P.UNCONSTRAINED), ('embed', 'model'), ('mlp', None))
+  partitioner = PjitPartitioner(2, logical_axis_rules=rules)
+  axes, layout = partitioner.get_mesh_axes(STATE), partitioner.get_layout(STATE)
+  state = partitioner.initialize(init, STATE, jax.random.key(0))
+  assert part_shapes(state.mdl_vars['emb']['w']) == {(9, 3)}
+  step = partitioner.partition(train_step, (axes, None), (axes, None), arg_shapes=(layout.unpadded_shapes, None))
+  assert part_shapes(step(state, IDS)[0].mdl_vars['emb']['w']) == {(9, 3)}
+
+
 def test_static_arguments_and_scalars() -> None:
   partitioner = PjitPartitioner(2)
 
