@@ -24,7 +24,7 @@ def digits(split: str) -> dict[str, np.ndarray]:
     from sklearn import datasets
   except ImportError:
     raise DataError(
-      'the digits are a dataset of scikit-learn, which is not installed: pip install praxis_lite[digits]'
+      'the digits dataset is part of scikit-learn, which is not installed: pip install praxis_lite[digits]'
     ) from None
   images, labels = datasets.load_digits(return_X_y=True)
   order = np.random.Generator(np.random.PCG64(0)).permutation(len(labels))
@@ -63,13 +63,13 @@ class DigitsConvNet(_Digits):
   """Digits, classified by a small convolutional network with batch norm."""
 
   def network(self) -> Config:
-    # A run has only 500 steps, so averages over hundreds of steps would still include the first ones.
+    # A run has only 500 steps: averages over hundreds of steps would still include the first ones.
     return Config(ConvNet, input_channels=1, channels=(16, 32), norm_tpl=Config(BatchNorm, decay=0.9))
 
 
 @registry.register
 class DigitsMlpSharded(DigitsMlp):
-  """Digits, batch and hidden layer split over 8 devices, which divide neither 10 classes nor a batch of 50."""
+  """Digits, batch and hidden layer split over 8 devices; 10 classes and a batch of 50 are padded."""
 
   batch_size = 50
   ici_mesh_shape = (2, 4)
@@ -89,7 +89,7 @@ class DigitsMlpSharded(DigitsMlp):
 
 
 class _Digits8(_Digits):
-  """A wider, regularized MLP in bfloat16 on 8 devices, in 4 microbatches; its subclasses differ in communication.
+  """A wider MLP with dropout in bfloat16, on 8 devices in 4 microbatches; subclasses differ in communication.
 
   Attributes:
     strategy: `strategy` of the task; None replicates all weights.
@@ -112,13 +112,13 @@ class _Digits8(_Digits):
     return task.set(strategy=self.strategy, partitioning=self.partitioning)
 
 
-# Splits variables of more than about 1 KiB, which are all but the bias of the last layer.
+# Splits variables of more than about 1 KiB: all but the bias of the last layer.
 _FULLY_SHARDED = [('.*', 'fsdp(axis="data", min_size_to_shard_mb=0.001)')]
 
 
 @registry.register
 class DigitsDataParallel(_Digits8):
-  """Digits, data parallel: weights are replicated, and XLA decides where gradients are all-reduced."""
+  """Digits, data parallel: weights are replicated, and XLA inserts the all-reduces of gradients."""
 
 
 @registry.register
@@ -130,7 +130,7 @@ class DigitsDataParallelExplicit(_Digits8):
 
 @registry.register
 class DigitsFullySharded(_Digits8):
-  """Digits, fully sharded: each device stores an eighth of the weights and slots; XLA decides where to gather them."""
+  """Digits, fully sharded: each device stores an eighth of the weights and slots; XLA inserts the all-gathers."""
 
   strategy = _FULLY_SHARDED
 

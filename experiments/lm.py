@@ -1,7 +1,6 @@
 """Byte-level language models on the source of the Python standard library, and on text of your own.
 
-The source of the running interpreter's library is real text that needs no download: about 10 MB, split by file into
-training and validation.
+The source of the installed standard library needs no download: about 10 MB, split by file into training and validation.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class StdlibLm(_ByteLm):
 
 @registry.register
 class TextLm(_ByteLm):
-  """The same on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
+  """A model as small as StdlibLm on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
 
   def datasets(self) -> list[Config]:
     train, validation = super().datasets()
@@ -60,7 +59,7 @@ class TextLm(_ByteLm):
 
 
 class _ShardedByteLm(_ByteLm):
-  """The same, for 8 devices, with uneven sizes: 259 ids, 126 model dims, 341 hidden dims, 3 heads, a batch of 12."""
+  """The same for 8 devices, with sizes to pad: 259 ids, 126 model dims, 341 hidden dims, 3 heads, a batch of 12."""
 
   seq_len = 128
   batch_size = 12
@@ -129,7 +128,7 @@ class _Tiny(_ByteLm):
 
 @registry.register
 class StdlibLmTiny(_Tiny):
-  """For tests and first tries: a model of 10,000 parameters on the standard library, 20 steps."""
+  """For tests and first tries: 13,000 parameters, 20 steps on the source of the standard library."""
 
   def text(self, split: str) -> Config | str:
     return Config(stdlib_files, split=split, max_bytes=200_000)
@@ -137,7 +136,7 @@ class StdlibLmTiny(_Tiny):
 
 @registry.register
 class SyntheticLmTiny(_Tiny):
-  """For tests: the tiny model on counting sequences, with sizes that are uneven on most meshes; needs no files."""
+  """For tests: the tiny model on counting sequences, with sizes that most meshes have to pad; reads no files."""
 
   mesh_axis_names = ('replica', 'data', 'mdl')
 

@@ -1,4 +1,4 @@
-"""Language models of published sizes, with meshes and shardings to start from. They train on text of your own.
+"""Language models of published sizes, with meshes and shardings to start from. They train on your own text.
 
   praxis-lite show --exp=lm_sizes.Llama8B
   praxis-lite train --exp=lm_sizes.Gpt2Small --job_log_dir=runs/gpt2 --set 'datasets[*].path=my_texts/*.txt' \\
@@ -56,7 +56,7 @@ class Gpt2Small(_PublishedSize):
 
 @registry.register
 class Gpt2Xl(_PublishedSize):
-  """GPT-2, 1.5B parameters, fully sharded over 8 devices; neither 25 heads nor 50,257 words are divisible by 8."""
+  """GPT-2, 1.5B parameters, fully sharded over 8 devices; 25 heads and 50,257 tokens are padded."""
 
   ici_mesh_shape = (1, 8, 1)
   batch_size = 64

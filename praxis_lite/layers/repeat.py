@@ -142,7 +142,7 @@ class Repeat(Layer):
     return self._scan('__call__', x, *args, policy=self.remat, **kwargs)
 
   def init_decode_state(self, *args: object) -> None:
-    """Allocates the caches of all repetitions; arguments as of the repeated layer's `init_decode_state`."""
+    """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
     self._scan('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:

@@ -234,7 +234,7 @@ class TransformerLm(Layer):
   def logits(
     self, ids_BT: jax.Array, *, segment_ids: jax.Array | None = None, segment_pos: jax.Array | None = None
   ) -> jax.Array:
-    """Returns float32 logits [B, T, V]; arguments as of a call."""
+    """Returns float32 logits [B, T, V]; the arguments are those of `__call__`."""
     return self.softmax.get_logits(self._encode(ids_BT, segment_ids, segment_pos))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
