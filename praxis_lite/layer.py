@@ -215,9 +215,12 @@ class Layer(Configurable):
   def _declare_split_mappings(self) -> None:
     """Checks the split mappings, and has each remember its field, unless it came from a field of a parent."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+      mappings = {}
       for field, mapping in self._split_mappings(group):
         self._resolve(mapping, field)
-        setattr(getattr(self, group), field.rpartition('.')[2], declared(mapping, field))
+        mappings[field.rpartition('.')[2]] = declared(mapping, field)
+      if any(mapping is not None for mapping in mappings.values()):
+        setattr(self, group, getattr(self, group).clone(**mappings))
 
   def _split_mappings(self, group: str) -> list[tuple[str, SplitDimsMapping]]:
     """[(path of the field, mapping)] of one of the two configs of split mappings."""

@@ -37,6 +37,7 @@ from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
 from praxis_lite.partitioning.rules import (
   LogicalAxisRule,
   LogicalAxisRules,
+  resolve,
   resolve_split_mapping,
   standard_logical_axis_rules,
 )
@@ -280,7 +281,7 @@ class BasePartitioner(abc.ABC):
     """Returns the train state with the full-rank PartitionSpec of each array, or None where its axes have no names."""
 
     def resolved(path: Path, names: AxisNames) -> PartitionSpec:
-      return resolve_split_mapping(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path))
+      return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
 
     return map_with_path(resolved, self.get_logical_axes(train_state))
 
