@@ -2,7 +2,8 @@
 
 import os
 
+from quick_xla import xla_flags
+
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ['XLA_FLAGS'] = xla_flags(devices=8)

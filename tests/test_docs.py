@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from quick_xla import xla_flags
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.read_text()]
@@ -28,7 +29,7 @@ def test_guide_runs(guide, tmp_path, monkeypatch):
 def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
   script = tmp_path / 'guide.py'
   script.write_text('\n'.join(BLOCK.findall(guide.read_text())))
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
     [sys.executable, script.name], capture_output=True, text=True, check=False, cwd=tmp_path, env=env
   )

@@ -29,7 +29,7 @@ def _run(values: flags.FlagValues) -> int:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed)
     return 0
 
-  from praxis_lite.runtime.prompts import decode_prompts
+  from praxis_lite.runtime.inference import decode_prompts
 
   tokenizer = _tokenizer(config)
   _set_decoder(config.task, tokenizer, values)

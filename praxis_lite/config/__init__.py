@@ -8,6 +8,9 @@ from praxis_lite.config.base import (
   field_names,
   field_type_hints,
   instantiate,
+  map_nested,
+  nested_configs,
+  target,
   template,
 )
 
@@ -19,5 +22,8 @@ __all__ = [
   'field_names',
   'field_type_hints',
   'instantiate',
+  'map_nested',
+  'nested_configs',
+  'target',
   'template',
 ]

@@ -21,10 +21,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, NoReturn, Self, TypeVar, dataclass_transform
 
 import fiddle as fdl
@@ -92,14 +93,14 @@ class Config(fdl.Config[T], Generic[T]):
     except AttributeError:
       if name.startswith('__'):
         raise
-      if name in (_field_names(fdl.get_callable(self)) or ()):
+      if name in (_field_names(target(self)) or ()):
         return REQUIRED
       raise self._unknown(name) from None
 
   def __delattr__(self, name: str) -> None:
     with history.suspend_tracking():
       super().__delattr__(name)
-      for field, factory in _default_factories(fdl.get_callable(self)):
+      for field, factory in _default_factories(target(self)):
         if field == name:
           setattr(self, name, factory())
 
@@ -109,7 +110,7 @@ class Config(fdl.Config[T], Generic[T]):
       return True
     if not isinstance(other, Config):
       return NotImplemented
-    if fdl.get_callable(self) != fdl.get_callable(other):
+    if target(self) != target(other):
       return False
     if self.__arguments__.keys() == other.__arguments__.keys():
       return self.__arguments__ == other.__arguments__
@@ -118,8 +119,7 @@ class Config(fdl.Config[T], Generic[T]):
   __hash__ = None  # type: ignore[assignment]  # A config changes, and is equal to others while it does.
 
   def _unknown(self, name: str) -> UnknownFieldError:
-    target = fdl.get_callable(self)
-    return UnknownFieldError(_unknown_field(target, name, _field_names(target) or ()))
+    return UnknownFieldError(_unknown_field(target(self), name, _field_names(target(self)) or ()))
 
   def __deepcopy__(self, memo: dict[int, Any]) -> Self:
     for value in self.__arguments__.values():
@@ -178,15 +178,38 @@ def instantiate(config: Config[T], **fields: Any) -> T:
   Raises:
     ConfigError: a field that is REQUIRED is not set.
   """
-  target = fdl.get_callable(config)
-  keep_nested = isinstance(target, type) and issubclass(target, Configurable)
+  build = target(config)
+  keep_nested = isinstance(build, type) and issubclass(build, Configurable)
   arguments = dict(config.__arguments__, **fields)
   missing = sorted(str(name) for name, value in _values(config, arguments).items() if value is REQUIRED)
   if missing:
-    raise ConfigError(f'{getattr(target, "__qualname__", target)}.{missing[0]}: a value is required and none is set')
-  convert = _copy_nested if keep_nested else _build_nested
+    raise ConfigError(f'{getattr(build, "__qualname__", build)}.{missing[0]}: a value is required and none is set')
+  convert = _copy_nested if keep_nested else functools.partial(map_nested, instantiate)
   positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
-  return target(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+  return build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+
+
+def target(config: Config[T]) -> Callable[..., T]:
+  """Returns the class or function that `config` is a future call of."""
+  return fdl.get_callable(config)
+
+
+def map_nested(fn: Callable[[Config], object], value: object) -> object:
+  """Returns `value` with `fn` applied to each config in it, also in lists, tuples and dicts, but not in configs."""
+  if isinstance(value, Config):
+    return fn(value)
+  if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
+    return type(value)(map_nested(fn, v) for v in value)
+  if isinstance(value, dict):
+    return {k: map_nested(fn, v) for k, v in value.items()}
+  return value
+
+
+def nested_configs(config: Config) -> list[Config]:
+  """Returns `config` and all configs in its fields, an outer one before those in it."""
+  found: list[Config] = []
+  map_nested(found.append, list(config.__arguments__.values()))
+  return [config, *(inner for outer in found for inner in nested_configs(outer))]
 
 
 def config_values(config: Config) -> dict[str | int, Any]:
@@ -199,7 +222,7 @@ def config_values(config: Config) -> dict[str | int, Any]:
 
 def field_names(config: Config) -> list[str] | None:
   """Returns the names that may be set on `config`, or None where its target takes any keyword."""
-  return _field_names(fdl.get_callable(config))
+  return _field_names(target(config))
 
 
 def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
@@ -260,33 +283,22 @@ def _share_arrays(value: object, memo: dict[int, Any]) -> None:
     memo[id(value)] = value
 
 
-def _build_nested(value: Any) -> Any:
-  if isinstance(value, Config):
-    return instantiate(value)
-  if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
-    return type(value)(_build_nested(v) for v in value)
-  if isinstance(value, dict):
-    return {k: _build_nested(v) for k, v in value.items()}
-  return value
-
-
-def _default_factories(target: Any) -> list[tuple[str, Callable[[], Any]]]:
-  if not (isinstance(target, type) and dataclasses.is_dataclass(target)):
+def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]:
+  if not (isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls)):
     return []
   return [
     (f.name, f.default_factory)
-    for f in dataclasses.fields(target)
+    for f in dataclasses.fields(fn_or_cls)
     if f.init and f.default_factory is not dataclasses.MISSING
   ]
 
 
-def _field_names(target: Any) -> list[str] | None:
-  """The names a config of `target` may set, or None where it takes any keyword."""
-
-  if isinstance(target, type) and dataclasses.is_dataclass(target):
-    return [f.name for f in dataclasses.fields(target) if f.init]
+def _field_names(fn_or_cls: Callable[..., object]) -> list[str] | None:
+  """The names that a config of `fn_or_cls` may set, or None where it takes any keyword."""
+  if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
+    return [f.name for f in dataclasses.fields(fn_or_cls) if f.init]
   try:
-    parameters = inspect.signature(target).parameters.values()
+    parameters = inspect.signature(fn_or_cls).parameters.values()
   except (ValueError, TypeError):
     return None
   if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -294,6 +306,6 @@ def _field_names(target: Any) -> list[str] | None:
   return [p.name for p in parameters]
 
 
-def _unknown_field(target: Any, name: str, known: Any) -> str:
-  where = getattr(target, '__qualname__', repr(target))
+def _unknown_field(fn_or_cls: object, name: str, known: Collection[str]) -> str:
+  where = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
   return f"{where} has no field '{name}'.{did_you_mean(name, known)} Its fields: {', '.join(known)}."

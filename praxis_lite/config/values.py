@@ -21,7 +21,9 @@ import types
 import typing
 from typing import Any
 
-from praxis_lite.config import REQUIRED, Config
+import fiddle as fdl
+
+from praxis_lite.config import REQUIRED, Config, Configurable
 from praxis_lite.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.config.text import format_value
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
@@ -168,6 +170,8 @@ def _convert(value: Any, hint: Any) -> Any:
   members = members_of(hint)
   if Any in members:
     return value
+  if isinstance(value, Config) and any(_is_built_from(value, member) for member in members):
+    return value
   if _is_dtype_hint(members):
     return _checked_dtype(value, none_allowed=types.NoneType in members)
   if len(members) > 1:
@@ -287,6 +291,12 @@ def describe_hint(hint: Any) -> str:
 def _is_config(hint: Any) -> bool:
   origin = typing.get_origin(hint) or hint
   return isinstance(origin, type) and issubclass(origin, Config)
+
+
+def _is_built_from(config: Config, hint: Any) -> bool:
+  """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
+  target = fdl.get_callable(config)
+  return all(isinstance(c, type) and issubclass(c, Configurable) for c in (target, hint)) and issubclass(target, hint)
 
 
 def _is_callable_hint(hint: Any) -> bool:

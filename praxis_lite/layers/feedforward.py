@@ -1,4 +1,4 @@
-"""Feed-forward layers of a transformer block; norms and residuals are the block's.
+"""Feed-forward layers of a transformer block; norms and residual connections belong to the block.
 
 D model dims, F hidden dims.
 """
@@ -38,7 +38,7 @@ class FeedForward(Layer):
     use_bias: whether the linear layers have biases.
     proj_tpl: of the children `up` and `down`.
     dropout_tpl: of the child `dropout`, on the hidden layer.
-    out_init: initializer of the weight out of the hidden layer; None is as of the others.
+    out_init: initializer of the weight out of the hidden layer; None: as the other weights.
   """
 
   input_dims: int = REQUIRED
@@ -87,7 +87,7 @@ class FeedForward(Layer):
 class GatedFeedForward(FeedForward):
   """y = (f(x W_gate) * (x W_up)) W_down, without biases: SwiGLU where f is SiLU (Shazeer, 2020).
 
-  Attributes are those of `FeedForward`; `proj_tpl` is also of the child `gate`.
+  Attributes: those of `FeedForward`; `proj_tpl` is also that of the child `gate`.
   """
 
   activation: str = 'silu'

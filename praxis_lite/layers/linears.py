@@ -32,7 +32,7 @@ class Bias(Layer):
 
 
 class Linear(Layer):
-  """y = x w, plus a bias if asked for.
+  """y = x w, plus a bias if there is one.
 
   Attributes:
     input_dims: I.
@@ -60,10 +60,10 @@ class Linear(Layer):
     return self.shard(y)
 
 
-def bias_weight(dims: int, split: SplitDimsMapping = None) -> WeightHParams:
-  """Returns the declaration of a bias: zeros at first, and not regularized."""
+def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> WeightHParams:
+  """Returns the declaration of a bias of that size or shape: zeros at first, and not regularized."""
   return WeightHParams(
-    (dims,),
+    (dims,) if isinstance(dims, int) else dims,
     init=WeightInit.Constant(0.0),
     tensor_split_dims_mapping=split,
     collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),

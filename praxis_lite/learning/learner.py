@@ -19,7 +19,6 @@ import optax
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learning.optimizer import GroupedOptimizer, is_regularized
-from praxis_lite.learning.optimizer_config import not_elementwise
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams
@@ -115,6 +114,7 @@ class Learner(Configurable):
     if self.num_microbatches < 1:
       raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
     self._schedule = self.schedule.instantiate()
+    self._bound: tuple[NestedDict, BoundLearner] | None = None
 
   def bind(self, weights: NestedDict) -> BoundLearner:
     """Returns the learner of a model's variables.
@@ -125,15 +125,13 @@ class Learner(Configurable):
     Raises:
       ConfigError: a regex is not valid, or matches no variable, or no variable is left to train.
     """
-    return BoundLearner(self, weights)
+    if self._bound is None or self._bound[0] != weights:  # What it finds out about the optimizer is found out once.
+      self._bound = weights, BoundLearner(self, weights)
+    return self._bound[1]
 
   def learning_rate_at(self, step: jax.Array | int) -> jax.Array:
     """Returns the learning rate of the step after `step` steps, a float32 scalar."""
     return jnp.asarray(self.learning_rate * self._schedule(step), jnp.float32)
-
-  def not_elementwise(self) -> list[str]:
-    """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
-    return not_elementwise(self.optimizer)
 
 
 class BoundLearner:
@@ -157,6 +155,7 @@ class BoundLearner:
     if not self._trained and any(weight.trainable for weight in declared.values()):
       raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
     self._declared = self.trained(weights)
+    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics)
 
   # ---------------------------------------------------------------- which variables
 
@@ -191,14 +190,15 @@ class BoundLearner:
 
   def init(self, mdl_vars: NestedDict) -> Any:
     """Returns the first optimizer state: slots for the trained variables only."""
-    return self._optimizer(self._learner.learning_rate_at(0)).init(self.trained(mdl_vars))
+    return self._optimizer.init(self.trained(mdl_vars), self._learner.learning_rate_at(0))
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
     """Returns the first moving averages, copies of the trained variables; None where none are kept."""
     return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
-  def _optimizer(self, rate: jax.Array) -> GroupedOptimizer:
-    return GroupedOptimizer(self._learner.optimizer, self._declared, rate, self._learner.per_layer_statistics)
+  def not_elementwise(self) -> list[str]:
+    """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
+    return self._optimizer.not_elementwise()
 
   # ---------------------------------------------------------------- the update
 
@@ -232,7 +232,7 @@ class BoundLearner:
 
     def changed() -> tuple[Any, Any, Any]:
       prepared = self._regularized(self._clipped(gradients, grad_norm, sum_parts), variables)
-      updates, new_states = self._optimizer(rate).update(prepared, opt_states, variables, loss)
+      updates, new_states = self._optimizer.update(prepared, opt_states, variables, rate, loss)
       new_variables = optax.apply_updates(variables, self._decayed(updates, variables, rate))
       return new_variables, new_states, self._averaged(ema_vars, new_variables, step)
 

@@ -1,10 +1,19 @@
-"""An optax optimizer over a tree in which some variables are stacks of layers.
+"""An optax transformation from its config, over a tree in which some variables are stacks of layers.
+
+What the learner knows is filled in, in nested configs too:
+
+    Config(optax.adamw, weight_decay=0.1)     learning_rate = the learner's rate at this step
+                                              mask = the variables not marked to skip regularization
+    Config(optax.chain, Config(optax.scale_by_adam), Config(optax.scale_by_learning_rate))
+
+The rate is a number, the value of the schedule at the train state's step, so an optimizer's own count of updates, which
+stands still when a step is skipped, does not enter it.
 
 A repeated layer keeps the weights of all its repetitions in one array [layers, ...]. Optimizers that look at a whole
 variable (LAMB's trust ratio, Adafactor's RMS, Muon's matrix) must look at each layer's, so the optimizer is mapped over
 the stack: variables are grouped by their repeat prefix, and each group has an optimizer of its own. A layer in a stack
-is then trained as if it stood alone. Optimizers that do to a stack what they do to its parts, the elementwise ones
-among them, run as one group without the map.
+is then trained as if it stood alone. Optimizers that do to a stack what they do to its layers, the elementwise ones
+among them, run as one group without the map; `probe.py` finds out which.
 
     opt_states = {'all': state}
     opt_states = {'single': state, 'repeated_12': state of [12, ...]}
@@ -15,79 +24,208 @@ what an optimizer does every so many steps is then still decided once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import optax
 
-from praxis_lite.config import Config
+from praxis_lite.config import REQUIRED, Config, map_nested, nested_configs, target
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning.optimizer_config import build_optimizer, is_stackable, looking_at_all
+from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all
 from praxis_lite.partitioning.slots import owner_of
-from praxis_lite.trees import Path, leaves, leaves_by_path, merge, path_names, select
+from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, path_names, select
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
+
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
+Rate = jax.Array | float
+States = dict[str, object]
+
+_RATE = 'learning_rate'
+
+# The masks that keep each argument which decays weights from some of them.
+_MASKS_OF_DECAYS = {'weight_decay': ('mask', 'weight_decay_mask'), 'weight_decay_rate': ('weight_decay_mask',)}
 
 
 class GroupedOptimizer:
   """Applies an optimizer to each group of variables that are stacked alike.
 
   Args:
-    config: config of a function that returns an optax transformation; see `build_optimizer` for what is filled in.
+    config: of an optax factory, or of a function that returns a transformation; it is not changed. The learning rate is
+      filled in wherever a factory takes a `learning_rate` and none is set, and the variables that may be regularized
+      wherever it takes a mask for its weight decay and none is set.
     weights: declarations of the variables it updates, a nested dict.
-    learning_rate: of this step, or of the first one for `init`; a scalar, which may be traced.
-    per_layer: whether repeated layers are updated each by itself; None does so where it makes a difference, or might.
+    per_layer: whether repeated layers are updated each by itself; None does so unless that makes no difference.
 
-  Raises:
-    ConfigError: see `build_optimizer`; or `per_layer` is None, and parts of the optimizer call for both.
+  Its methods raise ConfigError: no factory takes the learning rate, weight decay cannot be kept from variables marked
+  to skip it, what is built is not an optax transformation; or `per_layer` is None, and parts of the optimizer call for
+  both.
   """
 
-  def __init__(self, config: Config, weights: Any, learning_rate: Any, per_layer: bool | None = None):
-    by_path = leaves(weights)
-    regularized = {path: is_regularized(weight) for path, weight in by_path.items()}
-    self._optimizer = build_optimizer(config, learning_rate, regularized)
-    self._groups = _groups(by_path, apart=not is_stackable(config) if per_layer is None else per_layer)
-    whole = looking_at_all(config)
-    if whole and per_layer is None and self._groups.keys() - {'all', 'single'}:
-      raise ConfigError(
-        f'learner.optimizer: {whole[0]} looks at all variables together, and something else in it at each, for which '
-        'repeated layers are updated one by one. Clip by learner.clip_gradient_norm_to_value, or set '
-        'learner.per_layer_statistics: True looks at each layer alone, False at each stack of layers as one variable'
-      )
+  def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None):
+    self._config, self._weights, self._per_layer = config, weights, per_layer
+    self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
 
-  def init(self, variables: Any) -> dict[str, Any]:
-    """Returns the first state for `variables`."""
-    return {
-      name: _init(self._optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()
-    }
+  def init(self, variables: NestedDict, learning_rate: Rate) -> States:
+    """Returns the first state.
+
+    Args:
+      variables: the variables.
+      learning_rate: of the first step, a scalar.
+    """
+    optimizer = self._build(learning_rate)
+    return {name: _init(optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()}
 
   def update(
-    self, gradients: Any, states: dict[str, Any], variables: Any, loss: jax.Array | None = None
-  ) -> tuple[Any, dict[str, Any]]:
+    self,
+    gradients: NestedDict,
+    states: States,
+    variables: NestedDict,
+    learning_rate: Rate,
+    loss: jax.Array | None = None,
+  ) -> tuple[NestedDict, States]:
     """Returns (updates to add to the variables, new state).
 
     Args:
       gradients: a nested dict like `variables`.
       states: the state.
       variables: the variables.
+      learning_rate: of this step, a scalar.
       loss: for the few optimizers that use it.
 
     Raises:
       ConfigError: the optimizer needs something else, such as a function that evaluates the loss again.
     """
-    updates, new_states = [], {}
+    optimizer, updates, new_states = self._build(learning_rate), [], {}
     for name, (paths, depth) in self._groups.items():
       parts = _part(gradients, paths), states[name], _part(variables, paths)
       try:
-        changes, state = _update(self._optimizer, *parts, depth, loss)
+        changes, state = _update(optimizer, *parts, depth, loss)
       except TypeError as error:
         if 'required keyword-only argument' not in str(error):
           raise
         raise ConfigError(f'learner.optimizer: it needs what a training step does not have: {error}') from None
       updates.append(changes)
       # Some optimizers promote the dtype of a slot; a state keeps its own, so that it can be donated and saved.
-      new_states[name] = jax.tree.map(lambda new, old: _as_dtype(new, old.dtype), state, states[name])
+      new_states[name] = jax.tree.map(_with_dtype_of, states[name], state)
     return merge(*updates), new_states
+
+  def not_elementwise(self) -> list[str]:
+    """Returns the names of the factories in the config that may need whole variables, not parts of them."""
+    if is_elementwise(self._build, self._weights):
+      return []
+    at_fault = [name for name, build in self._factories() if not is_elementwise(build, self._weights)]
+    return at_fault or [_name(self._config)]
+
+  @functools.cached_property
+  def _groups(self) -> dict[str, tuple[set[Path], int]]:
+    """For each group its variables, and over how many leading dimensions its optimizer is mapped."""
+    weights = leaves(self._weights)
+    prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
+    apart = self._per_layer
+    if apart is None:
+      apart = any(prefixes) and not is_stackable(self._build, self._weights)
+    if not apart:
+      return {'all': (set(weights), 0)}
+    if self._per_layer is None:
+      self._check_looks_at_each()
+    names = ['_'.join(['repeated', *map(str, prefix)]) if prefix else 'single' for prefix in prefixes]
+    return {
+      name: ({path for path, weight in weights.items() if weight.repeat_prefix == prefix}, len(prefix))
+      for name, prefix in zip(names, prefixes)
+    }
+
+  def _check_looks_at_each(self) -> None:
+    for name, build in self._factories():
+      if looks_at_all(build, self._weights):
+        raise ConfigError(
+          f'learner.optimizer: {name} looks at all variables together, and something else in it at each, for which '
+          'repeated layers are updated one by one. Clip by learner.clip_gradient_norm_to_value, or set '
+          'learner.per_layer_statistics: True looks at each layer alone, False at each stack of layers as one variable'
+        )
+
+  # ---------------------------------------------------------------- the transformation
+
+  def _build(self, learning_rate: Rate) -> Transformation:
+    self._check_decay()
+    took_rate: list[Config] = []
+    transformation = self._filled(self._config, learning_rate, took_rate).instantiate()
+    if not took_rate:
+      raise ConfigError(self._no_rate_message())
+    if not isinstance(transformation, optax.GradientTransformation):
+      kind = type(transformation).__name__
+      raise ConfigError(f'learner.optimizer: {_name(self._config)} returned {kind}, not an optax transformation')
+    return optax.with_extra_args_support(transformation)
+
+  def _filled(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
+    """Returns a copy with rates and masks filled in, and adds to `took_rate` where that took the rate."""
+    filled, parameters = config.clone(), _parameters(config)
+    arguments = filled.__arguments__
+    for key, value in list(arguments.items()):
+      arguments[key] = map_nested(lambda nested: self._filled(nested, rate, took_rate), value)
+    if _RATE in parameters and arguments.get(_RATE, REQUIRED) is REQUIRED:
+      arguments[_RATE] = rate
+      took_rate.append(config)
+    for decay, masks in _MASKS_OF_DECAYS.items():
+      for name in masks:
+        if decay in parameters and name in parameters and arguments.get(name) is None:
+          arguments[name] = self._regularization_mask
+    return filled
+
+  def _regularization_mask(self, params: NestedDict) -> object:
+    """A mask by path: it fits any part of the tree, such as optimizers that treat some variables apart pass on."""
+
+    def may_be_regularized(path: jax.tree_util.KeyPath, _: object) -> bool:
+      names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+      return self._regularized[names]
+
+    return jax.tree_util.tree_map_with_path(may_be_regularized, params)
+
+  def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
+    """The name of each factory of transformations in the config, and what builds its own one: around transformations
+    in it that do nothing."""
+
+    def build(config: Config, rate: Rate) -> object:
+      return self._filled(config, rate, []).instantiate()
+
+    def makes_one(config: Config) -> bool:  # And not a schedule, such as of a decay.
+      return isinstance(build(config, 1.0), optax.GradientTransformation)
+
+    def alone(config: Config, rate: Rate) -> Transformation:
+      copy = config.clone()
+      for key, value in list(copy.__arguments__.items()):
+        copy.__arguments__[key] = map_nested(lambda c: Config(optax.identity) if makes_one(c) else c, value)
+      return optax.with_extra_args_support(build(copy, rate))
+
+    configs = [config for config in nested_configs(self._config) if makes_one(config)]
+    return [(_name(config), functools.partial(alone, config)) for config in configs]
+
+  def _check_decay(self) -> None:
+    marked = [path for path, regularized in self._regularized.items() if not regularized]
+    if not marked:
+      return
+    for nested in nested_configs(self._config):
+      parameters = _parameters(nested)
+      for name, value in nested.__arguments__.items():
+        is_decay = isinstance(name, str) and name.endswith(('weight_decay', 'weight_decay_rate'))
+        if is_decay and value and not any(mask in parameters for mask in _MASKS_OF_DECAYS.get(name, ())):
+          raise ConfigError(
+            f'learner.optimizer: {name} of {_name(nested)} decays every variable, but {path_name(marked[0])} is marked '
+            'to skip regularization; use learner.decoupled_weight_decay, which respects the mark'
+          )
+
+  def _no_rate_message(self) -> str:
+    if any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
+      return (
+        'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
+        'here and reported'
+      )
+    return (
+      f'learner.optimizer: {_name(self._config)} takes no learning_rate, so learner.learning_rate would have no '
+      'effect; use a Config(optax.chain, ...) that ends with Config(optax.scale_by_learning_rate)'
+    )
 
 
 def is_regularized(weight: WeightHParams) -> bool:
@@ -95,56 +233,66 @@ def is_regularized(weight: WeightHParams) -> bool:
   return WeightHParamsCollection.SKIP_REGULARIZATION not in weight.collections
 
 
-def _groups(weights: dict[Path, WeightHParams], apart: bool) -> dict[str, tuple[set[Path], int]]:
-  """Returns for each group its variables, and over how many leading dimensions its optimizer is mapped."""
-  if not apart:
-    return {'all': (set(weights), 0)}
-  groups: dict[str, tuple[set[Path], int]] = {}
-  for prefix in sorted({weight.repeat_prefix for weight in weights.values()}):
-    name = '_'.join(['repeated', *map(str, prefix)]) if prefix else 'single'
-    groups[name] = ({path for path, weight in weights.items() if weight.repeat_prefix == prefix}, len(prefix))
-  return groups
-
-
-def _part(tree: Any, paths: set[Path]) -> Any:
+def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
   return select(tree, paths.__contains__)
+
+
+def _parameters(config: Config) -> Mapping[str, inspect.Parameter]:
+  try:
+    return inspect.signature(target(config)).parameters
+  except (ValueError, TypeError):
+    return {}
+
+
+def _name(config: Config) -> str:
+  return getattr(target(config), '__qualname__', repr(target(config)))
 
 
 # ---------------------------------------------------------------- mapping over layers
 
 
-def _init(optimizer: optax.GradientTransformationExtraArgs, variables: Any, depth: int) -> Any:
+def _init(optimizer: Transformation, variables: NestedDict, depth: int) -> object:
   if not depth:
     return optimizer.init(variables)
   alone = _one_layer(variables, depth)
   state = jax.eval_shape(optimizer.init, alone)
-  init = _mapped(lambda v: jax.tree.leaves(optimizer.init(v)), depth, 0, _state_axes(optimizer, alone, state))
+  axes = _state_axes(optimizer, alone, state)
+
+  def init(variables: NestedDict) -> list[jax.Array]:
+    return jax.tree.leaves(optimizer.init(variables))
+
+  for _ in range(depth):
+    init = jax.vmap(init, 0, axes)
   return jax.tree.unflatten(jax.tree.structure(state), init(variables))
 
 
 def _update(
-  optimizer: optax.GradientTransformationExtraArgs,
-  gradients: Any,
-  state: Any,
-  variables: Any,
+  optimizer: Transformation,
+  gradients: NestedDict,
+  state: object,
+  variables: NestedDict,
   depth: int,
   loss: jax.Array | None,
-) -> tuple[Any, Any]:
+) -> tuple[NestedDict, object]:
   if not depth:
     return optimizer.update(gradients, state, variables, value=loss)
   slots, structure = jax.tree.flatten(state)
   alone = jax.tree.leaves(jax.eval_shape(optimizer.init, _one_layer(variables, depth)))
   axes = [0 if slot.ndim > one.ndim else None for slot, one in zip(slots, alone)]
 
-  def update(gradients: Any, slots: list[jax.Array], variables: Any) -> tuple[Any, list[jax.Array]]:
+  def update(
+    gradients: NestedDict, slots: list[jax.Array], variables: NestedDict
+  ) -> tuple[NestedDict, list[jax.Array]]:
     updates, state = optimizer.update(gradients, jax.tree.unflatten(structure, slots), variables, value=loss)
     return updates, jax.tree.leaves(state)
 
-  updates, slots = _mapped(update, depth, (0, axes, 0), (0, axes))(gradients, slots, variables)
+  for _ in range(depth):
+    update = jax.vmap(update, (0, axes, 0), (0, axes))
+  updates, slots = update(gradients, slots, variables)
   return updates, jax.tree.unflatten(structure, slots)
 
 
-def _state_axes(optimizer: optax.GradientTransformationExtraArgs, variables: Any, state: Any) -> list[int | None]:
+def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
   """Returns 0 for each array of a state that each layer has its own of, None for those that all share.
 
   Args:
@@ -156,7 +304,7 @@ def _state_axes(optimizer: optax.GradientTransformationExtraArgs, variables: Any
   axes = [None if owner_of(path_names(path), known) is None else 0 for path, _ in slots]
   two_layers = [s if axis is None else _stacked(s) for axis, (_, s) in zip(axes, slots)]
 
-  def update(slots: list[jax.Array], variables: Any) -> list[jax.Array]:
+  def update(slots: Sequence[jax.Array], variables: NestedDict) -> list[jax.Array]:
     return jax.tree.leaves(optimizer.update(variables, jax.tree.unflatten(structure, slots), variables, value=0.0)[1])
 
   try:
@@ -166,7 +314,7 @@ def _state_axes(optimizer: optax.GradientTransformationExtraArgs, variables: Any
   return axes
 
 
-def _one_layer(variables: Any, depth: int) -> Any:
+def _one_layer(variables: NestedDict, depth: int) -> NestedDict:
   return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[depth:], v.dtype), variables)
 
 
@@ -174,11 +322,5 @@ def _stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
 
 
-def _mapped(fn: Callable[..., Any], depth: int, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-  for _ in range(depth):
-    fn = jax.vmap(fn, in_axes, out_axes)
-  return fn
-
-
-def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-  return x if x.dtype == dtype else x.astype(dtype)
+def _with_dtype_of(old: jax.Array, new: jax.Array) -> jax.Array:
+  return new if new.dtype == old.dtype else new.astype(old.dtype)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import jax
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.slots import slot_origins
 from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches, path_name
 
+if TYPE_CHECKING:
+  from praxis_lite.training.state import TrainState
+
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
+# The names that a slot without the shape of its parameter keeps, given a path that begins with the parameter and ends
+# with the slot, such as 'mlp/expert/kernel/v_row'.
+KeptNames = Callable[[str], Collection[str]]
 Tree = TypeVar('Tree')
 
 
@@ -32,7 +41,18 @@ def declared_axis_names(weights: Tree) -> Tree:
   Raises:
     ShardingError: a leaf is neither, so that nothing is known about its axes.
   """
-  return map_with_path(_declared, weights)
+
+  def declared(path: Path, weight: object) -> AxisNames:
+    for attribute in ('logical_axes', 'full_split_dims_mapping'):
+      names = getattr(weight, attribute, None)
+      if names is not None:
+        return AxisNames(*names)
+    raise ShardingError(
+      f'{path_name(path)}: a {type(weight).__name__} does not name its axes; pass the declarations of the variables, '
+      "model.abstract_init(), as the state's mdl_vars"
+    )
+
+  return map_with_path(declared, weights)
 
 
 def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
@@ -73,20 +93,42 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
   return map_with_path(replaced, axes)
 
 
+def state_axis_names(
+  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: Callable[[object], KeptNames]
+) -> TrainState[AxisNames]:
+  """Returns the names of the arrays of a train state.
+
+  Args:
+    train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
+    params: overrides for `mdl_vars`, which slots and averages inherit.
+    state: overrides for paths such as 'opt_states/0/v_row/.*'.
+    kept: of an optimizer state, the names that its slots keep; see `slot_axis_names`.
+  """
+  structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
+  axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
+  changes: dict[str, Any] = {'mdl_vars': axes, **({} if train_state.step is None else {'step': AxisNames()})}
+  opt_states, ema_vars = (getattr(train_state, name, None) for name in ('opt_states', 'ema_vars'))
+  if opt_states is not None:
+    slots = slot_axis_names(structs, axes, opt_states, kept(opt_states))
+    changes |= override_axis_names({'opt_states': slots}, state)
+  if ema_vars is not None:
+    changes['ema_vars'] = slot_axis_names(structs, axes, ema_vars)
+  return dataclasses.replace(train_state, **changes)
+
+
 def slot_axis_names(
-  params_struct: object, params_axes: object, state_struct: Tree, kept: Callable[[str], Collection[str]] = lambda _: ()
+  params_struct: object, params_axes: object, state_struct: Tree, kept: KeptNames = lambda path: ()
 ) -> Tree:
   """Returns the AxisNames of the arrays of an optimizer's state.
 
-  A slot with the shape of its parameter inherits its names. Any other, a factored slot or a counter, has none, so
-  that it is replicated unless an override names its axes.
+  A slot with the shape of its parameter inherits its names. Any other, a factored slot or a counter, has none but those
+  that are kept, so that it is replicated unless an override names its axes.
 
   Args:
     params_struct: tree of shapes.
     params_axes: the same tree of AxisNames.
     state_struct: the state, as arrays or shapes.
-    kept: the names that a slot of another shape inherits all the same, given a path that begins with the parameter and
-      ends with the slot, such as 'mlp/expert/kernel/v_row'.
+    kept: the names that slots of another shape keep.
   """
   names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
 
@@ -101,15 +143,3 @@ def slot_axis_names(
     return AxisNames(*(names[d] if d is not None and names[d] in keeps else None for d in origin.dims))
 
   return map_with_path(inherited, state_struct)
-
-
-def _declared(path: Path, weight: object) -> AxisNames:
-  names = getattr(weight, 'logical_axes', None)
-  if names is None:
-    names = getattr(weight, 'full_split_dims_mapping', None)
-  if names is None:
-    raise ShardingError(
-      f'{path_name(path)}: a {type(weight).__name__} does not name its axes; pass the declarations of the variables, '
-      "model.abstract_init(), as the state's mdl_vars"
-    )
-  return AxisNames(*names)

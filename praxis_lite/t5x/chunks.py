@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.padding import num_parts
 from praxis_lite.partitioning.specs import spec_axes
 
@@ -130,11 +130,7 @@ class LocalChunker:
   def _flatten(self, mesh_axes: str | MeshAxes) -> list[str]:
     entries = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
     axes = [axis for entry in entries for axis in spec_axes(entry)]
-    for axis in axes:
-      if axis not in self.num_chunks:
-        raise ShardingError(
-          f'{axis!r} is not an axis of the mesh {dict(self.global_mesh.shape)}.{did_you_mean(axis, self.num_chunks)}'
-        )
+    num_parts(tuple(axes), self.global_mesh)  # Raises where the mesh does not have one.
     return axes
 
 
@@ -166,15 +162,14 @@ def get_data_layout(chunker: LocalChunker, data_axes: Sequence[str], batch_size:
   Args:
     chunker: the host's chunk of the mesh.
     data_axes: the mesh axes that the batch dimension is split over.
-    batch_size: size of the global batch; by default one example for each part of the mesh's data axes.
+    batch_size: size of the global batch; by default one example for each part of the data axes.
 
   Raises:
-    ShardingError: the batch size does not divide by the parts of the data axes, or by the shares of hosts.
+    ShardingError: the batch size does not divide by the parts of the data axes, and so by the shares of hosts.
   """
   data_mesh_size = num_parts(tuple(data_axes), chunker.global_mesh)
   num_shards = chunker.get_num_shards(data_axes)
   batch_size = data_mesh_size if batch_size is None else batch_size
-  # The number of shares divides the number of parts.
   if batch_size < 1 or batch_size % data_mesh_size:
     nearest = max(data_mesh_size, round(batch_size / data_mesh_size) * data_mesh_size)
     raise ShardingError(

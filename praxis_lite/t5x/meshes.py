@@ -8,11 +8,11 @@ parameter everywhere, and may be described ones:
              for y in range(4) for x in range(4) for c in range(2)]
     default_mesh(4, devices=chips).shape                        # {'data': 8, 'model': 4}
 
-Which devices share a row of 'model' matters on hardware whose devices form a torus: they exchange activations in every
-layer. So each row is a compact box of chips, the model-parallel submesh, which tiles the box of all devices. The order
-of the tiles, 'data', and of the devices in a tile, 'model', is row-major, except that the devices of one host have to
-form a contiguous block of the mesh, for each host feeds and stores one block of the data. Tiles are therefore ordered
-host by host: along each side, with g devices in the slice, m in the submesh and l on a host,
+Devices that share a row of 'model' exchange activations in every layer. On hardware whose devices form a torus, each
+row is therefore a compact box of chips, the model-parallel submesh, which tiles the box of all devices. The order of
+the tiles, 'data', and of the devices in a tile, 'model', is row-major, except that the devices of one host have to form
+a contiguous block of the mesh, for each host feeds and stores one block of the data. Tiles are therefore ordered host
+by host: along each side, with g devices in the slice, m in the submesh and l on a host,
 
     m >= l, whole hosts in a tile:  g = (g / m tiles)              * (m / l hosts) * (l devices)
     m <  l, several tiles on one:   g = (g / l hosts) * (l / m tiles)              * (m devices)
@@ -78,6 +78,8 @@ class DescribedDevice:
 
 Device: TypeAlias = 'jax.Device | DescribedDevice'
 Sides = tuple[int, ...]
+# Sides of the box of devices of one row of 'model'; None where it is not given.
+Submesh: TypeAlias = Sequence[int] | None
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
@@ -94,35 +96,32 @@ def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | Non
 def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
   """Returns where a device is: (x, y, z, core) on a TPU, otherwise (host, index on the host).
 
-  Args:
-    device: a device.
-    local_device_count: number of devices of each host; that of this process by default.
+  All hosts have `local_device_count` devices, by default as many as this process.
   """
   coords = _torus_coords(device)
-  return (
-    (device.process_index, device.id % (local_device_count or jax.local_device_count())) if coords is None else coords
-  )
+  if coords is not None:
+    return coords
+  return device.process_index, device.id % (local_device_count or jax.local_device_count())
 
 
 def default_mesh(
   num_partitions: int | None = None,
-  model_parallel_submesh: Sequence[int] | None = None,
-  *,
+  model_parallel_submesh: Submesh = None,
+  backend: str | None = None,
   ici_mesh_shape: Sequence[int] | None = None,
   dcn_mesh_shape: Sequence[int] | None = None,
   devices: Sequence[Device] | None = None,
-  backend: str | None = None,
 ) -> Mesh:
   """Returns the mesh for a degree of model parallelism on whatever devices there are.
 
   Args:
     num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
     model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere.
-    ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the two above are not needed, and
+    backend: the JAX backend to take the devices of.
+    ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
       num_partitions may only repeat the size of 'model'.
     dcn_mesh_shape: number of slices along each of them.
     devices: the devices; all of `backend` by default.
-    backend: the JAX backend to take the devices of.
 
   Raises:
     ShardingError: both or neither of num_partitions and model_parallel_submesh, or something that does not divide.
@@ -218,15 +217,10 @@ def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
 
 
 def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]) -> Sides:
-  """Returns the sides (x, y, z, core) of a TPU submesh of `num_partitions` cores.
-
-  Args:
-    num_partitions: 1, 2, 4, 8 or 16.
-    device_kind: the hardware, such as 'TPU v4'.
-    bounds: sides of the whole slice.
+  """Returns the sides (x, y, z, core) of a submesh of `num_partitions` cores in a TPU slice with the sides `bounds`.
 
   Raises:
-    ShardingError: there is no default for these; pass model_parallel_submesh.
+    ShardingError: there is no default for these.
   """
   x, _, z, cores = bounds
   known = _TWO_CORES if device_kind in ('TPU v2', 'TPU v3') else _ONE_CORE if cores == 1 else {}
@@ -239,7 +233,7 @@ def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]
   return next((s for s in submeshes if s[0] <= x and s[2] <= z), submeshes[-1])
 
 
-def num_model_partitions(num_partitions: int | None, model_parallel_submesh: Sequence[int] | None) -> int:
+def num_model_partitions(num_partitions: int | None, model_parallel_submesh: Submesh) -> int:
   """Returns the size of the 'model' axis; raises ShardingError unless exactly one of the two is given."""
   if (num_partitions is None) == (model_parallel_submesh is None):
     given = 'neither is' if num_partitions is None else 'both are'
@@ -254,11 +248,9 @@ def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
   if _torus_coords(devices[0]) is None:
     return as_device_array(ordered).reshape(num_hosts, per_host), (1, per_host)
   coords = np.array([get_coords(d) for d in ordered])
-  low, sides = coords.min(axis=0), np.ptp(coords, axis=0) + 1
-  if len(np.unique(coords, axis=0)) != len(devices) or np.prod(sides) != len(devices):
-    raise ShardingError(
-      f'{len(devices)} devices do not fill the box {tuple(sides.tolist())} that their coordinates span'
-    )
+  low, sides = coords.min(axis=0), tuple((np.ptp(coords, axis=0) + 1).tolist())
+  if len(np.unique(coords, axis=0)) != len(devices) or math.prod(sides) != len(devices):
+    raise ShardingError(f'{len(devices)} devices do not fill the box {sides} that their coordinates span')
   box = np.empty(sides, dtype=object)
   box[tuple((coords - low).T)] = as_device_array(ordered)
   return box, tuple((np.ptp(coords[:per_host], axis=0) + 1).tolist())

@@ -20,7 +20,8 @@ After the mixture-of-experts partitioner of T5X (Roberts et al., 2022).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -29,8 +30,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning import rules as base_rules
 from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules
-from praxis_lite.t5x.axis_names import AxisNames
-from praxis_lite.t5x.meshes import Device, num_model_partitions
+from praxis_lite.t5x.axis_names import AxisNames, KeptNames
+from praxis_lite.t5x.meshes import Device, Submesh, num_model_partitions
 from praxis_lite.t5x.partitioners import PjitPartitioner
 from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches
 
@@ -44,20 +45,14 @@ StateFilter = str | Callable[[str], bool]
 TWO_DATA_AXES = ('data', 'model')
 FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
 
-_EXPERT_RULES: tuple[LogicalAxisRule, ...] = (
-  ('expert', 'data'),
-  ('expert_mlp', 'model'),
-  ('expert_group', None),
-  ('expert_replicas', None),
-  ('unmodeled', None),
+_EXPERT_RULES = (
+  *(('expert', 'data'), ('expert_mlp', 'model')),
+  *((name, None) for name in ('expert_group', 'expert_replicas', 'unmodeled')),
 )
 
 
 def uses_two_data_axes(
-  num_experts: int,
-  num_devices: int,
-  num_partitions: int | None = None,
-  model_parallel_submesh: Sequence[int] | None = None,
+  num_experts: int, num_devices: int, num_partitions: int | None = None, model_parallel_submesh: Submesh = None
 ) -> bool:
   """Returns whether 'model' serves as a second data axis: fewer experts than devices, and no model parallelism.
 
@@ -70,7 +65,7 @@ def uses_two_data_axes(
 def standard_logical_axis_rules(
   num_experts: int,
   num_partitions: int | None = None,
-  model_parallel_submesh: Sequence[int] | None = None,
+  model_parallel_submesh: Submesh = None,
   activation_partitioning_dims: int = 1,
   parameter_partitioning_dims: int = 1,
   additional_rules: LogicalAxisRules | None = None,
@@ -78,13 +73,13 @@ def standard_logical_axis_rules(
   *,
   num_devices: int | None = None,
 ) -> tuple[LogicalAxisRule, ...]:
-  """Returns the standard rules and those for experts, with two data axes where these are used.
+  """Returns the standard rules and those for experts, with two data axes where `uses_two_data_axes` says so.
 
   Args:
-    num_experts, num_partitions, model_parallel_submesh, num_devices: as for `uses_two_data_axes`; all devices of JAX by
-      default.
-    activation_partitioning_dims, parameter_partitioning_dims, additional_rules, override_rules: as for
-      `praxis_lite.partitioning.standard_logical_axis_rules`.
+    num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
+    activation_partitioning_dims, parameter_partitioning_dims, additional_rules, override_rules: as for the standard
+      rules.
+    num_devices: all of JAX by default.
 
   Raises:
     ShardingError: parameter_partitioning_dims is not 1: experts take 'data'; or as `uses_two_data_axes`.
@@ -175,7 +170,7 @@ class MoePjitPartitioner(PjitPartitioner):
     self,
     num_experts: int,
     num_partitions: int | None = None,
-    model_parallel_submesh: Sequence[int] | None = None,
+    model_parallel_submesh: Submesh = None,
     *,
     devices: Sequence[Device] | None = None,
     backend: str | None = None,
@@ -184,15 +179,13 @@ class MoePjitPartitioner(PjitPartitioner):
     **kwargs: Any,
   ):
     devices = jax.devices(backend) if devices is None else devices
-    given = num_experts, num_partitions, model_parallel_submesh
-    self.two_data_axes = uses_two_data_axes(num_experts, len(devices), num_partitions, model_parallel_submesh)
+    where = num_partitions, model_parallel_submesh
+    self.two_data_axes = uses_two_data_axes(num_experts, len(devices), *where)
     if logical_axis_rules is None:
-      logical_axis_rules = standard_logical_axis_rules(*given, num_devices=len(devices))
+      logical_axis_rules = standard_logical_axis_rules(num_experts, *where, num_devices=len(devices))
     if self.two_data_axes:
-      num_partitions, model_parallel_submesh = len(devices) // num_experts, None
-    super().__init__(
-      num_partitions, model_parallel_submesh, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs
-    )
+      where = len(devices) // num_experts, None
+    super().__init__(*where, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs)
     self._state_filter = state_filter
 
   @property
@@ -203,17 +196,18 @@ class MoePjitPartitioner(PjitPartitioner):
     axes = super().get_logical_axes(train_state)
     if not hasattr(train_state, 'as_logical_axes') or getattr(axes, 'opt_states', None) is None:
       return axes
-    state_filter = self._filter_for(getattr(train_state, 'opt_states', None))
+    state_filter = self._filter_of(getattr(train_state, 'opt_states', None))
     return dataclasses.replace(axes, opt_states=prepend_expert(axes.opt_states, state_filter))
 
   def _overridden(self, resources: object) -> object:
     return override_partition_specs(resources) if self.two_data_axes else resources
 
-  def _kept_names(self, opt_states: object) -> Callable[[str], Collection[str]]:
-    accepts = _as_function(self._filter_for(opt_states))
-    return lambda path: ('expert',) if accepts(path) else ()
+  def _kept_names(self, opt_states: object) -> KeptNames:
+    # Inferred only if there is a slot that does not inherit all names.
+    accepts = functools.cache(lambda: _as_function(self._filter_of(opt_states)))
+    return lambda path: ('expert',) if accepts()(path) else ()
 
-  def _filter_for(self, opt_states: object) -> StateFilter | None:
+  def _filter_of(self, opt_states: object) -> StateFilter | None:
     return infer_state_filter(opt_states) if self._state_filter == 'infer' else self._state_filter
 
 

@@ -21,7 +21,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
@@ -35,22 +35,15 @@ from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
 from praxis_lite.partitioning.rules import (
-  LogicalAxisRule,
   LogicalAxisRules,
   resolve,
   resolve_split_mapping,
   standard_logical_axis_rules,
 )
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
-from praxis_lite.t5x.axis_names import (
-  AxisNames,
-  AxisNamesOverrides,
-  declared_axis_names,
-  override_axis_names,
-  slot_axis_names,
-)
+from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
-from praxis_lite.t5x.meshes import Device, default_mesh, num_model_partitions
+from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
 from praxis_lite.trees import Path, map_with_path, path_name
 
 if TYPE_CHECKING:
@@ -182,12 +175,8 @@ class BasePartitioner(abc.ABC):
   """The mesh, and which part of the data each host reads. States are replicated.
 
   Args:
-    num_partitions: size of the 'model' axis.
-    model_parallel_submesh: sides of the box of devices of the 'model' axis instead.
+    num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices: as for `default_mesh`.
     params_on_devices: whether new states have their parameters on the devices, rather than in the host's memory.
-    backend: the JAX backend to take the devices of.
-    ici_mesh_shape, dcn_mesh_shape: sizes of ('replica', 'data', 'model') within a slice, and numbers of slices.
-    devices: the devices; all of `backend` by default.
 
   Raises:
     ShardingError: without ici_mesh_shape, neither or both of num_partitions and model_parallel_submesh are given.
@@ -196,7 +185,7 @@ class BasePartitioner(abc.ABC):
   def __init__(
     self,
     num_partitions: int | None = None,
-    model_parallel_submesh: Sequence[int] | None = None,
+    model_parallel_submesh: Submesh = None,
     params_on_devices: bool = True,
     backend: str | None = None,
     ici_mesh_shape: Sequence[int] | None = None,
@@ -207,22 +196,14 @@ class BasePartitioner(abc.ABC):
     if ici_mesh_shape is None:
       num_model_partitions(num_partitions, model_parallel_submesh)
     self.params_on_devices = params_on_devices
-    self._make_mesh = functools.partial(
-      default_mesh,
-      num_partitions,
-      model_parallel_submesh,
-      ici_mesh_shape=ici_mesh_shape,
-      dcn_mesh_shape=dcn_mesh_shape,
-      devices=devices,
-      backend=backend,
-    )
+    self._mesh_args = num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices
 
   @functools.cached_property
   def mesh(self) -> Mesh:
-    return self._make_mesh()
+    return default_mesh(*self._mesh_args)
 
   @property
-  def logical_axis_rules(self) -> tuple[LogicalAxisRule, ...]:
+  def logical_axis_rules(self) -> LogicalAxisRules:
     """The rules in force while a function is traced."""
     return ()
 
@@ -293,15 +274,12 @@ class BasePartitioner(abc.ABC):
   def initialize(
     self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
   ) -> TrainState[jax.Array]:
-    """Returns the state that `init_fn(*args)` makes, split and padded from the start.
+    """Returns the state that `init_fn(*args)` makes, split and padded from the start; see `place_params`.
 
     Args:
       init_fn: returns a train state of true arrays.
       train_state: the same of declarations and shapes.
       *args: replicated, such as a PRNG key.
-
-    Returns:
-      The state; see `place_params` for its parameters.
     """
     layout = self.get_layout(train_state)
     return self.place_params(self.partition(init_fn, None, layout.specs)(*args), layout)
@@ -390,7 +368,7 @@ class PjitPartitioner(BasePjitPartitioner):
     self._state_overrides = state_axis_names_overrides
 
   @functools.cached_property
-  def logical_axis_rules(self) -> tuple[LogicalAxisRule, ...]:
+  def logical_axis_rules(self) -> LogicalAxisRules:
     rules = tuple(standard_logical_axis_rules() if self._given_rules is None else self._given_rules)
     if 'replica' not in self.mesh.axis_names:
       return rules
@@ -406,18 +384,8 @@ class PjitPartitioner(BasePjitPartitioner):
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
       return train_state.as_logical_axes()
-    params = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
-    axes = override_axis_names(declared_axis_names(train_state.mdl_vars), self._params_overrides)
-    changes: dict[str, Any] = {'mdl_vars': axes, **({} if train_state.step is None else {'step': AxisNames()})}
-    opt_states, ema_vars = (getattr(train_state, name, None) for name in ('opt_states', 'ema_vars'))
-    if opt_states is not None:
-      slots = slot_axis_names(params, axes, opt_states, self._kept_names(opt_states))
-      changes |= override_axis_names({'opt_states': slots}, self._state_overrides)
-    if ema_vars is not None:
-      changes['ema_vars'] = slot_axis_names(params, axes, ema_vars)
-    return dataclasses.replace(train_state, **changes)
+    return state_axis_names(train_state, self._params_overrides, self._state_overrides, self._kept_names)
 
-  def _kept_names(self, opt_states: object) -> Callable[[str], Collection[str]]:
-    """The names that slots inherit which do not have the shape of their parameter; see `slot_axis_names`."""
-    del opt_states
+  def _kept_names(self, opt_states: object) -> KeptNames:
+    """The names that slots of an optimizer state keep which do not have the shape of their parameter."""
     return lambda path: ()

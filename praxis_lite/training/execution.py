@@ -340,8 +340,9 @@ class ShardMapped(Execution):
     return kept
 
   def _check_optimizer(self) -> None:
-    learner = self._task.learner
-    trained = leaves(learner.bind(self._task.model.abstract_init()).trained(self._task.model.abstract_init()))
+    weights = self._task.model.abstract_init()
+    learner = self._task.learner.bind(weights)
+    trained = leaves(learner.trained(weights))
     split = [path for path in trained if any(self._sizes[a] > 1 for a in _axes(self._specs[path]))]
     names = learner.not_elementwise() if split else []
     if names:

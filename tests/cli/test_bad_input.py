@@ -102,7 +102,7 @@ OVERRIDES = {
   ),
   'small vocabulary': (
     'task.model.vocab_size=20',
-    r'datasets\[0\]: train: its ids go up to 36, but task\.model\.vocab_size is 20; it must be 37 at least',
+    r'datasets\[0\]: train: its ids go up to 36, but task\.model\.vocab_size is 20; it must be at least 37',
   ),
   'no training data': ('datasets[0].is_training=False', r'exactly one input must have is_training=True, and 0 of 2'),
   'batch': ('datasets[1].batch_size=0', r'datasets\[1\]: validation\.batch_size: expected an integer of at least 1'),
@@ -165,7 +165,7 @@ def test_a_config_that_cannot_be_is_told_and_nothing_is_written(capsys, tmp_path
 
 def test_a_vocabulary_smaller_than_that_of_the_tokenizer_is_told(capsys, tmp_path):
   told = fails(capsys, 'train', STDLIB, f'--job_log_dir={tmp_path}', '--set', 'task.model.vocab_size=200')
-  assert 'its ids go up to 255, but task.model.vocab_size is 200; it must be 256 at least' in told
+  assert 'its ids go up to 255, but task.model.vocab_size is 200; it must be at least 256' in told
 
 
 # ---------------------------------------------------------------- data

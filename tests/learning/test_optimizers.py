@@ -29,7 +29,7 @@ _CONTRIB = """
 
 
 def clipped_lamb(learning_rate: float) -> optax.GradientTransformation:
-  """An optimizer of a user's, which the framework knows nothing about."""
+  """An optimizer of a user's own."""
   return optax.chain(optax.clip_by_block_rms(0.5), optax.lamb(learning_rate))
 
 
@@ -154,7 +154,7 @@ def test_a_norm_of_all_variables_is_not_taken_layer_by_layer() -> None:
     learner = Config(Learner, optimizer=optimizer, per_layer_statistics=chosen).instantiate()
     assert learner.bind(weights).init(values(weights))
   alone = {'w': weight(3, 2)}
-  assert set(Config(Learner, optimizer=optimizer).instantiate().bind(alone).init(values(alone))) == {'single'}
+  assert set(Config(Learner, optimizer=optimizer).instantiate().bind(alone).init(values(alone))) == {'all'}
 
 
 def test_slots_of_adam_are_named_by_their_variables() -> None:
@@ -193,11 +193,58 @@ def scale_by_own_history(learning_rate: float) -> optax.GradientTransformation:
 
 def test_a_nameless_statistic_that_differs_between_layers_is_kept_per_layer() -> None:
   weights = {'w': weight(4, repeat=(3,))}
-  learner = Config(Learner, optimizer=Config(scale_by_own_history), learning_rate=1.0).instantiate()
+  fields = {'learning_rate': 1.0, 'per_layer_statistics': True}
+  learner = Config(Learner, optimizer=Config(scale_by_own_history), **fields).instantiate()
   params, grads = {'w': jnp.zeros((3, 4))}, {'w': jnp.array([[1.0], [2.0], [5.0]]) * jnp.ones((3, 4))}
   actual, state = learned(learner, weights, params, [grads])
   np.testing.assert_allclose(state['repeated_3']['seen'], [2.0, 4.0, 10.0])
   np.testing.assert_allclose(actual['w'], -np.full((3, 4), 0.5))
+
+
+def test_a_statistic_of_all_variables_in_an_optimizer_of_a_users_own_is_that_of_all_layers() -> None:
+  weights = {'w': weight(4, repeat=(3,))}
+  learner = Config(Learner, optimizer=Config(scale_by_own_history), learning_rate=1.0).instantiate()
+  params, grads = {'w': jnp.zeros((3, 4))}, {'w': jnp.array([[1.0], [2.0], [5.0]]) * jnp.ones((3, 4))}
+  actual, state = learned(learner, weights, params, [grads])
+  norm = np.sqrt(4 * (1 + 4 + 25))
+  np.testing.assert_allclose(state['all']['seen'], norm, rtol=1e-6)
+  np.testing.assert_allclose(actual['w'], -np.asarray(grads['w']) / norm, rtol=1e-6)
+
+
+def lamb_of_a_clipped_gradient(learning_rate: float) -> optax.GradientTransformation:
+  """Looks at all variables together, and at each."""
+  return optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(learning_rate))
+
+
+@pytest.mark.parametrize(
+  ('optimizer', 'at_fault'),
+  [
+    (Config(optax.adamw), []),
+    (OPTIMIZERS['chain'], ['clip_by_global_norm']),
+    (OPTIMIZERS['partition'], ['lamb']),
+    (Config(optax.apply_if_finite, Config(optax.adam), 3), ['apply_if_finite']),
+    (Config(optax.apply_if_finite, Config(optax.lamb), 3), ['apply_if_finite', 'lamb']),
+    (Config(optax.chain, Config(optax.add_noise, 0.1, 0.5, 0), Config(optax.sgd)), ['add_noise']),
+    (Config(optax.chain, optax.scale_by_trust_ratio(), Config(optax.sgd)), ['chain']),
+    (
+      Config(
+        optax.chain, Config(optax.scale_by_schedule, Config(optax.linear_schedule, 1.0, 0.0, 9)), Config(optax.sgd)
+      ),
+      [],
+    ),
+    (Config(lamb_of_a_clipped_gradient), ['lamb_of_a_clipped_gradient']),
+  ],
+)
+def test_what_needs_whole_variables_is_named(optimizer: Config, at_fault: list[str]) -> None:
+  learner = Config(Learner, optimizer=optimizer).instantiate().bind(declarations())
+  assert learner.not_elementwise() == at_fault
+
+
+def test_an_optimizer_of_a_users_own_that_looks_at_all_and_at_each_is_refused_where_layers_are_repeated() -> None:
+  learner = Config(Learner, optimizer=Config(lamb_of_a_clipped_gradient)).instantiate()
+  with pytest.raises(ConfigError, match=r'lamb_of_a_clipped_gradient looks at all variables together'):
+    learner.bind(declarations()).init(values(declarations()))
+  assert learner.bind({'w': weight(2)}).init({'w': jnp.ones(2)})
 
 
 def test_low_precision_slots_keep_their_dtype() -> None:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+from quick_xla import xla_flags
+
 _WORKER = """
 import sys
 import jax
@@ -35,7 +37,7 @@ def test_hosts_feed_their_shares_of_a_batch() -> None:
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=3'}
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(devices=3)}
   workers = [
     subprocess.Popen(
       [sys.executable, '-c', _WORKER, address, str(i)],
@@ -48,7 +50,7 @@ def test_hosts_feed_their_shares_of_a_batch() -> None:
   ]
   try:
     for worker in workers:
-      out, err = worker.communicate(timeout=120)
+      out, err = worker.communicate(timeout=600)
       assert worker.returncode == 0, err[-2000:]
       assert 'total 70.0' in out  # 0 + 1 + 2 + 3 + 4 from one host, 10 more each from the other
   finally:

@@ -10,8 +10,8 @@ import pytest
 
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.job_dir import job_directory
-from praxis_lite.runtime.startup import StartupTimes, process_age
+from praxis_lite.runtime.run_config import job_directory
+from praxis_lite.runtime.throughput import StartupTimes, process_age
 
 
 def test_every_second_before_the_first_step_is_accounted_for():
@@ -29,13 +29,14 @@ def test_every_second_before_the_first_step_is_accounted_for():
 
 
 def test_the_age_of_the_process_grows_with_the_clock():
-  before = process_age()
+  start, before = time.monotonic(), process_age()
   time.sleep(0.1)
-  assert 0.05 < process_age() - before < 5
+  # The kernel counts a process's age in ticks of 10 ms.
+  assert 0.05 < process_age() - before < time.monotonic() - start + 0.05
 
 
 def finish(process):
-  out, err = process.communicate(timeout=120)
+  out, err = process.communicate(timeout=600)
   assert process.returncode == 0, err
   return out.strip()
 

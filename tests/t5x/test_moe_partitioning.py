@@ -173,8 +173,11 @@ def test_factored_slots_of_experts_keep_the_expert_axis() -> None:
   assert axes.opt_states[0].v_col['expert']['kernel'] == ('expert', None)
   assert axes.opt_states[0].v_row['dense']['kernel'] == (None,)
   assert axes.mdl_vars == plain.mdl_vars
+  inferring = MoePjitPartitioner(4, num_partitions=1)
+  assert inferring.get_logical_axes(state.replace(opt_states={'mu': STRUCTS})).opt_states == {'mu': plain.mdl_vars}
+  rows = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[:-1], s.dtype), STRUCTS)
   with pytest.raises(ShardingError, match='Adafactor only'):
-    MoePjitPartitioner(4, num_partitions=1).get_logical_axes(state.replace(opt_states=STRUCTS))
+    inferring.get_logical_axes(state.replace(opt_states={'rows': rows}))
 
 
 def test_two_data_axes_leave_parameters_and_slots_as_the_rules_say() -> None:
