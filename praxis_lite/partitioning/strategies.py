@@ -114,12 +114,8 @@ class ParsedOp(NamedTuple):
   for_named: bool
 
 
-class _Registered(NamedTuple):
-  make_op: Callable[..., Op]
-  for_named: bool
-
-
-_OPS: dict[str, _Registered] = {}
+# By name: the function that makes it, and whether it acts on logical names.
+_OPS: dict[str, tuple[Callable[..., Op], bool]] = {}
 
 
 def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], MakerT]:
@@ -137,7 +133,7 @@ def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], M
   def register(make_op: MakerT) -> MakerT:
     if name in _OPS:
       raise OpNameError(f'the sharding op {name!r} is registered already; known ops: {", ".join(sorted(_OPS))}')
-    _OPS[name] = _Registered(make_op, for_named)
+    _OPS[name] = (make_op, for_named)
     return make_op
 
   return register
