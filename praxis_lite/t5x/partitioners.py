@@ -35,7 +35,12 @@ from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
-from praxis_lite.partitioning.rules import LogicalAxisRules, resolve_split_mapping, standard_logical_axis_rules
+from praxis_lite.partitioning.rules import (
+  LogicalAxisRules,
+  resolve,
+  resolve_split_mapping,
+  standard_logical_axis_rules,
+)
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
 from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
@@ -258,7 +263,7 @@ class BasePartitioner(abc.ABC):
     """Returns the train state with the full-rank PartitionSpec of each array, or None where its axes have no names."""
 
     def resolved(path: Path, names: AxisNames) -> PartitionSpec:
-      return resolve_split_mapping(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path))
+      return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
 
     return map_with_path(resolved, self.get_logical_axes(train_state))
 

@@ -148,7 +148,7 @@ OVERRIDES = {
   'empty mesh': ('task.ici_mesh_shape=(1, 0, 1)', r"^task: ici_mesh_shape = .*: the size of 'data' must be a positive"),
   'rule of a strategy': (
     """task.strategy=[('.*', 'fsdq(axis="data")')]""",
-    r"^task\.strategy: .*no sharding rule 'fsdq' is registered.*Did you mean 'fsdp'\?$",
+    r"^task\.strategy: .*no sharding op 'fsdq' is registered.*Did you mean 'fsdp'\?$",
   ),
 }
 

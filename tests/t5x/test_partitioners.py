@@ -133,6 +133,12 @@ def test_names_without_a_rule_name_the_variable() -> None:
     make_partitioner().get_mesh_axes(state)
 
 
+def test_a_rule_to_unconstrained_replicates_what_is_stored() -> None:
+  rules = [('batch', 'data'), ('embed', P.UNCONSTRAINED), ('vocab', 'model'), ('mlp', 'model')]
+  axes = PjitPartitioner(num_partitions=2, logical_axis_rules=rules).get_mesh_axes(STATE)
+  assert axes.mdl_vars == {'emb': {'w': P('model', None)}, 'ff': {'w': P(None, 'model')}}
+
+
 def test_data_properties() -> None:
   partitioner = make_partitioner()
   assert dict(partitioner.mesh.shape) == {'data': 2, 'model': 4}
