@@ -196,6 +196,11 @@ class BoundLearner:
     """Returns the first moving averages, copies of the trained variables; None where none are kept."""
     return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    """Returns, by the path of a slot in the optimizer state, which axis of its variable each dimension of it runs
+    along, None for none. Slots of which this is not known are left out."""
+    return self._optimizer.slot_axes()
+
   def not_elementwise(self) -> list[str]:
     """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
     return self._optimizer.not_elementwise()

@@ -24,6 +24,7 @@ what an optimizer does every so many steps is then still decided once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ import optax
 
 from praxis_lite.config import REQUIRED, Config, map_nested, nested_configs, target
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all
+from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, path_names, select
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
@@ -118,6 +119,15 @@ class GroupedOptimizer:
       return []
     at_fault = [name for name, build in self._factories() if not is_elementwise(build, self._weights)]
     return at_fault or [_name(self._config)]
+
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    """Returns, by the path of a slot in the state, which axis of its variable each dimension of it runs along."""
+    axes: dict[Path, tuple[int | None, ...]] = {}
+    for name, (paths, depth) in self._groups.items():
+      layers = jax.tree.map(functools.partial(_without_prefix, depth), _part(self._weights, paths))
+      for path, along in slot_axes(self._build, layers).items():
+        axes[name, *path] = (*range(depth), *(None if axis is None else axis + depth for axis in along))
+    return axes
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
@@ -235,6 +245,10 @@ def is_regularized(weight: WeightHParams) -> bool:
 
 def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
   return select(tree, paths.__contains__)
+
+
+def _without_prefix(depth: int, weight: WeightHParams) -> WeightHParams:
+  return dataclasses.replace(weight, repeat_prefix=weight.repeat_prefix[depth:])
 
 
 def _parameters(config: Config) -> Mapping[str, inspect.Parameter]:

@@ -79,6 +79,18 @@ def looks_at_all(build: Build, weights: NestedDict) -> bool:
   return any(sum(isinstance(m, _Entries) for m in v.marks) > 1 for values in program.values() for v in values)
 
 
+def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
+  """For each slot that runs along its variable, by path: which axis of it each dimension runs along; None for none."""
+  steps = _Reader().steps(build, _map(_variable, weights))
+  axes: dict[Path, tuple[int | None, ...]] = {}
+  if steps is None:
+    return axes
+  for path, (_, slot, _) in steps.slots.items():
+    if slot.owner is not None and slot.owner.path == owner_of(path, steps.arrays):
+      axes[path] = tuple(label[0] if label and len(label) == 1 else None for label in slot.labels)
+  return axes
+
+
 # ---------------------------------------------------------------- variables
 
 
@@ -211,6 +223,14 @@ def _marks(values: Sequence[_Value]) -> frozenset[Mark]:
   return frozenset().union(*(value.marks for value in values))
 
 
+class _Steps(NamedTuple):
+  """What `init` and `update` do: the updates, and each slot by path: the first one, any one, and the one after that."""
+
+  arrays: dict[Path, _Variable]
+  updates: list[_Value]
+  slots: dict[Path, tuple[_Value, _Value, _Value]]
+
+
 # ---------------------------------------------------------------- reading a program
 
 
@@ -228,6 +248,22 @@ class _Reader:
   def program(self, build: Build, variables: NestedDict) -> Program:
     """Returns the updates, and the slots they ever depend on, before the first step and after one; nothing if the
     transformation cannot be traced by itself."""
+    steps, program = self.steps(build, variables), Program()
+    if steps is None:
+      return program
+    for variable, value in zip(steps.arrays.values(), steps.updates):
+      program.setdefault(('update', *variable.path), []).append(self._of(variable, value, is_update=True))
+    used = _marks([value for values in program.values() for value in values])
+    for path, values in steps.slots.items():
+      owner = steps.arrays.get(owner_of(path, steps.arrays) or ())
+      name = _slot_name(path, steps.arrays)
+      if _Slot(name) in used:
+        for kind, value in zip(('first slot', 'slot', 'new slot'), values):
+          program.setdefault((kind, *name), []).append(self._of(owner, value))
+    return program
+
+  def steps(self, build: Build, variables: NestedDict) -> _Steps | None:
+    """Reads `init` and `update`; None if the transformation cannot be traced by itself."""
     arrays = leaves_by_path(variables, is_leaf=_is_variable)
     tree = jax.tree.map(lambda v: v.struct, variables, is_leaf=_is_variable)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -237,30 +273,19 @@ class _Reader:
         scalar, scalar, tree, state, tree
       )
     except Exception:  # A user's code may do anything, when given other variables or less than it needs.
-      return {}
+      return None
     rate, loss = (_Value(self._atom(name), (), ()) for name in ('rate', 'loss'))
     params, grads = ([_Value(self._atom(name), v.shape, v.labels, v) for v in arrays.values()] for name in ('p', 'g'))
-    owners = {path: owner_of(path, arrays) for path in leaves_by_path(state)}
-    names = [_slot_name(path, owner, arrays) for path, owner in owners.items()]
+    paths = list(leaves_by_path(state))
+    names = [_slot_name(path, arrays) for path in paths]
     first = self._run(init, [rate, *params])
-    slots = [
-      value._replace(form=self._atom('slot', name), marks=value.marks | {_Slot(name)})
-      for value, name in zip(first, names)
-    ]
+    slots = [v._replace(form=self._atom('slot', n), marks=v.marks | {_Slot(n)}) for v, n in zip(first, names)]
     while True:  # Until what slots may hold is known: zeros become moments in the first step.
       outputs = self._run(update, [rate, loss, *grads, *slots, *params])
-      before, slots = slots, [self._either(*pair) for pair in zip(slots, outputs[len(grads) :])]
+      updates, after = outputs[: len(grads)], outputs[len(grads) :]
+      before, slots = slots, [self._either(*pair) for pair in zip(slots, after)]
       if before == slots:
-        break
-    program: Program = {}
-    for variable, value in zip(arrays.values(), outputs):
-      program.setdefault(('update', *variable.path), []).append(self._of(variable, value, is_update=True))
-    used = _marks([value for values in program.values() for value in values])
-    for name, owner, new, old in zip(names, owners.values(), outputs[len(grads) :], first):
-      if _Slot(name) in used:
-        for kind, value in (('slot', new), ('first slot', old)):
-          program.setdefault((kind, *name), []).append(self._of(arrays[owner] if owner else None, value))
-    return program
+        return _Steps(arrays, updates, dict(zip(paths, zip(first, slots, after))))
 
   def _of(self, owner: _Variable | None, value: _Value, is_update: bool = False) -> _Value:
     """An output of `owner`; one that runs along another variable is like no other."""
@@ -578,8 +603,9 @@ def _is_variable(x: object) -> bool:
   return isinstance(x, _Variable)
 
 
-def _slot_name(path: Path, owner: Path | None, arrays: Mapping[Path, _Variable]) -> Path:
+def _slot_name(path: Path, arrays: Mapping[Path, _Variable]) -> Path:
   """The path of a slot, with the path of the declaration in place of that of a layer."""
+  owner = owner_of(path, arrays)
   if owner is None:
     return path
   start = next(i for i in range(len(path)) if path[i : i + len(owner)] == owner)

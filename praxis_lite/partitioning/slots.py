@@ -10,31 +10,36 @@ to that parameter's:
     slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
     slot       0.count            ()           ()                  of no parameter: replicated
 
-Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. Given the
-transformation's `init`, it is run on shapes whose dimensions all differ (shapes only, no arrays), and every dimension
-of the state then says which one it comes from. Without it, the names `v_row` and `v_col` of optax's factored RMS are
-known, and otherwise the leftmost match is taken.
+Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. A learner reads it from
+the program of its optimizer's update. Given only the transformation's `init`, that is run on shapes whose dimensions
+all differ (shapes only, no arrays), and every dimension of the state then says which one it comes from, where the later
+of two that were equal counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
+known, and otherwise the leftmost match is taken. A wrong guess would cost communication, never correctness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.partitioning.specs import complete_spec
-from praxis_lite.trees import Path, leaves_by_path, path_names
+from praxis_lite.trees import Path, leaves_by_path, map_with_path
+
+State = TypeVar('State')
+Axes = tuple[int | None, ...]  # Of each dimension of a slot: the dimension of its parameter it runs along, or None.
 
 
 def opt_state_specs(
-  params_struct: Any,
-  params_specs: Any,
-  opt_state_struct: Any,
-  init_fn: Callable[[Any], Any] | None = None,
-) -> Any:
+  params_struct: object,
+  params_specs: object,
+  opt_state_struct: State,
+  init_fn: Callable[..., object] | None = None,
+  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+) -> State:
   """Returns the tree of `opt_state_struct` with a spec of full rank for each array.
 
   Args:
@@ -42,26 +47,32 @@ def opt_state_specs(
     params_specs: the same tree with a PartitionSpec or None for each.
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
     init_fn: `tx.init`; traces dimensions of equal size in factored slots.
+    axes_fn: returns, for slots by path, which dimension of its parameter each of its dimensions runs along, as
+      `learner.bind(weights).slot_axes`; called if some slot is of another shape than its parameter.
   """
   params = leaves_by_path(params_struct)
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
-  origins = _traced_origins(init_fn, params_struct) if init_fn is not None else {}
+  slots = leaves_by_path(opt_state_struct)
+  owners = {path: owner_of(path, params) for path in slots}
+  reduced = [p for p, owner in owners.items() if owner is not None and slots[p].shape not in ((), params[owner].shape)]
+  known = axes_fn() if axes_fn is not None and reduced else {}
+  traced = _traced_axes(init_fn, params_struct) if init_fn is not None and not known.keys() >= {*reduced} else {}
 
-  def spec_of(key_path: Any, slot: Any) -> PartitionSpec:
-    path, rank = path_names(key_path), len(slot.shape)
-    owner = owner_of(path, params)
+  def spec_of(path: Path, slot: jax.ShapeDtypeStruct) -> PartitionSpec:
+    owner, rank = owners[path], len(slot.shape)
     if owner is None or rank == 0:
       return complete_spec(None, rank)
     shape, spec = tuple(params[owner].shape), complete_spec(specs[owner], len(params[owner].shape))
     if tuple(slot.shape) == shape:
       return spec
-    dims = _valid(origins.get(path), slot.shape, shape) or dims_by_size(path, slot.shape, shape)
+    found = (_valid(axes.get(path), slot.shape, shape) for axes in (known, traced))
+    dims = next(filter(None, found), None) or dims_by_size(path, slot.shape, shape)
     return PartitionSpec(*(None if dim is None else spec[dim] for dim in dims))
 
-  return jax.tree_util.tree_map_with_path(spec_of, opt_state_struct)
+  return map_with_path(spec_of, opt_state_struct)
 
 
-def owner_of(path: Path, params: dict[Path, Any]) -> Path | None:
+def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
   """The longest parameter path that `path` ends with, or else ends with but for some indices, as in `mu.w.0`."""
   for end in range(len(path), -1, -1):
     for start in range(end + 1):
@@ -72,8 +83,8 @@ def owner_of(path: Path, params: dict[Path, Any]) -> Path | None:
   return None
 
 
-def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> tuple[int | None, ...]:
-  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for no one.
+def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
+  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for none.
 
   A dimension of size 1 comes from none: it has nothing to split.
   """
@@ -108,37 +119,35 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
   return tuple(found)
 
 
-def _traced_origins(init_fn: Callable[[Any], Any], params_struct: Any) -> dict[Path, tuple[int | None, ...]]:
+def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
   """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct.
 
   Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
-  stays as it is, ties go to the later dimension as before, and dimension 0, over which `init_fn` may be mapped, stays
-  common to the parameters that share it.
+  stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays common to
+  the parameters that share it.
   """
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
-  def distinct(p: Any) -> jax.ShapeDtypeStruct:
+  def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(d if d <= 1 else d * k + i for i, d in enumerate(p.shape)), p.dtype)
 
   probes = jax.tree.map(distinct, params_struct)
   try:
     state = jax.eval_shape(init_fn, probes)
-  except Exception:  # It depends on true sizes, and may say so in any way; what these say without it has to do.
+  except Exception:  # It may depend on true sizes, and raise anything at others: judge by the true shapes alone.
     return {}
   shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
-  origins: dict[Path, tuple[int | None, ...]] = {}
+  axes: dict[Path, Axes] = {}
   for path, slot in leaves_by_path(state).items():
     owner = owner_of(path, shapes)
     if owner is not None:
       sizes = shapes[owner]
-      origins[path] = tuple(sizes.index(s) if s > 1 and s in sizes else None for s in slot.shape)
-  return origins
+      axes[path] = tuple(sizes.index(s) if s > 1 and s in sizes else None for s in slot.shape)
+  return axes
 
 
-def _valid(
-  dims: tuple[int | None, ...] | None, slot_shape: Sequence[int], shape: tuple[int, ...]
-) -> tuple[int | None, ...] | None:
-  """`dims`, if it explains the true shape of the slot: distinct sizes may have changed what the transformation does."""
+def _valid(dims: Axes | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> Axes | None:
+  """`dims`, if they explain the true shape of the slot: with distinct sizes an optimizer may do something else."""
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None
   used = [d for d in dims if d is not None]
