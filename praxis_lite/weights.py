@@ -158,7 +158,7 @@ class WeightHParams:
   def trainable(self) -> bool:
     return WeightHParamsCollection.NON_TRAINABLE not in self.collections
 
-  def repeated(self, times: int, split: Any = None) -> WeightHParams:
+  def repeated(self, times: int, split: object = None) -> WeightHParams:
     """Returns the declaration of `times` such weights stacked along a new leading dimension."""
     return dataclasses.replace(
       self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ import optax
 
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.learning.optimizer import GroupedOptimizer, is_regularized
+from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams
 
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
-SumParts = Callable[[Any], Any]
+SumParts = Callable[[NestedDict], NestedDict]
+
+T = TypeVar('T')
 
 _ON_NONFINITE = ('skip', 'raise', 'ignore')
 
@@ -41,9 +43,9 @@ class LearnerUpdate(NamedTuple):
     finite: whether the step counts; None where it always does.
   """
 
-  mdl_vars: Any
-  opt_states: Any
-  ema_vars: Any
+  mdl_vars: NestedDict
+  opt_states: States
+  ema_vars: NestedDict | None
   stats: dict[str, jax.Array]
   finite: jax.Array | None
 
@@ -188,7 +190,7 @@ class BoundLearner:
 
   # ---------------------------------------------------------------- state
 
-  def init(self, mdl_vars: NestedDict) -> Any:
+  def init(self, mdl_vars: NestedDict) -> States:
     """Returns the first optimizer state: slots for the trained variables only."""
     return self._optimizer.init(self.trained(mdl_vars), self._learner.learning_rate_at(0))
 
@@ -209,11 +211,11 @@ class BoundLearner:
 
   def update(
     self,
-    gradients: Any,
+    gradients: NestedDict,
     loss: jax.Array,
-    mdl_vars: Any,
-    opt_states: Any,
-    ema_vars: Any,
+    mdl_vars: NestedDict,
+    opt_states: States,
+    ema_vars: NestedDict | None,
     step: jax.Array,
     sum_parts: SumParts = lambda sums: sums,
   ) -> LearnerUpdate:
@@ -235,7 +237,7 @@ class BoundLearner:
     rate = learner.learning_rate_at(step)
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    def changed() -> tuple[Any, Any, Any]:
+    def changed() -> tuple[NestedDict, States, NestedDict | None]:
       prepared = self._regularized(self._clipped(gradients, grad_norm, sum_parts), variables)
       updates, new_states = self._optimizer.update(prepared, opt_states, variables, rate, loss)
       new_variables = optax.apply_updates(variables, self._decayed(updates, variables, rate))
@@ -249,7 +251,7 @@ class BoundLearner:
       stats['param_norm'] = _global_norm(new_variables, sum_parts)
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
-  def _clipped(self, gradients: Any, norm: jax.Array, sum_parts: SumParts) -> Any:
+  def _clipped(self, gradients: NestedDict, norm: jax.Array, sum_parts: SumParts) -> NestedDict:
     original = gradients
     if self._learner.clip_gradient_value:
       gradients = jax.tree.map(
@@ -264,7 +266,7 @@ class BoundLearner:
       gradients = jax.tree.map(lambda g: g * (limit / jnp.maximum(norm, limit)).astype(g.dtype), gradients)
     return gradients
 
-  def _regularized(self, gradients: Any, variables: Any) -> Any:
+  def _regularized(self, gradients: NestedDict, variables: NestedDict) -> NestedDict:
     if not self._learner.l2_regularizer_weight:
       return gradients
     return jax.tree.map(
@@ -279,20 +281,20 @@ class BoundLearner:
     limit = self._learner.clip_gradient_single_norm_to_value
     return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
-  def _decayed(self, updates: Any, variables: Any, rate: jax.Array) -> Any:
+  def _decayed(self, updates: NestedDict, variables: NestedDict, rate: jax.Array) -> NestedDict:
     if not self._learner.decoupled_weight_decay:
       return updates
     factor = rate * self._learner.decoupled_weight_decay
     return jax.tree.map(lambda u, v, w: u - factor * v if is_regularized(w) else u, updates, variables, self._declared)
 
-  def _averaged(self, averages: Any, variables: Any, step: jax.Array) -> Any:
+  def _averaged(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
     if averages is None:
       return None
     new = 1.0 - jnp.minimum(self._learner.ema_decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
 
 
-def _if_finite(finite: jax.Array | None, changed: Callable[[], Any], kept: Any) -> Any:
+def _if_finite(finite: jax.Array | None, changed: Callable[[], T], kept: T) -> T:
   """Returns what `changed()` does, or `kept` if the step is not finite.
 
   A branch lets XLA update donated arrays in place. Choosing between old and new element by element would read the old
@@ -309,7 +311,7 @@ def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Arr
   return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True)
 
 
-def _global_norm(tree: Any, sum_parts: SumParts) -> jax.Array:
+def _global_norm(tree: NestedDict, sum_parts: SumParts) -> jax.Array:
   """The norm of all arrays of a tree as one vector, in float32 whatever their dtype."""
   squares = sum_parts(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
   return jnp.sqrt(sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32)))

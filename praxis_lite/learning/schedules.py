@@ -7,7 +7,6 @@ place: `Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,5 +177,5 @@ def _check_positive(schedule: BaseSchedule, *fields: str) -> None:
       raise ConfigError(f'{type(schedule).__name__}.{field}: expected more than 0, got {getattr(schedule, field)}')
 
 
-def _float(step: Any) -> jax.Array:
+def _float(step: jax.Array | int) -> jax.Array:
   return jnp.asarray(step, jnp.float32)
