@@ -69,7 +69,7 @@ class Config(fdl.Config[T], Generic[T]):
   Raises `UnknownFieldError` when a field that the target does not have is set or read.
   """
 
-  def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: Any, **kwargs: Any):
+  def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
     with history.suspend_tracking():
       known = _field_names(fn_or_cls)
       for name in kwargs:
@@ -80,7 +80,7 @@ class Config(fdl.Config[T], Generic[T]):
         if name not in self.__arguments__:
           setattr(self, name, factory())
 
-  def __setattr__(self, name: str, value: Any) -> None:
+  def __setattr__(self, name: str, value: object) -> None:
     with history.suspend_tracking():
       try:
         super().__setattr__(name, value)
@@ -121,18 +121,18 @@ class Config(fdl.Config[T], Generic[T]):
   def _unknown(self, name: str) -> UnknownFieldError:
     return UnknownFieldError(_unknown_field(target(self), name, _field_names(target(self)) or ()))
 
-  def set(self, **fields: Any) -> Self:
+  def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""
     for name, value in fields.items():
       setattr(self, name, value)
     return self
 
-  def clone(self, **fields: Any) -> Self:
+  def clone(self, **fields: object) -> Self:
     """Returns an independent copy, with `fields` set in it."""
     with history.suspend_tracking():
       return copy.deepcopy(self).set(**fields)
 
-  def instantiate(self, **fields: Any) -> T:
+  def instantiate(self, **fields: object) -> T:
     """Calls the target with the fields of this config, overridden by `fields`. See `instantiate`."""
     return instantiate(self, **fields)
 
@@ -144,12 +144,12 @@ class Configurable:
   Each subclass becomes a keyword-only dataclass. Configs in its fields reach it unbuilt.
   """
 
-  def __init_subclass__(cls, **kwargs: Any) -> None:
+  def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)
     dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
 
 
-def template(fn_or_cls: Callable[..., Any], /, **fields: Any) -> Any:
+def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
   """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
 
   `fn_or_cls` may be a `Config` too: the default is then a clone of it.
@@ -160,7 +160,7 @@ def template(fn_or_cls: Callable[..., Any], /, **fields: Any) -> Any:
   return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **fields))
 
 
-def instantiate(config: Config[T], **fields: Any) -> T:
+def instantiate(config: Config[T], **fields: object) -> T:
   """Calls a config's target with its fields.
 
   Configs nested in the fields are passed on unbuilt (as copies) to a `Configurable`, which builds its templates itself;
@@ -259,7 +259,7 @@ def _values(config: Config, arguments: Mapping[Any, Any]) -> dict[str | int, Any
   return values
 
 
-def _copy_nested(value: Any) -> Any:
+def _copy_nested(value: object) -> object:
   if isinstance(value, Config):
     return value.clone()
   if isinstance(value, (list, dict)):

@@ -34,7 +34,7 @@ _ALL = '*'
 _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
 
 
-def apply_overrides(root: Any, overrides: Iterable[str]) -> Any:
+def apply_overrides(root: object, overrides: Iterable[str]) -> object:
   """Applies overrides in place, in order, so that the last of several to one path wins. Returns `root`.
 
   Args:
@@ -53,7 +53,7 @@ def apply_overrides(root: Any, overrides: Iterable[str]) -> Any:
   return root
 
 
-def set_by_path(root: Any, path: str, value: Any) -> None:
+def set_by_path(root: object, path: str, value: object) -> None:
   """Sets the field, dict key or index at `path` to `value`, checked as `apply_overrides` does.
 
   Args:
@@ -68,7 +68,7 @@ def set_by_path(root: Any, path: str, value: Any) -> None:
   _set(root, _parsed_path(path), value)
 
 
-def get_by_path(root: Any, path: str) -> Any:
+def get_by_path(root: object, path: str) -> object:
   """Returns what is at `path`; where nothing is set, the default. To change it use `set_by_path`.
 
   Raises:
@@ -115,12 +115,12 @@ class _Slot(NamedTuple):
 
   key: Any
   path: str
-  hint: Any
-  value: Any
+  hint: object
+  value: object
   is_new: bool = False
 
 
-def _slot(container: Any, segment: str | int, path: str, hint: Any) -> _Slot:
+def _slot(container: object, segment: str | int, path: str, hint: object) -> _Slot:
   """Returns the place that `segment` names in the container at `path`, which is annotated with `hint`."""
   if isinstance(container, Config):
     return _field_slot(container, segment, path)
@@ -152,7 +152,7 @@ def _field_slot(config: Config, segment: str | int, path: str) -> _Slot:
   return _Slot(name, child_path(path, name), field_type_hints(target).get(name, Any), value)
 
 
-def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path: str, hint: Any) -> _Slot:
+def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path: str, hint: object) -> _Slot:
   names: tuple[str, ...] = getattr(container, '_fields', ())
   size = len(container)
   if segment in names:
@@ -170,7 +170,7 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
   return _Slot(index, child_path(path, index), _entry_hint(hint, 0, index), container[index])
 
 
-def _entry_hint(hint: Any, argument: int, index: int = 0) -> Any:
+def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
   """The annotation of the entries of a container annotated with `hint`, as far as it says."""
   for member in members_of(hint):
     origin, arguments = typing.get_origin(member), typing.get_args(member)
@@ -181,7 +181,7 @@ def _entry_hint(hint: Any, argument: int, index: int = 0) -> Any:
   return Any
 
 
-def _unknown_field(target: Any, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
+def _unknown_field(target: object, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
   what = getattr(target, '__qualname__', str(target))
   close = did_you_mean(str(segment), [*names, *(n.removesuffix('_tpl') for n in names if n.endswith('_tpl'))])
   where = f'{path} ({what})' if path else what
@@ -203,7 +203,7 @@ def _shown(segment: str | int) -> str:
 # -------------------------------------------------------------------- setting
 
 
-def _set(root: Any, segments: list[str | int], value: Any) -> None:
+def _set(root: object, segments: list[str | int], value: object) -> None:
   if not isinstance(root, dict):
     _put(root, segments, value, '', Any)
     return
@@ -219,7 +219,7 @@ def _set(root: Any, segments: list[str | int], value: Any) -> None:
     _put(slot.value, segments[1:], value, slot.path, Any)
 
 
-def _put(container: Any, segments: list[str | int], value: Any, path: str, hint: Any) -> Any:
+def _put(container: object, segments: list[str | int], value: object, path: str, hint: object) -> Any:
   """Returns `container` with `value` put at `segments` below it: itself if it is a config, otherwise a changed copy."""
   if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
     container = {}  # The first entry of a dict that is not there yet.
@@ -237,7 +237,7 @@ def _put(container: Any, segments: list[str | int], value: Any, path: str, hint:
   return _with(container, slot, new)
 
 
-def _with(container: Any, slot: _Slot, value: Any) -> Any:
+def _with(container: Any, slot: _Slot, value: object) -> object:
   if isinstance(container, Config):
     setattr(container, slot.key, value)
     return container
@@ -252,7 +252,7 @@ def _with(container: Any, slot: _Slot, value: Any) -> Any:
     raise ConfigError(f'{slot.path}: {error}') from None
 
 
-def _fitted(value: Any, slot: _Slot, hint: Any) -> Any:
+def _fitted(value: object, slot: _Slot, hint: object) -> Any:
   try:
     new = fit(value, hint, slot.value)
   except UserError as error:

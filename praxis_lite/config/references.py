@@ -17,14 +17,16 @@ import os
 import re
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeGuard
 
 from praxis_lite.errors import UserError, did_you_mean
 
 _REFERENCE = re.compile(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*([.:][A-Za-z_]\w*)(\.[A-Za-z_]\w*)*')
 
 
-def is_named(value: object) -> bool:
+def is_named(value: object) -> TypeGuard[Callable[..., object]]:
   """Whether `value` is a function, class or other callable that carries a name of its own."""
   return callable(value) and isinstance(getattr(value, '__name__', None), str)
 
@@ -34,7 +36,7 @@ def looks_like_reference(text: str) -> bool:
   return _REFERENCE.fullmatch(text) is not None
 
 
-def reference(value: Any) -> str:
+def reference(value: object) -> str:
   """Returns `module:qualname` of a function or class.
 
   Raises:
@@ -51,7 +53,7 @@ def reference(value: Any) -> str:
   return f'{module}:{name}'
 
 
-def dotted_name(value: Any) -> str:
+def dotted_name(value: object) -> str:
   """Returns `module.qualname` of a function or class, without the module for builtins."""
   module, name = _module_and_name(value)
   return name if module in ('builtins', '') else f'{module}.{name}'
@@ -83,7 +85,7 @@ class MissingModuleError(UserError):
   """There is no module of that name."""
 
 
-def import_module(name: str) -> Any:
+def import_module(name: str) -> ModuleType:
   """Imports a module.
 
   Raises:
@@ -132,7 +134,7 @@ def _is_library(file: str) -> bool:
   )
 
 
-def _attribute(module: Any, name: str, text: str) -> Any:
+def _attribute(module: object, name: str, text: str) -> object:
   value = module
   for part in name.split('.'):
     if not hasattr(value, part):
@@ -142,7 +144,7 @@ def _attribute(module: Any, name: str, text: str) -> Any:
   return value
 
 
-def _module_and_name(value: Any) -> tuple[str, str]:
+def _module_and_name(value: object) -> tuple[str, str]:
   owner = getattr(value, '__self__', None)
   if inspect.ismethod(value) and isinstance(owner, type):  # A class method, perhaps inherited.
     module, name = _module_and_name(owner)
@@ -169,14 +171,14 @@ def _public_module(module: str, name: str) -> str:
   return min(exporting, key=lambda m: (m.count('.'), m), default=module)
 
 
-def _lookup(module: Any, name: str) -> Any:
+def _lookup(module: object, name: str) -> object:
   value = module
   for part in name.split('.'):
     value = getattr(value, part, None)
   return value
 
 
-def _is_same(found: Any, value: Any) -> bool:
+def _is_same(found: object, value: object) -> bool:
   return found is value or (inspect.ismethod(value) and found == value)
 
 

@@ -20,7 +20,7 @@ import functools
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fiddle as fdl
@@ -36,7 +36,7 @@ _ADDRESS = re.compile(r' at 0x[0-9a-f]+')
 _MAX_ARRAY_ENTRIES = 16
 
 
-def to_text(config: Any, name: str = '') -> str:
+def to_text(config: object, name: str = '') -> str:
   """Returns the dump of a config, or of a dict or list of configs: lines joined by newlines, without one at the end.
 
   Args:
@@ -46,7 +46,7 @@ def to_text(config: Any, name: str = '') -> str:
   return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True))
 
 
-def diff(old: Any, new: Any, name: str = '') -> list[str]:
+def diff(old: object, new: object, name: str = '') -> list[str]:
   """Returns the differences of two configs, a line each, in the order of the dumps; equal configs have none.
 
   task.model.num_layers: 6 -> 8          changed: a value, or the class of a config
@@ -109,7 +109,7 @@ def format_value(value: Any) -> str:
   return ' '.join(_ADDRESS.sub('', repr(value)).split())
 
 
-def dtype_name(value: Any) -> str | None:
+def dtype_name(value: object) -> str | None:
   """Returns the name of a dtype, spelt as `jnp.float32`, `np.float32` or `np.dtype('float32')`; None for all else."""
   import numpy as np
 
@@ -139,9 +139,9 @@ def _line(path: str, entry: _Entry) -> str:
   return f'{path}: {entry.text}' if entry.is_config else f'{path} = {entry.text}'
 
 
-def _entries(value: Any, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
+def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
   """Yields (path, right side) of the lines of `value`."""
-  children: Any
+  children: object
   if isinstance(value, Config):
     yield path, _Entry(dotted_name(fdl.get_callable(value)), True)
     children = config_values(value).items()
@@ -160,7 +160,7 @@ def _is_plain_key(key: object) -> bool:
   return isinstance(key, str) and _IDENTIFIER.fullmatch(key) is not None
 
 
-def _holds_config(value: Any) -> bool:
+def _holds_config(value: object) -> bool:
   if isinstance(value, Config):
     return True
   if isinstance(value, dict):
@@ -180,7 +180,7 @@ def _merged(old: list[str], new: list[str]) -> list[str]:
   return list(merged | dict.fromkeys(old))
 
 
-def _joined(values: Any) -> str:
+def _joined(values: Iterable[object]) -> str:
   return ', '.join(map(format_value, values))
 
 
