@@ -1,9 +1,9 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later.
 
 `Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that
-nested hyperparameters can be edited at once; a misspelt field names its nearest neighbour; and `instantiate` leaves the
-configs nested in a `Configurable` unbuilt, because they are templates that the object builds itself, once it knows what
-to fill in.
+nested hyperparameters can be edited at once; the error about a misspelt field suggests the nearest name; and
+`instantiate` does not build the configs nested in a `Configurable`: they are templates that the object builds itself,
+once it knows what to fill in.
 
     class FeedForward(Layer):
       hidden_dims: int = REQUIRED
@@ -13,7 +13,7 @@ to fill in.
     ff.norm_tpl.epsilon = 1e-5
     layer = ff.instantiate()
 
-Editing by path is in `overrides.py`, text dumps and diffs in `config_text.py`, JSON in `config_json.py`.
+Editing by path is in `overrides.py`, text dumps and diffs in `text.py`, JSON in `json.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar('T')
 
 
 class _Required:
-  """The value of a field that must be set. Any use of it as a value raises `ConfigError`."""
+  """The value of a required field that is not set. Using it as a value raises `ConfigError`."""
 
   def __repr__(self) -> str:
     return 'REQUIRED'
@@ -66,7 +66,7 @@ REQUIRED: Any = _Required()
 class Config(fdl.Config[T], Generic[T]):
   """The arguments of a future call of a class or function, editable as attributes.
 
-  Raises `UnknownFieldError` when a field that the target does not have is set or read.
+  Setting or reading a field that the target does not have raises `UnknownFieldError`.
   """
 
   def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
@@ -105,7 +105,7 @@ class Config(fdl.Config[T], Generic[T]):
           setattr(self, name, factory())
 
   def __eq__(self, other: object) -> bool:
-    """Whether both would make the same call, defaults included. One pass, where Fiddle's grows with the depth."""
+    """Whether both would make the same call, defaults included. Takes one pass; Fiddle's takes more with each level."""
     if self is other:
       return True
     if not isinstance(other, Config):

@@ -32,9 +32,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import fiddle as fdl
-
-from praxis_lite.config import REQUIRED, Config, Configurable
+from praxis_lite.config import REQUIRED, Config, Configurable, target
 from praxis_lite.config.references import import_reference, is_named, reference
 from praxis_lite.config.text import child_path
 from praxis_lite.errors import ConfigError, UserError
@@ -131,7 +129,7 @@ def _encode_other(value: Any, path: str) -> object:
 
 
 def _encode_config(config: Config, path: str) -> dict[str, Any]:
-  encoded: dict[str, Any] = {'$config': _reference(fdl.get_callable(config), path)}
+  encoded: dict[str, Any] = {'$config': _reference(target(config), path)}
   positional = {str(k): _encode(v, child_path(path, k)) for k, v in config.__arguments__.items() if isinstance(k, int)}
   if positional:
     encoded['$args'] = positional
@@ -199,11 +197,11 @@ def _decode_all(encoded: list[Any], path: str) -> list[Any]:
 
 
 def _decode_config(encoded: dict[str, Any], path: str) -> Config:
-  target = _imported(encoded['$config'], path)
+  fn_or_cls = _imported(encoded['$config'], path)
   fields = {k: _decode(v, child_path(path, k)) for k, v in encoded.items() if not k.startswith('$')}
   positional = {int(k): _decode(v, child_path(path, int(k))) for k, v in encoded.get('$args', {}).items()}
   try:
-    config: Config = Config(target, **fields)
+    config: Config = Config(fn_or_cls, **fields)
   except UserError as error:
     raise ConfigError(f'{path or "config"}: {error}') from None
   if positional:

@@ -1,8 +1,8 @@
 """References: functions and classes by name, as config dumps, JSON, overrides and the registry write them.
 
-    reference(jax.nn.gelu)                    'jax.nn:gelu'        imports back to the same object, or raises
+    reference(jax.nn.gelu)                    'jax.nn:gelu'        can be imported to the same object, or raises
     dotted_name(jax.nn.gelu)                  'jax.nn.gelu'        for people; never raises
-    import_reference('jax.nn.gelu')           the function         both spellings are read
+    import_reference('jax.nn.gelu')           the function         takes both spellings
 
 Libraries define much of what they export in private modules (`jax._src.nn.functions`), which move between releases. The
 public module that exports the object is named instead, so that dumps and files outlive an upgrade.

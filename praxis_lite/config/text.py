@@ -7,9 +7,9 @@
     task.train.inputs_split_mapping.map_2d = ('data', None)
     datasets[0].batch_size = 12
 
-Fields stand in the order of their declaration, defaults included, so that a golden file notices a changed default; the
-keys of a dict are sorted, but for those of the root. Each line says where it is, so a line diff needs no context. What
-stands left of `=` is the path that `overrides.py` takes.
+Fields are in the order of their declaration, defaults included, so that a golden file shows a changed default; the keys
+of a dict are sorted, except those of the root. Each line has its full path, so a line diff needs no context. The left
+side of `=` is the path that `overrides.py` takes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fiddle as fdl
-
-from praxis_lite.config import REQUIRED, Config, config_values
+from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.references import dotted_name, is_named
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ def child_path(path: str, key: str | int) -> str:
 
 
 def format_value(value: Any) -> str:
-  """Returns `value` on one line, the same in every process."""
+  """Returns `value` on one line; the text is the same in every process."""
   kind = type(value)
   if kind in _PLAIN or value is REQUIRED:
     return repr(value)
@@ -90,7 +88,7 @@ def format_value(value: Any) -> str:
     return f'{kind.__name__}({", ".join(sorted(map(format_value, value)))})'
   if isinstance(value, Config):
     fields = ', '.join(f'{k}={format_value(v)}' for k, v in value.__arguments__.items())
-    return f'Config({dotted_name(fdl.get_callable(value))}{", " if fields else ""}{fields})'
+    return f'Config({dotted_name(target(value))}{", " if fields else ""}{fields})'
   if (dtype := dtype_name(value)) is not None:
     return dtype
   if isinstance(value, functools.partial):
@@ -143,7 +141,7 @@ def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[
   """Yields (path, right side) of the lines of `value`."""
   children: object
   if isinstance(value, Config):
-    yield path, _Entry(dotted_name(fdl.get_callable(value)), True)
+    yield path, _Entry(dotted_name(target(value)), True)
     children = config_values(value).items()
   elif type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
     children = value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0]))

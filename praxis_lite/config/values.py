@@ -1,9 +1,9 @@
 """Values of overrides: from text to a value, and from a value to one that fits the annotation of its field.
 
-Text is read as a Python literal, where names inside containers may lose their quotes: `(data, mdl)` is
-`('data', 'mdl')`. Text that is no literal is a string. `fit` then makes the value one of the annotated type, as far as
-that loses nothing: an int for a float, a list for a tuple, the name of an enum's member, and the name of a class for a
-config or callable, which is imported.
+Text is read as a Python literal, in which names inside containers need no quotes: `(data, mdl)` is `('data', 'mdl')`.
+Text that is not a literal is a string. `fit` then converts the value to the annotated type where nothing is lost: an
+int to a float, a list to a tuple, a name to an enum's member, and the name of a class, which is imported, to a config
+or callable.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fit(value: object, hint: object, current: object) -> object:
 
 
 def describe(value: object) -> str:
-  """Returns how messages show a value: itself, and its type."""
+  """Returns a value as messages show it, with its type."""
   return 'None' if value is None else f'{format_value(value)} ({type(value).__name__})'
 
 
@@ -165,7 +165,7 @@ def _config_of(target: object) -> Config:
 
 
 def _convert(value: Any, hint: Any) -> object:
-  """Returns `value` in the type of `hint`; raises MismatchError if that cannot be."""
+  """Returns `value` converted to the type `hint`; raises MismatchError if it cannot be converted."""
   members = members_of(hint)
   if Any in members:
     return value
@@ -191,7 +191,7 @@ def _convert(value: Any, hint: Any) -> object:
 
 
 _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy's are registered as these.
-# A string is one, of its letters, and never meant as one.
+# A string is a sequence too, of its letters, but never given as one.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
 
