@@ -63,25 +63,31 @@ def is_stackable(build: Build, weights: NestedDict) -> bool:
     weights: declarations of the variables it updates.
   """
   reader = _Reader()
-  return _alike(reader.program(build, _map(_stack, weights)), reader.program(build, _map(_layers, weights)))
+  two = reader.program(build, map_with_path(_two_layers, weights))
+  return _alike(two, reader.program(build, map_with_path(_list_of_two, weights))) and _alike(
+    two, reader.program(build, map_with_path(_stack, weights))
+  )
 
 
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
   """Whether a transformation does to parts of variables what it does to the whole. One that draws noise does not."""
   reader = _Reader()
-  whole, part = (reader.program(build, _map(_variable, weights)), reader.program(build, _map(_resized, weights)))
+  whole, part = (
+    reader.program(build, map_with_path(_variable, weights)),
+    reader.program(build, map_with_path(_resized, weights)),
+  )
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
 def looks_at_all(build: Build, weights: NestedDict) -> bool:
   """Whether what a transformation does to a variable, or to a layer, depends on sums over several."""
-  program = _Reader().program(build, _map(_layers, weights))
+  program = _Reader().program(build, map_with_path(_list_of_two, weights))
   return any(sum(isinstance(m, _Entries) for m in v.marks) > 1 for values in program.values() for v in values)
 
 
 def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
   """For each slot that runs along its variable, by path: which axis of it each dimension runs along; None for none."""
-  steps = _Reader().steps(build, _map(_variable, weights))
+  steps = _Reader().steps(build, map_with_path(_variable, weights))
   axes: dict[Path, tuple[int | None, ...]] = {}
   if steps is None:
     return axes
@@ -120,10 +126,6 @@ class _Variable(NamedTuple):
     return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
-def _map(variables_of: Callable[[Path, WeightHParams], _Variable | list[_Variable]], weights: NestedDict) -> NestedDict:
-  return map_with_path(variables_of, weights)
-
-
 def _variable(path: Path, weight: WeightHParams) -> _Variable:
   return _Variable(path, (0,), weight.full_shape, weight.as_struct().dtype)
 
@@ -135,12 +137,17 @@ def _resized(path: Path, weight: WeightHParams) -> _Variable:
 
 
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
-  """The variable with two layers along each dimension of the stack."""
+  """The variable as a stack of layers. However many there are, they are called as those of `_two_layers`."""
   depth = len(weight.repeat_prefix)
-  return _Variable(path, tuple(range(2**depth)), (2,) * depth + weight.shape, weight.as_struct().dtype, depth)
+  return _Variable(path, tuple(range(2**depth)), weight.full_shape, weight.as_struct().dtype, depth)
 
 
-def _layers(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
+def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
+  """The variable with two layers along each dimension of the stack."""
+  return _stack(path, weight)._replace(shape=(2,) * len(weight.repeat_prefix) + weight.shape)
+
+
+def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
   """A list of these layers."""
   stack = _stack(path, weight)
   layers = [stack._replace(layers=(i,), shape=weight.shape, depth=0) for i in stack.layers]
