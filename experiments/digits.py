@@ -1,8 +1,6 @@
-"""Handwritten digits: the 1,797 images of 8 x 8 pixels that scikit-learn ships (`pip install praxis_lite[digits]`)."""
+"""Handwritten digits: the 1,797 images of 8 x 8 pixels included in scikit-learn (`pip install praxis_lite[digits]`)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +12,8 @@ from praxis_lite.experiment import BaseExperiment
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import BatchNorm, ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel
-from tasks.image_classification import ImageClassificationTask
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.image_classification import ImageClassificationTask
+from praxis_lite.tasks.learners import adamw_learner
 
 _NUM_TRAIN = 1437  # Four fifths; the rest is for validation.
 
@@ -25,7 +23,9 @@ def digits(split: str) -> dict[str, np.ndarray]:
   try:
     from sklearn import datasets
   except ImportError:
-    raise DataError('the digits come with scikit-learn, which is missing: pip install praxis_lite[digits]') from None
+    raise DataError(
+      'the digits dataset is part of scikit-learn, which is not installed: pip install praxis_lite[digits]'
+    ) from None
   images, labels = datasets.load_digits(return_X_y=True)
   order = np.random.Generator(np.random.PCG64(0)).permutation(len(labels))
   rows = order[:_NUM_TRAIN] if split == 'train' else order[_NUM_TRAIN:]
@@ -52,7 +52,7 @@ class _Digits(BaseExperiment):
 
 @registry.register
 class DigitsMlp(_Digits):
-  """Digits by an MLP of one hidden layer; a few seconds on a CPU."""
+  """Digits, classified by an MLP of one hidden layer; trains in seconds on a CPU."""
 
   def network(self) -> Config:
     return Config(Mlp, input_dims=64, hidden_dims=(128,))
@@ -60,23 +60,23 @@ class DigitsMlp(_Digits):
 
 @registry.register
 class DigitsConvNet(_Digits):
-  """Digits by a small convolutional network with batch norm."""
+  """Digits, classified by a small convolutional network with batch norm."""
 
   def network(self) -> Config:
-    # A run is 500 steps: averages over some hundreds of steps would still hold what the first ones saw.
+    # A run has only 500 steps: averages over hundreds of steps would still include the first ones.
     return Config(ConvNet, input_channels=1, channels=(16, 32), norm_tpl=Config(BatchNorm, decay=0.9))
 
 
 @registry.register
 class DigitsMlpSharded(DigitsMlp):
-  """Digits on 8 devices, the batch and the hidden layer split; neither 10 classes nor a batch of 50 divide."""
+  """Digits, batch and hidden layer split over 8 devices; 10 classes and a batch of 50 are padded."""
 
   batch_size = 50
   ici_mesh_shape = (2, 4)
   mesh_axis_names = ('data', 'mdl')
 
   def network(self) -> Config:
-    network: Any = super().network().set(hidden_dims=(126,))
+    network = super().network().set(hidden_dims=(126,))
     network.linear_tpl.weight_split_dims_mapping.wt = ('data', 'mdl')
     network.linear_tpl.activation_split_dims_mapping.out = ('data', 'mdl')
     return network
@@ -89,11 +89,11 @@ class DigitsMlpSharded(DigitsMlp):
 
 
 class _Digits8(_Digits):
-  """A wider, regularized MLP in bfloat16 on 8 devices, in 4 microbatches; its subclasses differ in communication.
+  """A wider MLP with dropout in bfloat16, on 8 devices in 4 microbatches; subclasses differ in communication.
 
   Attributes:
-    strategy: of the task; None replicates all weights: data parallel.
-    partitioning: of the task.
+    strategy: `strategy` of the task; None replicates all weights.
+    partitioning: `partitioning` of the task.
   """
 
   ici_mesh_shape = (8,)
@@ -112,13 +112,13 @@ class _Digits8(_Digits):
     return task.set(strategy=self.strategy, partitioning=self.partitioning)
 
 
-# Weights and biases of more than about 1 KiB: all but the bias of the classes.
+# Splits variables of more than about 1 KiB: all but the bias of the last layer.
 _FULLY_SHARDED = [('.*', 'fsdp(axis="data", min_size_to_shard_mb=0.001)')]
 
 
 @registry.register
 class DigitsDataParallel(_Digits8):
-  """Digits, data parallel: weights are whole on each device, gradients are all-reduced where XLA puts it."""
+  """Digits, data parallel: weights are replicated, and XLA inserts the all-reduces of gradients."""
 
 
 @registry.register
@@ -130,14 +130,14 @@ class DigitsDataParallelExplicit(_Digits8):
 
 @registry.register
 class DigitsFullySharded(_Digits8):
-  """Digits, fully sharded: each device holds an eighth of weights and slots, which XLA gathers as it sees fit."""
+  """Digits, fully sharded: each device stores an eighth of the weights and slots; XLA inserts the all-gathers."""
 
   strategy = _FULLY_SHARDED
 
 
 @registry.register
 class DigitsFullyShardedExplicit(_Digits8):
-  """Digits, fully sharded through `shard_map`: layers gather their weights, and reduce-scatter the gradients."""
+  """Digits, fully sharded through `shard_map`: layers gather their weights and reduce-scatter the gradients."""
 
   strategy = _FULLY_SHARDED
   partitioning = 'shard_map'

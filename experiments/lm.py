@@ -1,20 +1,17 @@
 """Byte-level language models on the source of the Python standard library, and on text of your own.
 
-The library that the running interpreter ships is real text that is always there: about 10 MB, split by file into
-training and validation.
+The source of the installed standard library needs no download: about 10 MB, split by file into training and validation.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from praxis_lite import registry
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.experiment import BaseExperiment
 from praxis_lite.inputs import ByteTokenizer, SyntheticLMInput, TextInput, stdlib_files
 from praxis_lite.models import set_sharding, transformer_lm
-from tasks.language_modelling import LanguageModelTask
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.language_modelling import LanguageModelTask
+from praxis_lite.tasks.learners import adamw_learner
 
 
 class _ByteLm(BaseExperiment):
@@ -23,8 +20,8 @@ class _ByteLm(BaseExperiment):
   seq_len = 256
   batch_size = 8
 
-  def text(self, split: str) -> Any:
-    """Where the text of a split is: what `TextInput.path` takes."""
+  def text(self, split: str) -> Config | str:
+    """Returns the value of `TextInput.path` for a split."""
     return Config(stdlib_files, split=split)
 
   def datasets(self) -> list[Config]:
@@ -35,7 +32,7 @@ class _ByteLm(BaseExperiment):
   def model(self) -> Config:
     model = transformer_lm(vocab_size=256, model_dims=128, num_layers=4, num_heads=4)
     model.lm_tpl.transformer_tpl.unroll = 4  # A loop of four small layers costs more than it saves.
-    # Positions beyond seq_len are not trained, so samples end before.
+    # Positions beyond seq_len are not trained, so samples must be shorter.
     model.decoder_tpl.set(max_decode_steps=220, temperature=0.5)
     return model.set(tokens_are_bytes=True, packed=False)
 
@@ -54,7 +51,7 @@ class StdlibLm(_ByteLm):
 
 @registry.register
 class TextLm(_ByteLm):
-  """The same on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
+  """A model as small as StdlibLm on your own text files: --set 'datasets[*].path=my_texts/*.txt'."""
 
   def datasets(self) -> list[Config]:
     train, validation = super().datasets()
@@ -62,14 +59,14 @@ class TextLm(_ByteLm):
 
 
 class _ShardedByteLm(_ByteLm):
-  """The same over 8 devices; 259 ids, 126 model dims, 341 hidden dims, 3 heads and a batch of 12 do not divide."""
+  """The same for 8 devices, with sizes to pad: 259 ids, 126 model dims, 341 hidden dims, 3 heads, a batch of 12."""
 
   seq_len = 128
   batch_size = 12
   mesh_axis_names = ('replica', 'data', 'mdl')
 
   def datasets(self) -> list[Config]:
-    # Begin, end and padding get ids of their own, above the bytes.
+    # The ids of begin, end and padding follow those of the bytes.
     tokenizer = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
     return [d.set(tokenizer_tpl=tokenizer) for d in super().datasets()]
 
@@ -85,14 +82,14 @@ class _ShardedByteLm(_ByteLm):
 
 @registry.register
 class StdlibLmData(_ShardedByteLm):
-  """Data parallel over 8 devices: each has all weights and a part of the batch."""
+  """Data parallel over 8 devices: weights are replicated, the batch is split."""
 
   ici_mesh_shape = (8, 1, 1)
 
 
 @registry.register
 class StdlibLmFsdp(_ShardedByteLm):
-  """Fully sharded over 8 devices: each has a part of every weight and of the batch."""
+  """Fully sharded over 8 devices: every weight and the batch are split."""
 
   ici_mesh_shape = (1, 8, 1)
 
@@ -106,7 +103,7 @@ class StdlibLmTensor(_ShardedByteLm):
 
 @registry.register
 class StdlibLmMixed(_ShardedByteLm):
-  """Replicas, fully sharded and tensor parallel at once, on a 2 x 2 x 2 mesh."""
+  """Replicated, fully sharded and tensor parallel at once, on a 2 x 2 x 2 mesh."""
 
   ici_mesh_shape = (2, 2, 2)
 
@@ -131,15 +128,15 @@ class _Tiny(_ByteLm):
 
 @registry.register
 class StdlibLmTiny(_Tiny):
-  """For tests and first tries: a model of 10,000 parameters on the standard library, 20 steps."""
+  """For tests and first tries: 13,000 parameters, 20 steps on the source of the standard library."""
 
-  def text(self, split: str) -> Any:
+  def text(self, split: str) -> Config | str:
     return Config(stdlib_files, split=split, max_bytes=200_000)
 
 
 @registry.register
 class SyntheticLmTiny(_Tiny):
-  """For tests: the tiny model on sequences that count, split unevenly where there is a mesh; needs no files."""
+  """For tests: the tiny model on counting sequences, with sizes that most meshes have to pad; reads no files."""
 
   mesh_axis_names = ('replica', 'data', 'mdl')
 

@@ -1,4 +1,4 @@
-"""Language models of published sizes, with the meshes and splits one would begin with. Their data is text of your own.
+"""Language models of published sizes, with meshes and shardings to start from. They train on your own text.
 
   praxis-lite show --exp=lm_sizes.Llama8B
   praxis-lite train --exp=lm_sizes.Gpt2Small --job_log_dir=runs/gpt2 --set 'datasets[*].path=my_texts/*.txt' \\
@@ -14,8 +14,8 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.experiment import BaseExperiment
 from praxis_lite.inputs import SentencePieceTokenizer, TextInput
 from praxis_lite.models import set_sharding, transformer_lm
-from tasks.language_modelling import LanguageModelTask
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.language_modelling import LanguageModelTask
+from praxis_lite.tasks.learners import adamw_learner
 
 
 class _PublishedSize(BaseExperiment):
@@ -56,7 +56,7 @@ class Gpt2Small(_PublishedSize):
 
 @registry.register
 class Gpt2Xl(_PublishedSize):
-  """GPT-2, 1.5B parameters, fully sharded over 8 devices; 25 heads and 50,257 words divide by nothing."""
+  """GPT-2, 1.5B parameters, fully sharded over 8 devices; 25 heads and 50,257 tokens are padded."""
 
   ici_mesh_shape = (1, 8, 1)
   batch_size = 64

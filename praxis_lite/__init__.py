@@ -13,7 +13,7 @@ if TYPE_CHECKING:
   from praxis_lite import registry
   from praxis_lite.config import REQUIRED, Config, template
   from praxis_lite.experiment import BaseExperiment
-  from praxis_lite.layer import Layer
+  from praxis_lite.layer import ActivationSplit, Layer, SplitMapping, WeightSplit
   from praxis_lite.learning import Learner
   from praxis_lite.models import BaseModel
   from praxis_lite.runtime import simulate_cpu_devices
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = [
   'REQUIRED',
+  'ActivationSplit',
   'BaseExperiment',
   'BaseModel',
   'Config',
   'Layer',
   'Learner',
   'SingleTask',
+  'SplitMapping',
   'WeightHParams',
   'WeightInit',
+  'WeightSplit',
   'partition_spmd_model',
   'registry',
   'simulate_cpu_devices',
@@ -39,6 +42,7 @@ __all__ = [
 
 _MODULES = {
   'REQUIRED': 'config',
+  'ActivationSplit': 'layer',
   'BaseExperiment': 'experiment',
   'BaseModel': 'models',
   'Config': 'config',
@@ -46,7 +50,9 @@ _MODULES = {
   'Learner': 'learning',
   'SingleTask': 'task',
   'WeightHParams': 'weights',
+  'SplitMapping': 'layer',
   'WeightInit': 'weights',
+  'WeightSplit': 'layer',
   'partition_spmd_model': 'training',
   'simulate_cpu_devices': 'runtime',
   'template': 'config',

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.partitioning.specs import Placement
 from praxis_lite.trees import NestedDict, Path, inserted, lookup, merge, path_name
 from praxis_lite.weighted import WeightedScalars, mean_of_means
 
@@ -61,17 +61,17 @@ class Constraint(NamedTuple):
   """A sharding constraint that a layer has put on an array.
 
   Attributes:
-    field: the field that gives it, as in 'lm.softmax.activation_split_dims_mapping.out'.
-    mapping: its value, as written in the config.
-    spec: the PartitionSpec that it stands for; None leaves the array to the compiler.
+    field: the field of the layer that names the array, as in 'lm.softmax.activation_split_dims_mapping.out'.
+    placement: how the array is split, and why; None leaves it to the compiler.
     shape, dtype: of the array.
+    manual_axes: mesh axes along which the array is one device's part, and which the constraint leaves alone.
   """
 
   field: str
-  mapping: Any
-  spec: PartitionSpec | None
+  placement: Placement | None
   shape: tuple[int, ...]
   dtype: jnp.dtype
+  manual_axes: frozenset[str] = frozenset()
 
 
 def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class UserError(ValueError):
@@ -39,6 +39,13 @@ def located(path: str) -> Iterator[None]:
   except UserError as error:
     error.args = (f'{path}: {error}',)
     raise
+
+
+def check_choice(where: str, value: object, choices: Sequence[str]) -> None:
+  """Raises a ConfigError that names the field `where` and the nearest choice, unless `value` is one of `choices`."""
+  if value not in choices:
+    expected = f'{", ".join(map(repr, choices[:-1]))} or {choices[-1]!r}'
+    raise ConfigError(f'{where}: expected {expected}, got {value!r}.{did_you_mean(str(value), choices)}')
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

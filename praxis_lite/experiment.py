@@ -1,4 +1,4 @@
-"""BaseExperiment: what people register, and what the runner launches.
+"""BaseExperiment: a task and its data, registered by name and launched from the command line.
 
 @registry.register
 class TinyLm(BaseExperiment):
@@ -11,7 +11,7 @@ class TinyLm(BaseExperiment):
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
@@ -21,8 +21,8 @@ class BaseExperiment:
   """A task and its data.
 
   Attributes:
-    ici_mesh_shape: mesh shape within a slice; None leaves the task's own, one device by default.
-    dcn_mesh_shape: how many slices along each axis; None is one slice.
+    ici_mesh_shape: mesh shape within a slice; None uses that of the task, by default one device.
+    dcn_mesh_shape: number of slices along each axis; None means one slice.
     mesh_axis_names: names of the mesh axes.
   """
 
@@ -35,7 +35,7 @@ class BaseExperiment:
     raise ConfigError(f'{type(self).__qualname__} has no method task(), which returns the Config of a task; define it')
 
   def datasets(self) -> list[Config]:
-    """Returns configs of `BaseInput`s: one with `is_training=True`, and any number to evaluate on."""
+    """Returns configs of `BaseInput`s: one with `is_training=True`, and any number for evaluation."""
     raise ConfigError(f'{type(self).__qualname__} has no method datasets(), which returns Configs of inputs; define it')
 
   def decode_datasets(self) -> list[Config]:
@@ -43,26 +43,26 @@ class BaseExperiment:
     return []
 
   def validate(self) -> None:
-    """Raises a `ConfigError` if the experiment cannot be what it says. Called before anything is built."""
+    """Raises a `ConfigError` if the experiment is inconsistent. Called before anything is built."""
 
 
 class ExperimentConfig(NamedTuple):
-  """The configs of one run: the roots of all override paths."""
+  """The configs of one run. Override paths begin with their names."""
 
   task: Config
   datasets: list[Config]
   decode_datasets: list[Config]
 
-  def roots(self) -> dict[str, Any]:
-    """The roots by name, as `apply_overrides` and `to_text` take them."""
+  def roots(self) -> dict[str, Config | list[Config]]:
+    """Returns the configs by name, for `apply_overrides` and `to_text`."""
     return self._asdict()
 
 
 def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
-  """Returns an experiment's configs, its mesh attributes written into the task where the task has none.
+  """Returns an experiment's configs, with its mesh attributes in the task's config where that has none.
 
   Raises:
-    ConfigError: `task()` or `datasets()` returns something else than configs.
+    ConfigError: `task()` or `datasets()` does not return configs.
   """
   experiment = experiment_class()
   experiment.validate()
@@ -77,7 +77,7 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   return ExperimentConfig(task, datasets, _inputs(experiment.decode_datasets(), f'{name}.decode_datasets()'))
 
 
-def _inputs(configs: Any, method: str) -> list[Config]:
+def _inputs(configs: object, method: str) -> list[Config]:
   if not isinstance(configs, list | tuple):
     raise ConfigError(f'{method} returned {type(configs).__name__}; it must return a list of Configs of inputs')
   for i, config in enumerate(configs):

@@ -38,12 +38,21 @@ from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
 from praxis_lite.config import Config, Configurable, config_values, template
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
-from praxis_lite.partitioning.rules import resolve_split_mapping
-from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
+from praxis_lite.partitioning.rules import resolve
+from praxis_lite.partitioning.specs import Placement, place_by_rank
 from praxis_lite.trees import NestedDict, Path, path_name
-from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit, init_weight
+from praxis_lite.weights import (
+  DeclaredSplit,
+  SplitDimsMapping,
+  WeightHParams,
+  WeightHParamsCollection,
+  WeightInit,
+  declared,
+  init_weight,
+)
 
 LayerT = TypeVar('LayerT', bound='Layer')
+InputT = TypeVar('InputT')
 
 
 class SplitMapping(Configurable):
@@ -117,7 +126,7 @@ class Layer(Configurable):
         raise ConfigError(
           f'{self.path_name}.{field}: expected a floating dtype, such as float32 or bfloat16, got {dtype}'
         )
-    self._check_split_mappings()
+    self._declare_split_mappings()
     self.setup()
     self._ready = True
 
@@ -142,10 +151,17 @@ class Layer(Configurable):
     if not all(size > 0 for size in weight.shape):
       raise ConfigError(f'{self.path_name}.{name}: shape {tuple(weight.shape)}; every dimension must be at least 1')
     collections = weight.collections if trainable else weight.collections | {WeightHParamsCollection.NON_TRAINABLE}
+    mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
+    if mapping is None:  # What there is to set is the layer's first field, which maps its main weight.
+      field = next(iter(self._split_mappings('weight_split_dims_mapping')), field)
     weight = dataclasses.replace(
-      weight, dtype=weight.dtype or self.dtype, init=weight.init or self.params_init, collections=collections
+      weight,
+      dtype=weight.dtype or self.dtype,
+      init=weight.init or self.params_init,
+      collections=collections,
+      mapping_field=field,
     )
-    self._resolve(weight.tensor_split_dims_mapping, rank=len(weight.shape), where=name)
+    self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
     self._weights[name] = weight
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
@@ -194,11 +210,21 @@ class Layer(Configurable):
         f"{self.path_name}: a child cannot be named '{name}', which is an attribute of {type(self).__name__} already"
       )
 
-  def _check_split_mappings(self) -> None:
+  def _declare_split_mappings(self) -> None:
+    """Checks the split mappings, and has each remember its field, unless it came from a field of a parent."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-      mappings: Config | None = getattr(self, group)
-      for field, mapping in config_values(mappings).items() if mappings is not None else ():
-        self._resolve(mapping, where=f'{group}.{field}')
+      mappings = {}
+      for field, mapping in self._split_mappings(group).items():
+        self._resolve(mapping, field)
+        mappings[field.rpartition('.')[2]] = declared(mapping, field)
+      if any(mapping is not None for mapping in mappings.values()):
+        setattr(self, group, getattr(self, group).clone(**mappings))
+
+  def _split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
+    """The mappings of one of the two configs of split mappings, by the paths of their fields."""
+    mappings: Config | None = getattr(self, group)
+    values = config_values(mappings) if mappings is not None else {}
+    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in values.items()}
 
   # ---------------------------------------------------------------- structure
 
@@ -370,68 +396,67 @@ class Layer(Configurable):
 
   # ---------------------------------------------------------------- sharding
 
-  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', where: str = '') -> jax.Array:
+  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out') -> jax.Array:
     """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns it as it is.
 
     Args:
       x: any array.
       mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
-      where: the field that a mapping comes from, for messages.
 
     Raises:
       ConfigError: there is no such field.
       ShardingError: the mapping does not fit the rank of `x` or the mesh.
     """
+    field = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else f'{self.path_name}.shard()'
     if isinstance(mapping, str):
-      where, mapping = f'activation_split_dims_mapping.{mapping}', self._activation_mapping(mapping)
-    spec = self._resolve(mapping, rank=x.ndim, where=where)
-    self._constrained(Constraint(f'{self.path_name}.{where}', mapping, spec, x.shape, x.dtype))
-    return x if spec is None else with_sharding_constraint(x, spec)
+      name, known = mapping, self._split_mappings('activation_split_dims_mapping')
+      field = f'{self.path_name}.activation_split_dims_mapping.{name}'
+      if field not in known:
+        close = did_you_mean(name, (path.rpartition('.')[2] for path in known))
+        raise ConfigError(f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{close}')
+      mapping = known[field]
+    return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
 
   def activation_specs(self) -> Iterator[PartitionSpec]:
     """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
     for layer in self.descendants():
-      mappings = layer.activation_split_dims_mapping
-      for field, mapping in config_values(mappings).items() if mappings is not None else ():
-        spec = layer._resolve(mapping, where=f'activation_split_dims_mapping.{field}')
-        if spec is not None:
-          yield spec
+      for field, mapping in layer._split_mappings('activation_split_dims_mapping').items():
+        placement = layer._resolve(mapping, field)
+        if placement is not None:
+          yield placement.spec
 
-  def _activation_mapping(self, field: str) -> SplitDimsMapping:
-    known = config_values(self.activation_split_dims_mapping)
-    if field not in known:
-      raise ConfigError(
-        f'{self.path_name}.activation_split_dims_mapping has no field {field!r}.{did_you_mean(field, map(str, known))}'
-      )
-    return known[field]
-
-  def _constrained(self, constraint: Constraint) -> None:
-    frame = call.frame_holding(self._path)
-    if frame is not None and frame.surroundings.listener is not None:
-      frame.surroundings.listener(constraint)
-
-  def _shard_input(self, x: Any) -> Any:
+  def _shard_input(self, x: InputT) -> InputT:
     """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""
     mappings, names = self.inputs_split_mapping, self.mesh_axis_names
     if mappings is None or names is None:
       return x
 
-    def shard(leaf: Any) -> Any:
+    def shard(leaf: jax.Array) -> jax.Array:
       if not hasattr(leaf, 'shape') or not leaf.shape:
         return leaf
-      spec = infer_partition_spec_based_on_rank_fn(mappings, names, leaf)
-      key = f'map_{len(leaf.shape)}d'
-      field = f'{self.path_name}.inputs_split_mapping.{key}'
-      self._constrained(Constraint(field, mappings.get(key), spec, leaf.shape, leaf.dtype))
-      return with_sharding_constraint(leaf, spec)
+      field = f'{self.path_name}.inputs_split_mapping'
+      return self._constrained(leaf, f'{field}.map_{leaf.ndim}d', place_by_rank(mappings, names, leaf, field))
 
     return jax.tree.map(shard, x)
 
-  def _resolve(self, mapping: SplitDimsMapping, where: str, rank: int | None = None) -> PartitionSpec | None:
+  def _constrained(self, x: jax.Array, field: str, placement: Placement | None) -> jax.Array:
+    """Constrains `x`, and lets the listener of the call know."""
+    frame = call.frame_holding(self._path)
+    if frame is not None and frame.surroundings.listener is not None:
+      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, frame.surroundings.manual_axes))
+    return x if placement is None else with_sharding_constraint(x, placement.spec)
+
+  def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:
+    """Returns what a mapping stands for, and why; None for no mapping, or where there are no names of mesh axes.
+
+    Args:
+      mapping: the mapping.
+      field: its path, with which messages begin.
+      rank: of the tensor.
+    """
     if mapping is None or self.mesh_axis_names is None:
       return None
-    where = f'{self.path_name}.{where}'
-    return resolve_split_mapping(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=where)
+    return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
 
 
 class Theta:

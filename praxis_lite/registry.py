@@ -1,13 +1,13 @@
-"""The registry of experiments: full names by which they are found, and short ones as long as they are unique.
+"""The registry of experiments: classes by their full names, or by any ending of those that is unique.
 
 @registry.register
 class StdlibLm(BaseExperiment): ...                in experiments/lm.py
 
-registry.get('experiments.lm.StdlibLm')            the full name: module and class
-registry.get('lm.StdlibLm')                        any ending of it that fits no other experiment
+registry.get('praxis_lite.experiments.lm.StdlibLm')   the full name: module and class
+registry.get('lm.StdlibLm')                           an ending of a full name that no other experiment has
 registry.get('StdlibLm')
-registry.get('my_package.my_module.MyExperiment')  a module that can be imported; the class need not be registered
-registry.get('path/to/file.py:MyExperiment')       a file
+registry.get('my_package.my_module.MyExperiment')     any importable module; the class need not be registered
+registry.get('path/to/file.py:MyExperiment')          a file
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ import re
 import sys
 import zlib
 from types import CodeType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
-from praxis_lite.config.references import MissingModuleError, import_failure, import_module, short_path
 from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.importing import MissingModuleError, import_failure, import_module, short_path
+
+if TYPE_CHECKING:
+  from praxis_lite.experiment import BaseExperiment
 
 ExperimentT = TypeVar('ExperimentT', bound=type)
 
-# The package whose modules `load_all` imports.
-PACKAGE = 'experiments'
+# The packages whose modules `load_all` imports: the built-in one, and one of that name in the working directory.
+_BUILT_IN, _OWN = 'praxis_lite.experiments', 'experiments'
+PACKAGES = (_BUILT_IN, _OWN)
 
 
 class _Entry(NamedTuple):
-  """A registered class, and the code that was running when it was registered: one module body, executed once."""
+  """A registered class, and the code object of the module body that registered it: each execution has its own."""
 
-  experiment: type
+  experiment: type[BaseExperiment]
   code: CodeType
 
 
@@ -42,53 +46,52 @@ _entries: dict[str, _Entry] = {}
 
 
 def register(experiment: ExperimentT) -> ExperimentT:
-  """Class decorator: makes an experiment known by its name.
-
-  Importing its module again replaces it.
+  """Class decorator: registers an experiment by its full name. Importing its module again replaces it.
 
   Raises:
-    UserError: it is no experiment, or another class of that name is registered.
+    UserError: the class is not an experiment, or another class of the same full name is registered.
   """
-  _check_is_experiment(experiment, getattr(experiment, '__qualname__', repr(experiment)))
+  checked = _checked_experiment(experiment, getattr(experiment, '__qualname__', repr(experiment)))
   name, code = full_name(experiment), sys._getframe(1).f_code
   known = _entries.get(name)
-  # A module that is executed again has the same file and, compiled anew, another code object.
-  is_again = known is not None and known.code is not code and known.code.co_filename == code.co_filename
-  if known is not None and known.experiment is not experiment and not is_again:
-    files = ' and '.join(sorted({short_path(known.code.co_filename), short_path(code.co_filename)}))
-    raise UserError(f'two experiments are registered as {name}, in {files}; rename one')
-  _entries[name] = _Entry(experiment, code)
+  if known is not None and known.experiment is not checked:
+    files = [os.path.realpath(c.co_filename) for c in (known.code, code)]
+    # A module that is executed again has the same file, but was compiled again.
+    if known.code is code or files[0] != files[1]:
+      where = ' and '.join(sorted({*map(short_path, files)}))
+      raise UserError(f'two experiments are registered as {name}, in {where}; rename one')
+  _entries[name] = _Entry(checked, code)
   return experiment
 
 
-def get(name: str) -> Any:
+def get(name: str) -> type[BaseExperiment]:
   """Returns the experiment class of that name.
 
   Args:
-    name: a full name, an ending of one that is unique, the name of a class in a module that can be imported, or
-      `path/to/file.py:Class`.
+    name: a full name, a unique ending of one, `module.Class` or `module:Class` of an importable module, or
+      `path/to/file.py:Class`. The class may be left out after a colon where the module has only one experiment.
 
   Raises:
-    UserError: there is none, or several; the message says which come near. Or its module cannot be imported; the
-      message says why and where.
+    UserError: no experiment has this name, or several have; the message lists similar names. Or the module raises while
+      it is imported; the message says what and where.
   """
   if name in _entries:
     return _entries[name].experiment
-  if ':' in name or name.endswith('.py'):
-    location, _, cls = name.partition(':')
-    if not location.endswith('.py') and (not location or '/' in location):
-      raise UserError(f'{name!r} names no Python file; write path/to/file.py:MyExperiment')
-    module = _load_file(location) if location.endswith('.py') else import_module(location)
-    return _experiment_in(module, cls)
-  module_name, _, cls = name.rpartition('.')
+  module, colon, cls = name.partition(':')
+  if module.endswith('.py'):
+    return _experiment_in(_load_file(module), cls)
+  if colon and (not module or '/' in module):
+    raise UserError(f'{name!r} names no Python file; write path/to/file.py:MyExperiment')
+  if not colon:
+    module, _, cls = name.rpartition('.')
   missing: UserError | None = None
-  if module_name:
+  if module:
     try:
-      return _experiment_in(import_module(module_name), cls)
+      return _experiment_in(import_module(_canonical(module)), cls)
     except (MissingModuleError, _MissingExperimentError) as error:
-      missing = error  # `name` may still be the ending of a registered name.
+      missing = error  # `name` may still be the ending of a full name.
   problems = load_all()
-  found = [full for full in _entries if full.endswith(f'.{name}')]
+  found = _matches(name.replace(':', '.'))
   if len(found) == 1:
     return _entries[found[0]].experiment
   if found:
@@ -99,37 +102,37 @@ def get(name: str) -> Any:
 
 
 def names() -> list[str]:
-  """Returns the full names of all registered experiments, sorted. `load_all` first, to have those of `experiments`."""
+  """Returns the full names of the registered experiments, sorted. Call `load_all` first to have all of `PACKAGES`."""
   return sorted(_entries)
 
 
 def full_name(experiment: type) -> str:
-  """Returns the name an experiment is registered by: its module and class."""
-  return f'{experiment.__module__}.{experiment.__qualname__}'
+  """Returns the name by which an experiment is registered: its module and class."""
+  return f'{_canonical(experiment.__module__)}.{experiment.__qualname__}'
 
 
 def short_name(name: str) -> str:
-  """Returns the shortest ending of a registered full name, of a module and class at least, that fits no other."""
+  """Returns the shortest ending of a full name, with a module and a class at least, that no other experiment has."""
   parts = name.split('.')
-  for start in range(len(parts) - 2, 0, -1):
-    ending = '.'.join(parts[start:])
-    if sum(full == ending or full.endswith(f'.{ending}') for full in _entries) == 1:
-      return ending
-  return name
+  endings = ('.'.join(parts[start:]) for start in range(len(parts) - 2, 0, -1))
+  return next((ending for ending in endings if len(_matches(ending)) == 1), name)
 
 
 def load_all() -> list[str]:
-  """Imports all modules of the package `experiments`, which register themselves.
+  """Imports all modules of `PACKAGES`, which register their experiments.
 
   Returns:
-    A line about each module that cannot be imported, with what went wrong and where. The others are there all the same.
+    For each module that cannot be imported, one line that says what was raised and where. The others are imported.
   """
-  try:
-    return _load_package(import_module(PACKAGE))
-  except MissingModuleError:
-    return []
-  except UserError as error:
-    return [str(error)]
+  problems = []
+  for package in dict.fromkeys(map(_canonical, PACKAGES)):
+    try:
+      problems += _load_package(import_module(package))
+    except UserError as error:
+      # The user need not have a package of experiments.
+      if package == _BUILT_IN or not isinstance(error, MissingModuleError):
+        problems.append(str(error))
+  return problems
 
 
 def _load_package(package: ModuleType) -> list[str]:
@@ -147,6 +150,32 @@ def _load_package(package: ModuleType) -> list[str]:
   return problems
 
 
+def _matches(ending: str) -> list[str]:
+  return [full for full in _entries if f'.{full}'.endswith(f'.{ending}')]
+
+
+def _canonical(module: str) -> str:
+  """Returns the name to import a module by, so that no file is imported under two names.
+
+  `praxis_lite/experiments` of a checkout is a link to its top-level `experiments`, which is importable by that name too
+  where the root of the checkout is on sys.path.
+  """
+  is_link = module.split('.')[0] == _OWN and _origin(_OWN) == _origin(_BUILT_IN)
+  return f'{_BUILT_IN}{module.removeprefix(_OWN)}' if is_link else module
+
+
+def _origin(module: str) -> str | None:
+  """Returns the file that importing `module` executes, with symbolic links resolved; None if there is none."""
+  if module in sys.modules:
+    file = getattr(sys.modules[module], '__file__', None)
+  else:
+    try:
+      file = getattr(importlib.util.find_spec(module), 'origin', None)
+    except Exception as error:  # A package above it raises.
+      raise import_failure(module, error) from error
+  return os.path.realpath(file) if file else None
+
+
 def _load_file(path: str) -> ModuleType:
   """Imports a Python file: as a module of its package if it is in one, otherwise by its own name."""
   file = os.path.realpath(path)
@@ -156,22 +185,10 @@ def _load_file(path: str) -> ModuleType:
   while os.path.isfile(os.path.join(folder, '__init__.py')):
     folder, name = os.path.dirname(folder), f'{os.path.basename(folder)}.{name}'
   if folder not in map(os.path.realpath, sys.path):
-    sys.path.append(folder)  # So that it can import what lies beside it.
-  loaded = sys.modules.get(name)
-  if loaded is None and _origin(name) == file:
-    return import_module(name)
-  if loaded is not None and os.path.realpath(getattr(loaded, '__file__', None) or '') == file:
-    return loaded
-  return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module has the name.
-
-
-def _origin(name: str) -> str | None:
-  """The file of the module that importing `name` would give."""
-  try:
-    spec = importlib.util.find_spec(name)
-  except Exception as error:  # A package above it raises.
-    raise import_failure(name, error) from error
-  return None if spec is None or spec.origin is None else os.path.realpath(spec.origin)
+    sys.path.append(folder)  # So that it can import the files beside it.
+  if _origin(_canonical(name)) == file:
+    return import_module(_canonical(name))
+  return _load_as(f'{name}_{zlib.crc32(file.encode()):08x}', file)  # Another module has this name.
 
 
 def _load_as(name: str, file: str) -> ModuleType:
@@ -179,7 +196,7 @@ def _load_as(name: str, file: str) -> ModuleType:
     return sys.modules[name]
   spec = importlib.util.spec_from_file_location(name, file)
   if spec is None or spec.loader is None:
-    raise UserError(f'{short_path(file)} is no Python file')
+    raise UserError(f'{short_path(file)} is not a Python file')
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
   try:
@@ -194,15 +211,14 @@ class _MissingExperimentError(UserError):
   """A module has no experiment of that name."""
 
 
-def _experiment_in(module: ModuleType, name: str) -> Any:
+def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
+  """Returns the experiment of a qualified name in a module, or its only one if the name is empty."""
   known = {
-    key: value
-    for key, value in vars(module).items()
-    if isinstance(value, type) and _is_experiment(value) and value.__module__ == module.__name__
+    key: value for key, value in vars(module).items() if _is_experiment(value) and value.__module__ == module.__name__
   }
   if not name and len(known) == 1:
     return next(iter(known.values()))
-  value: Any = module
+  value: object = module
   for part in name.split('.'):
     value = getattr(value, part, None)
   if value is None:
@@ -210,22 +226,24 @@ def _experiment_in(module: ModuleType, name: str) -> Any:
     missing = f'has no experiment {name!r}' if name else f'has {len(known)} experiments; name one of them after a colon'
     close = did_you_mean(name, known)
     raise _MissingExperimentError(f'{where} {missing}.{close} Its experiments: {", ".join(known) or "none"}.')
-  _check_is_experiment(value, f'{module.__name__}.{name}')
+  return _checked_experiment(value, f'{module.__name__}.{name}')
+
+
+def _is_experiment(value: object) -> TypeGuard[type[BaseExperiment]]:
+  return isinstance(value, type) and all(callable(getattr(value, method, None)) for method in ('task', 'datasets'))
+
+
+def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:
+  if not _is_experiment(value):
+    raise UserError(
+      f'{name} is not an experiment: derive a class from BaseExperiment and define its methods task and datasets'
+    )
   return value
 
 
-def _is_experiment(value: Any) -> bool:
-  return callable(getattr(value, 'task', None)) and callable(getattr(value, 'datasets', None))
-
-
-def _check_is_experiment(value: Any, name: str) -> None:
-  if not isinstance(value, type) or not _is_experiment(value):
-    raise UserError(f'{name} is no experiment: derive a class from BaseExperiment, with the methods task and datasets')
-
-
 def _not_found(name: str, problems: list[str]) -> str:
-  endings = {short_name(full): full for full in _entries}
-  by_class = {full.rpartition('.')[2].lower(): short for short, full in endings.items()}
+  endings = [short_name(full) for full in _entries]
+  by_class = {short.rpartition('.')[2].lower(): short for short in endings}
   near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
   near += [by_class[c] for c in difflib.get_close_matches(name.rpartition('.')[2].lower(), by_class, n=3, cutoff=0.6)]
   near = list(dict.fromkeys(near))[:3]
@@ -234,4 +252,4 @@ def _not_found(name: str, problems: list[str]) -> str:
   return f'there is no experiment {name!r}.{hint} `praxis-lite list` prints them all.{also}'
 
 
-__all__ = ['full_name', 'get', 'load_all', 'names', 'register', 'short_name']
+__all__ = ['PACKAGES', 'full_name', 'get', 'load_all', 'names', 'register', 'short_name']

@@ -1,11 +1,11 @@
 """SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over.
 
-A task config is the whole of a run but its data:
+A task config describes a whole run except its data:
 
-    task.model       what is trained, a config of a `BaseModel`
+    task.model       the config of a `BaseModel`
     task.train       learner, steps, intervals, `inputs_split_mapping`
-    task.evaluate    whether moving averages are used, how many batches
-    task.decode      intervals and sizes of decoding runs
+    task.evaluate    whether moving averages are used, number of batches
+    task.decode      the same for decoding
     task.ici_mesh_shape, task.dcn_mesh_shape, task.mesh_axis_names
 """
 
@@ -34,12 +34,12 @@ class TrainParams(Configurable):
     num_train_steps: steps of the whole run.
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves them split
       over all mesh axes on the batch dimension.
-    log_interval_steps: a line on the console, and scalars in the event files, every so many steps.
-    eval_interval_steps: evaluation every so many steps; None only at the end.
-    decode_interval_steps: decoding every so many steps; None only when asked for.
-    save_interval_steps: a checkpoint every so many steps, and one at the end.
+    log_interval_steps: steps between lines on the console and scalars in the event files.
+    eval_interval_steps: steps between evaluations; None evaluates only at the end.
+    decode_interval_steps: steps between decoding runs; None never decodes in training.
+    save_interval_steps: steps between checkpoints; the last step is always saved.
     max_to_keep: how many of the newest checkpoints are kept.
-    keep_interval_steps: checkpoints of these steps are kept for good; None keeps none.
+    keep_interval_steps: checkpoints at multiples of this step are never deleted; None disables it.
   """
 
   learner: Config = template(Learner)
@@ -57,8 +57,8 @@ class EvalParams(Configurable):
   """How the task is evaluated.
 
   Attributes:
-    use_ema: evaluate the moving averages where the learner keeps them.
-    max_batches: stop after so many batches; None evaluates the whole set.
+    use_ema: evaluate the moving averages if the learner keeps them.
+    max_batches: maximum number of batches; None evaluates the whole set.
   """
 
   use_ema: bool = True
@@ -69,8 +69,8 @@ class DecodeParams(Configurable):
   """How the task decodes its `decode_datasets()`.
 
   Attributes:
-    use_ema: decode with the moving averages where the learner keeps them.
-    max_batches: stop after so many batches; None decodes the whole set.
+    use_ema: decode with the moving averages if the learner keeps them.
+    max_batches: maximum number of batches; None decodes the whole set.
   """
 
   use_ema: bool = True
@@ -78,33 +78,35 @@ class DecodeParams(Configurable):
 
 
 class SingleTask(Configurable):
-  """A model and all that its training run needs beside data.
+  """A model and everything that its training run needs, except data.
+
+  `model`, `train`, `evaluate` and `decode` are configs in the config of a task; the task has what is built from them.
 
   Attributes:
     name: name of the task, for logs.
-    model: config of a `BaseModel`; on the task itself, the built model.
+    model: the model.
     mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
-    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None is one device.
-    dcn_mesh_shape: how many slices along each axis; None is one slice.
+    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None means one device.
+    dcn_mesh_shape: number of slices along each axis; None means one slice.
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
     strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`: it places the weights that
       declare no mapping.
-    partitioning: of the train step: 'auto', XLA places the communication; or 'shard_map', collectives are explicit:
-      each device takes its own rows, gathers weights where it uses them, and averages gradients.
+    partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
+      device computes its own rows, gathers weights where it uses them, and averages gradients.
     train, evaluate, decode: see the classes.
   """
 
   name: str = 'task'
-  model: Any = REQUIRED
+  model: BaseModel = REQUIRED
   mesh_axis_names: tuple[str, ...] | None = None
   ici_mesh_shape: tuple[int, ...] | None = None
   dcn_mesh_shape: tuple[int, ...] | None = None
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
   strategy: list[tuple[str, str]] | None = None
   partitioning: str = 'auto'
-  train: Any = template(TrainParams)
-  evaluate: Any = template(EvalParams)
-  decode: Any = template(DecodeParams)
+  train: TrainParams = template(TrainParams)
+  evaluate: EvalParams = template(EvalParams)
+  decode: DecodeParams = template(DecodeParams)
 
   def __post_init__(self) -> None:
     if self.partitioning not in PARTITIONINGS:
@@ -123,21 +125,22 @@ class SingleTask(Configurable):
         raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
     with located('task.train'):
       self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
-    if not isinstance(self.model, Config):
-      raise ConfigError(f'task.model: expected the config of a BaseModel, got {self.model!r}')
+    model_p: object = self.model
+    if not isinstance(model_p, Config):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
     inherited = ('mesh_axis_names', 'logical_axis_rules')
-    model = self.model.instantiate(**{f: getattr(self, f) for f in inherited if getattr(self.model, f) is None})
+    model = model_p.instantiate(**{f: getattr(self, f) for f in inherited if getattr(model_p, f) is None})
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model
 
   def mesh_sizes(self) -> dict[str, int]:
-    """Returns the size of each mesh axis by name: what the mesh will be, without a device."""
+    """Returns the size of each mesh axis by name, without creating the mesh."""
     with located('task'):
       return mesh_sizes(*self._mesh_shape())
 
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh the task asks for; without a mesh shape, one device with every axis of size 1.
+    """Returns the mesh of the task; without a mesh shape, one device with every axis of size 1.
 
     Raises:
       ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
@@ -152,7 +155,7 @@ class SingleTask(Configurable):
 
 
 def _with_total_steps(learner: Config, num_train_steps: int) -> Config:
-  """A schedule that ends with the run and does not say when gets the run's number of steps."""
+  """Sets `total_steps` of a schedule that requires it and does not have it to the steps of the run."""
   schedule = learner.schedule
   if getattr(schedule, 'total_steps', None) is REQUIRED:
     learner = learner.clone()

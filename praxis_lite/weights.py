@@ -13,17 +13,59 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.errors import ConfigError
 
-# One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, or None / -1.
+# One entry per dimension: a mesh or logical axis name, an index into mesh_axis_names, a tuple of those, None / -1 for a
+# dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
 SplitDimsMapping = Sequence[Any] | None
+
+
+class DeclaredSplit(tuple[Any, ...]):
+  """A split mapping that knows which config field each of its entries comes from. It equals the plain tuple.
+
+  The mapping fields of a layer hold such tuples. A slice keeps the fields, and so does `pick`; a layer that derives the
+  mapping of a bias, or of a projection back, from a field of its own has `explain` and error messages name that field.
+
+  Attributes:
+    sources: for each entry, the config field, or why there is nothing but None.
+  """
+
+  sources: tuple[str, ...]
+
+  def __new__(cls, entries: Iterable[Any] = (), sources: Iterable[str] = ()) -> DeclaredSplit:
+    self = super().__new__(cls, entries)
+    self.sources = tuple(sources)
+    return self
+
+  @classmethod
+  def of(cls, mapping: Sequence[Any] | PartitionSpec, source: str) -> DeclaredSplit:
+    """Returns a mapping whose entries come from `source`; one that knows its sources already stays as it is."""
+    return mapping if isinstance(mapping, cls) else cls(mapping, [source] * len(mapping))
+
+  def __getitem__(self, index: Any) -> Any:
+    return self.pick(*range(len(self))[index]) if isinstance(index, slice) else super().__getitem__(index)
+
+  def pick(self, *dims: int | None) -> DeclaredSplit:
+    """Returns the mapping of these dimensions, in this order; a None in it is a dimension that is not split."""
+    entries = [None if dim is None else self[dim] for dim in dims]
+    return DeclaredSplit(entries, [self.sources[dim or 0] for dim in dims])
+
+  def followed_by(self, other: DeclaredSplit) -> DeclaredSplit:
+    """Returns the mapping of the dimensions of this one and then of the other."""
+    return DeclaredSplit((*self, *other), (*self.sources, *other.sources))
+
+
+def declared(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
+  """Returns a mapping that knows it comes from `field`; None, and what is not a mapping, are returned as they are."""
+  return DeclaredSplit.of(mapping, field) if isinstance(mapping, tuple | list | PartitionSpec) else mapping
 
 
 class WeightHParamsCollection(enum.StrEnum):
@@ -122,7 +164,9 @@ class WeightHParams:
     shape: shape of the weight in one layer, without the repeat prefix.
     init: initializer; None: the layer's `params_init`.
     dtype: dtype it is stored in; None: the layer's `dtype`.
-    tensor_split_dims_mapping: one entry per dimension of `shape`; None replicates the whole weight.
+    tensor_split_dims_mapping: one entry per dimension of `shape`; None leaves the weight to the task's strategy, or
+      replicates it.
+    mapping_field: the config field to set the mapping by, where the mapping does not know it itself.
     repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
     repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
     fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: the convention above.
@@ -133,8 +177,9 @@ class WeightHParams:
   init: WeightInit | None = None
   dtype: DTypeLike | None = None
   tensor_split_dims_mapping: SplitDimsMapping = None
+  mapping_field: str = dataclasses.field(default='tensor_split_dims_mapping', compare=False)
   repeat_prefix: tuple[int, ...] = ()
-  repeat_prefix_split_dims_mapping: tuple[Any, ...] = ()
+  repeat_prefix_split_dims_mapping: DeclaredSplit = dataclasses.field(default_factory=DeclaredSplit)
   fan_in_axes: tuple[int, ...] | None = None
   fan_out_axes: tuple[int, ...] | None = None
   collections: frozenset[WeightHParamsCollection] = frozenset()
@@ -142,6 +187,8 @@ class WeightHParams:
   def __post_init__(self) -> None:
     object.__setattr__(self, 'shape', tuple(self.shape))
     object.__setattr__(self, 'collections', frozenset(self.collections))
+    prefix = DeclaredSplit.of(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
+    object.__setattr__(self, 'repeat_prefix_split_dims_mapping', prefix)
 
   @property
   def full_shape(self) -> tuple[int, ...]:
@@ -149,21 +196,34 @@ class WeightHParams:
     return (*self.repeat_prefix, *self.shape)
 
   @property
-  def full_split_dims_mapping(self) -> tuple[Any, ...]:
+  def full_split_dims_mapping(self) -> DeclaredSplit:
     """Mapping of the stored array, of the rank of `full_shape`."""
     own = self.tensor_split_dims_mapping
-    return (*self.repeat_prefix_split_dims_mapping, *(own if own is not None else (None,) * len(self.shape)))
+    if own is None:
+      mapping = DeclaredSplit.of((None,) * len(self.shape), f'{self.mapping_field} is not set')
+    else:
+      mapping = DeclaredSplit.of(own, self.mapping_field)
+    return self.repeat_prefix_split_dims_mapping.followed_by(mapping)
 
   @property
   def trainable(self) -> bool:
     return WeightHParamsCollection.NON_TRAINABLE not in self.collections
 
-  def repeated(self, times: int, split: object = None) -> WeightHParams:
-    """Returns the declaration of `times` such weights stacked along a new leading dimension."""
+  def repeated(
+    self, times: int, split: str | int | Sequence[str | int] | None = None, field: str = 'the split of the stack'
+  ) -> WeightHParams:
+    """Returns the declaration of `times` such weights stacked along a new leading dimension.
+
+    Args:
+      times: size of the new dimension.
+      split: how it is split: an entry of a split mapping.
+      field: the config field that says so.
+    """
+    stack = DeclaredSplit.of((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
       self,
       repeat_prefix=(times, *self.repeat_prefix),
-      repeat_prefix_split_dims_mapping=(split, *self.repeat_prefix_split_dims_mapping),
+      repeat_prefix_split_dims_mapping=stack.followed_by(self.repeat_prefix_split_dims_mapping),
     )
 
   def as_struct(self) -> jax.ShapeDtypeStruct:

@@ -1,1 +1,1 @@
-"""Concrete tasks: a kind of model together with the training settings that usually suit it."""
+"""Concrete tasks: each a kind of model with training settings that usually suit it."""

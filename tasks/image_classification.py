@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from praxis_lite.config import template
 from praxis_lite.models import ClassificationModel
 from praxis_lite.task import SingleTask, TrainParams
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.learners import adamw_learner
 
 
 class ImageClassificationTask(SingleTask):
   """A classifier of images trained with AdamW."""
 
   name: str = 'classifier'
-  model: Any = template(ClassificationModel)
-  train: Any = template(TrainParams, learner=adamw_learner(warmup_steps=50, weight_decay=1e-2))
+  model: ClassificationModel = template(ClassificationModel)
+  train: TrainParams = template(TrainParams, learner=adamw_learner(warmup_steps=50, weight_decay=1e-2))

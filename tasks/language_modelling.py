@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from praxis_lite.config import template
 from praxis_lite.models import LanguageModel
 from praxis_lite.task import SingleTask, TrainParams
-from tasks.learners import adamw_learner
+from praxis_lite.tasks.learners import adamw_learner
 
 
 class LanguageModelTask(SingleTask):
   """A language model trained with AdamW."""
 
   name: str = 'lm'
-  model: Any = template(LanguageModel)
-  train: Any = template(TrainParams, learner=adamw_learner())
+  model: LanguageModel = template(LanguageModel)
+  train: TrainParams = template(TrainParams, learner=adamw_learner())

@@ -11,7 +11,7 @@ from praxis_lite.learning import Learner, LinearWarmupCosine
 def adamw_learner(
   learning_rate: float = 1e-3, warmup_steps: int = 100, weight_decay: float = 0.1, b2: float = 0.95, clip: float = 1.0
 ) -> Config:
-  """AdamW with a linear warm-up and half a cosine down to a tenth at the end of the run, clipped by global norm."""
+  """Returns AdamW with clipping by global norm, linear warm-up, then cosine decay to a tenth at the end of the run."""
   return Config(
     Learner,
     optimizer=Config(optax.adamw, b1=0.9, b2=b2, weight_decay=weight_decay),

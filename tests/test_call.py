@@ -125,3 +125,10 @@ def test_summaries_pass_through_transforms_with_their_kind():
   _, stacked = jax.jit(lambda xs: jax.lax.scan(body, 0, xs))(jnp.arange(3.0))
   assert stacked['h'].kind == 'histogram'
   np.testing.assert_array_equal(stacked['h'].value, [0.0, 2.0, 4.0])
+
+
+def test_summaries_of_a_layer_used_twice_are_both_kept():
+  frame = Frame((), {})
+  frame.add_summary('a/s', Summary(jnp.ones(())))
+  frame.absorb(('a',), side_outputs(summaries={'a/s': Summary(jnp.zeros(()))}))
+  assert {name: float(s.value) for name, s in frame.summaries.items()} == {'a/s': 1.0, 'a/s_1': 0.0}

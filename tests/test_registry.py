@@ -22,7 +22,7 @@ def workspace(tmp_path, monkeypatch):
   monkeypatch.setattr(registry, '_entries', {})
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
-  monkeypatch.setattr(registry, 'PACKAGE', 'my_experiments')
+  monkeypatch.setattr(registry, 'PACKAGES', ('my_experiments',))
   before = dict(sys.modules)
   yield tmp_path
   for name in set(sys.modules) - set(before):
@@ -116,6 +116,12 @@ def test_without_any_package_of_experiments(workspace):
   assert registry.load_all() == [] and registry.names() == []
 
 
+def test_a_missing_built_in_package_is_a_problem(monkeypatch):
+  monkeypatch.setattr(registry, 'PACKAGES', ('praxis_lite.experiments', 'my_experiments'))
+  monkeypatch.setitem(sys.modules, 'praxis_lite.experiments', None)
+  assert registry.load_all() == ["there is no module 'praxis_lite.experiments'"]
+
+
 def test_a_module_that_is_not_registered_is_found_by_name(workspace):
   write(workspace, {'my_project/__init__.py': '', 'my_project/runs.py': experiment('Mine', decorated=False)})
   assert registry.get('my_project.runs.Mine').__name__ == 'Mine'
@@ -138,13 +144,13 @@ def test_a_class_that_its_module_does_not_have(workspace):
 
 def test_a_class_that_is_no_experiment(workspace):
   write(workspace, {'my_runs.py': 'class Mine: pass\nthing = 3\n'})
-  with pytest.raises(UserError, match=r'my_runs.Mine is no experiment: derive a class from BaseExperiment'):
+  with pytest.raises(UserError, match=r'my_runs.Mine is not an experiment: derive a class from BaseExperiment'):
     registry.get('my_runs.Mine')
-  with pytest.raises(UserError, match=r'my_runs.thing is no experiment'):
+  with pytest.raises(UserError, match=r'my_runs.thing is not an experiment'):
     registry.get('my_runs.thing')
-  with pytest.raises(UserError, match=r'int is no experiment'):
+  with pytest.raises(UserError, match=r'int is not an experiment'):
     registry.register(int)
-  with pytest.raises(UserError, match='no experiment'):
+  with pytest.raises(UserError, match='3 is not an experiment'):
     registry.register(3)
 
 
@@ -201,6 +207,12 @@ def test_a_module_that_raises_says_what_and_where(workspace, text, message):
   for name in ('my_run.Mine', 'my_run.py:Mine'):
     with pytest.raises(UserError, match=f'cannot import my_run: {message}'):
       registry.get(name)
+
+
+def test_a_failure_inside_a_library_is_located_in_the_users_own_code(workspace):
+  write(workspace, {'my_run.py': 'from praxis_lite.errors import did_you_mean\n\ndid_you_mean("a", 3)\n'})
+  with pytest.raises(UserError, match=r"TypeError: 'int' object is not iterable \(my_run.py:3\)"):
+    registry.get('my_run.Mine')
 
 
 def test_a_broken_module_hides_no_other_and_is_told(package, workspace):

@@ -1,6 +1,6 @@
 """A training step of a language model in plain JAX, the baseline that the framework's overhead is measured against.
 
-The same architecture as `praxis_lite.models.transformer_lm` in its LLaMA style, in the way a careful engineer writes it
+The architecture is that of `praxis_lite.models.transformer_lm` in its LLaMA style, written as a careful engineer would
 for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
 
 Legend: B batch, T length, D model dims, N heads, H dims per head, F hidden dims, V vocabulary, L layers.
@@ -9,7 +9,7 @@ Legend: B batch, T length, D model dims, N heads, H dims per head, F hidden dims
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+Arrays = dict[str, jax.Array]
 Split = Callable[..., jax.Array]
+Step = Callable[[Arrays, optax.OptState, Arrays], tuple[Arrays, optax.OptState, Arrays]]
 
 
 class Size(NamedTuple):
@@ -37,8 +39,8 @@ class Size(NamedTuple):
     return self.head_dims or self.model_dims // self.num_heads
 
 
-def init_params(size: Size, key: jax.Array) -> dict[str, jax.Array]:
-  """Returns parameters drawn from Gaussians of standard deviation 0.02, less where the residual stream is added to."""
+def init_params(size: Size, key: jax.Array) -> Arrays:
+  """Returns Gaussian parameters of standard deviation 0.02, less for those that add to the residual stream."""
   L, D, N, H, F, V = (
     size.num_layers,
     size.model_dims,
@@ -96,7 +98,7 @@ def rotate(x_BTNH: jax.Array, sin_BT1h: jax.Array, cos_BT1h: jax.Array) -> jax.A
   return jnp.concatenate([first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h], axis=-1)
 
 
-def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size, split: Split) -> jax.Array:
+def logits_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split) -> jax.Array:
   """Returns logits [B, T, V]."""
   H = size.dims_per_head
   x_BTD = split(params['embedding'][ids_BT], 'data', None, None)
@@ -104,7 +106,7 @@ def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size, split
   angle_BT1h = (position_T[:, None] / 10_000 ** (jnp.arange(H // 2) / (H // 2)))[None, :, None, :]
   sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
 
-  def block(x_BTD: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+  def block(x_BTD: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
     h_BTD = rms_norm(x_BTD, w['norm1'])
     q_BTNH, k_BTNH, v_BTNH = (
       split(jnp.einsum('btd,dnh->btnh', h_BTD, w[name]), 'data', None, 'mdl', None) for name in 'qkv'
@@ -122,22 +124,22 @@ def logits_fn(params: dict[str, jax.Array], ids_BT: jax.Array, size: Size, split
   return split(rms_norm(x_BTD, params['final_norm']) @ params['softmax'], 'data', None, 'mdl')
 
 
-def make_optimizer(learning_rate: float, decay_mask: Any) -> optax.GradientTransformation:
+def make_optimizer(learning_rate: float, decay_mask: dict[str, bool]) -> optax.GradientTransformation:
   return optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay_mask)
 
 
-def make_step(size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Callable[..., Any]:
+def make_step(size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Step:
   """Returns `(params, opt_state, batch) -> (params, opt_state, metrics)`, to be jitted with donation."""
 
-  def split(x: jax.Array, *axes: Any) -> jax.Array:
+  def split(x: jax.Array, *axes: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-  def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+  def loss_fn(params: Arrays, batch: Arrays) -> jax.Array:
     logits_BTV = logits_fn(params, batch['ids'], size, split).astype(jnp.float32)
     xent_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['labels'])
     return jnp.sum(xent_BT * batch['weights']) / jnp.maximum(jnp.sum(batch['weights']), 1e-6)
 
-  def step(params: dict[str, jax.Array], opt_state: Any, batch: dict[str, jax.Array]) -> Any:
+  def step(params: Arrays, opt_state: optax.OptState, batch: Arrays) -> tuple[Arrays, optax.OptState, Arrays]:
     batch = {name: split(x, 'data', None) for name, x in batch.items()}
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     norm = optax.global_norm(grads)

@@ -1,16 +1,15 @@
-"""`praxis-lite check`: what is wrong with an experiment's shardings, before anything is compiled."""
+"""`praxis-lite check`: reports problems of an experiment's shardings, before anything is compiled."""
 
 from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment, experiment_flags, prepare_for_shapes
 
 _MIB = 2**20
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.experiments import configured_experiment, prepare_for_shapes
   from praxis_lite.explain import Limits, check, format_problems, has_errors
 
   prepare_for_shapes()
@@ -29,7 +28,7 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_float(
     'replicated_mib',
     64,
-    'Report weights of so many MiB that are whole on every device. Example: --replicated_mib=1',
+    'Report replicated weights of this many MiB or more. Example: --replicated_mib=1',
     lower_bound=0,
     flag_values=values,
   )
@@ -41,7 +40,11 @@ def _flags() -> flags.FlagValues:
     flag_values=values,
   )
   flags.DEFINE_float(
-    'wasted_mib', 1, 'But no padding of less than this. Example: --wasted_mib=0', lower_bound=0, flag_values=values
+    'wasted_mib',
+    1,
+    'Report no padding of fewer MiB than this. Example: --wasted_mib=0',
+    lower_bound=0,
+    flag_values=values,
   )
   return values
 

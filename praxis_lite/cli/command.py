@@ -1,24 +1,29 @@
-"""What a command is: its own set of absl flags, each with an example, and a function to run."""
+"""What commands share: their form, flags of several commands, and what those on an experiment do first.
+
+Experiments, configs and JAX are imported inside functions, so that help is printed at once.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
-# JAX makes a key of 32 bits of a seed: larger ones would draw what a smaller one draws.
-MAX_SEED = 2**32 - 1
+from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.experiment import ExperimentConfig
 
 
 class Command(NamedTuple):
-  """One command of the command line.
+  """One command: a set of absl flags, each with an example in its help, and a function to run.
 
   Attributes:
-    name: as it is typed.
+    name: as typed on the command line.
     description: a paragraph for its help.
-    example: a command line that works.
+    example: a valid command line.
     flags: its flags.
     run: takes the parsed flags and returns the exit code.
   """
@@ -31,7 +36,7 @@ class Command(NamedTuple):
 
 
 def experiment_flags() -> flags.FlagValues:
-  """The flags that all commands on an experiment share."""
+  """Returns the flags of all commands on an experiment."""
   values = flags.FlagValues()
   flags.DEFINE_string(
     'exp',
@@ -70,17 +75,67 @@ def compilation_cache_flag(values: flags.FlagValues) -> None:
   )
 
 
+def seed_flag(values: flags.FlagValues, text: str) -> None:
+  """Adds --seed. JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones."""
+  flags.DEFINE_integer('seed', 0, text, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
+
+
 def checkpoint_flags(values: flags.FlagValues) -> None:
-  """Adds the flags of commands that read a checkpoint."""
+  """Adds the flags of commands that restore a checkpoint."""
   job_log_dir_flag(values)
   compilation_cache_flag(values)
   flags.DEFINE_integer(
-    'step', None, 'Which checkpoint; the newest by default. Example: --step=500', lower_bound=0, flag_values=values
+    'step',
+    None,
+    'Step of the checkpoint; by default the newest. Example: --step=500',
+    lower_bound=0,
+    flag_values=values,
   )
 
 
+def prepare_for_shapes() -> None:
+  """Prepares a command that computes nothing: JAX uses the CPU, and leaves accelerators to others."""
+  from praxis_lite.runtime.distributed import leave_accelerators_alone
+
+  leave_accelerators_alone()
+
+
+def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
+  """Simulates the CPU devices that --devices asks for; returns the config of the run and its directory.
+
+  Must be called before JAX looks for devices.
+
+  Raises:
+    UserError: --job_log_dir is missing, or as `configured_experiment`.
+  """
+  if not values.job_log_dir:
+    raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
+  if values.devices is not None:
+    from praxis_lite.runtime.distributed import simulate_cpu_devices
+
+    simulate_cpu_devices(values.devices)
+  return configured_experiment(values), values.job_log_dir
+
+
+def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
+  """Returns the configs of --exp with every --set applied.
+
+  Raises:
+    UserError: --exp is missing, or there is no such experiment, path or value.
+  """
+  from praxis_lite import registry
+  from praxis_lite.config.overrides import apply_overrides
+  from praxis_lite.experiment import configure
+
+  if not values.exp:
+    raise UserError('--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them')
+  config = configure(registry.get(values.exp))
+  apply_overrides(config.roots(), values.set)
+  return config
+
+
 def help_text(command: Command) -> str:
-  """The help of one command, for a terminal of 80 columns: what it does, an example, and its flags."""
+  """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
   lines = [f'praxis-lite {command.name} [--flags]', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
@@ -96,13 +151,13 @@ def help_text(command: Command) -> str:
   return '\n'.join(lines) + '\n'
 
 
-# absl adds it to the help of a flag that may be repeated.
+# absl appends this to the help of a flag that may be repeated.
 _MULTI_NOTE = ';\n    repeat this option to specify a list of values'
 _WIDTH = 80
 
 
 def _wrapped_command(example: str) -> list[str]:
-  """A command line as one would type it into a shell, continued between flags by backslashes."""
+  """Returns the lines of a command in a shell, broken between flags with backslashes."""
   command, *arguments = example.split(' --')
   rows = [f'  {command}']
   for argument in arguments:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, checkpoint_flags, experiment_flags
+from praxis_lite.cli.command import Command, checkpoint_flags, configured_run, experiment_flags
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.experiments import configured_experiment, prepare_devices, required_job_log_dir
-
-  job_log_dir = required_job_log_dir(values)
-  prepare_devices(values.devices)
-  config = configured_experiment(values)
+  config, job_log_dir = configured_run(values)
 
   from praxis_lite.runtime.distributed import set_up_compilation_cache
   from praxis_lite.runtime.inference import run_eval
@@ -30,7 +26,7 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'eval',
-  'evaluate a checkpoint on all evaluation data of the experiment. The mesh need not be the one it was trained on.',
+  'evaluate a checkpoint on all evaluation data of the experiment, on the mesh it was trained on or any other.',
   'praxis-lite eval --exp=lm.StdlibLmTiny --job_log_dir=runs/1',
   _flags(),
   _run,

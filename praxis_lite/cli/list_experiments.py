@@ -1,4 +1,4 @@
-"""`praxis-lite list`: the registered experiments and what each is, in a line."""
+"""`praxis-lite list`: prints the registered experiments, each in one line with its summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _cut(line: str) -> str:
-  """A line as wide as the terminal at most; all of it where the output goes elsewhere."""
+  """Shortens a line to the width of the terminal; leaves it whole if the output is not a terminal."""
   columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(line)
   return line if len(line) <= columns else f'{line[: columns - 1].rstrip()}…'
 

@@ -1,6 +1,6 @@
-"""Entry point of `praxis-lite`: finds the command, parses its flags, and turns a user's mistakes into one line.
+"""Entry point of `praxis-lite`: finds the command, parses its flags, and reports a user's mistakes in one line.
 
-Nothing heavier than absl's flags is imported before a command runs, so that help is immediate.
+Nothing heavier than absl's flags is imported before a command runs, so that help is printed at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Entry(NamedTuple):
 _COMMANDS = {
   'list': _Entry('praxis_lite.cli.list_experiments', 'list the registered experiments'),
   'show': _Entry('praxis_lite.cli.show', 'print the config and parameters of an experiment, from shapes alone'),
-  'check': _Entry('praxis_lite.cli.check', 'look for mistakes in the shardings of an experiment, from shapes alone'),
-  'train': _Entry('praxis_lite.cli.train', 'train an experiment, or go on where it stopped'),
+  'check': _Entry('praxis_lite.cli.check', 'report problems in the shardings of an experiment, from shapes alone'),
+  'train': _Entry('praxis_lite.cli.train', 'train an experiment, or resume its training'),
   'eval': _Entry('praxis_lite.cli.evaluate', 'evaluate a checkpoint'),
   'decode': _Entry('praxis_lite.cli.decode', 'print samples from a checkpoint'),
 }
@@ -49,7 +49,7 @@ Example:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs one command. Returns the exit code: 0, or 2 after a user's mistake, told on stderr in one line."""
+  """Runs one command and returns its exit code; 2 after a user's mistake, which is printed on stderr in one line."""
   name, *arguments = argv or ['--help']
   if name in ('--help', '-h', '-help', 'help', '--helpfull'):
     print(_usage(), end='')
@@ -70,23 +70,21 @@ def main(argv: Sequence[str]) -> int:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value')
     return command.run(values)
   except (UserError, flags.Error) as error:
-    print(f'praxis-lite {name}: error: {_one_line(error, name)}', file=sys.stderr)
-    return 2
+    return _failed(name, _one_line(error, name))
   except KeyboardInterrupt:
     return 130
   except Exception as error:
     if not _is_out_of_memory(error):
       raise
-    print(f'praxis-lite {name}: error: {_out_of_memory(error)}', file=sys.stderr)
-    return 2
+    return _failed(name, _out_of_memory(error))
 
 
 def run() -> None:
   """The console script."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   sys.path.insert(0, os.getcwd())
-  # Ctrl-C ends the process at once, inside a library's import or compiler too, where Python's own exception would be
-  # lost or come minutes late. Training catches it itself, to save first; anything else may be killed at any time.
+  # Ctrl-C ends the process at once, also while a library is imported or compiles, where Python's own exception would be
+  # swallowed or delayed for minutes. Training handles the signal itself, to save first; other commands save nothing.
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
@@ -94,12 +92,16 @@ def run() -> None:
     sys.stdout.flush()
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    code = 0  # As with `show | head`: who reads has seen enough.
+    code = 0  # As in `show | head`, whose reader has all it wants.
     if sys.argv[1:2] == ['train']:
-      code = 2
-      told = 'what read its output has ended, and the run with it; the same command goes on from the last checkpoint'
-      print(f'praxis-lite train: error: {told}', file=sys.stderr)
+      stopped = 'the process that read its output has ended, so training stopped'
+      code = _failed('train', f'{stopped}; the same command resumes from the last checkpoint')
   sys.exit(code)
+
+
+def _failed(command: str, message: str) -> int:
+  print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
+  return 2
 
 
 def _load(name: str) -> Command:
@@ -115,7 +117,7 @@ def _usage() -> str:
 
 def _one_line(error: Exception, command: str) -> str:
   text = ' '.join(str(error).split())
-  # absl's words for these are Python's, or end too early.
+  # absl reports these in the words of Python's own errors, or incompletely.
   text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
   text = re.sub(r"\('Non-boolean argument to boolean flag', '.*'\)", 'expected true or false', text)
@@ -125,7 +127,7 @@ def _one_line(error: Exception, command: str) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-  # By name: JAX is not imported here, and raises one type of error for all that goes wrong in a program.
+  # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
   return type(error).__name__ in ('JaxRuntimeError', 'XlaRuntimeError') and 'RESOURCE_EXHAUSTED' in str(error)
 
 

@@ -1,15 +1,14 @@
-"""`praxis-lite show`: an experiment's config and parameter table, from shapes alone, without a device."""
+"""`praxis-lite show`: prints an experiment's config and parameter table, from shapes alone, without a device."""
 
 from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment, experiment_flags, prepare_for_shapes
 from praxis_lite.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.experiments import configured_experiment, prepare_for_shapes
   from praxis_lite.config.json import to_json
   from praxis_lite.config.text import to_text
 
@@ -35,12 +34,12 @@ def _run(values: flags.FlagValues) -> int:
   if values.config:
     parts.append(to_text(config.roots()).rstrip())
   if values.parameters:
-    from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
+    from praxis_lite.explain import format_parameter_table, parameter_table
 
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
-  print('\n\n'.join(parts))  # All at once: a mistake in the config is told alone.
+  print('\n\n'.join(parts))  # At the end, so that an error in the config is all that is printed.
   return 0
 
 
@@ -52,12 +51,14 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_boolean(
     'sharding',
     False,
-    'Print instead how each parameter, optimizer slot, activation and input is split, and what decided it. '
-    'Example: --sharding',
+    'Print instead how each parameter, optimizer slot, activation and input is split, and why. Example: --sharding',
     flag_values=values,
   )
   flags.DEFINE_string(
-    'html', None, 'Write that as a page for a browser, with pictures. Example: --html=sharding.html', flag_values=values
+    'html',
+    None,
+    'Write the output of --sharding as an HTML page with diagrams. Example: --html=sharding.html',
+    flag_values=values,
   )
   return values
 
@@ -65,7 +66,7 @@ def _flags() -> flags.FlagValues:
 COMMAND = Command(
   'show',
   "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, "
-  'padding and bytes, with totals. Works for models of any size: no array is made.',
+  'padding and bytes, with totals. Works for models of any size: no arrays are allocated.',
   "praxis-lite show --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",
   _flags(),
   _run,

@@ -1,21 +1,27 @@
-"""`praxis-lite train`: trains an experiment, or goes on where an earlier run of the same directory stopped."""
+"""`praxis-lite train`: trains an experiment, or resumes an earlier run of the same directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import MAX_SEED, Command, compilation_cache_flag, experiment_flags, job_log_dir_flag
+from praxis_lite.cli.command import (
+  Command,
+  compilation_cache_flag,
+  configured_run,
+  experiment_flags,
+  job_log_dir_flag,
+  seed_flag,
+)
+
+if TYPE_CHECKING:
+  from praxis_lite.task import SingleTask
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.cli.experiments import configured_experiment, prepare_devices, required_job_log_dir
-
-  job_log_dir = required_job_log_dir(values)
-  prepare_devices(values.devices)
-  config = configured_experiment(values)
+  config, job_log_dir = configured_run(values)
 
   from praxis_lite.runtime.distributed import initialize_distributed, set_up_compilation_cache
   from praxis_lite.runtime.executor import run_train
@@ -26,8 +32,8 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _warnings(task: Any, batch_struct: Any) -> Iterator[str]:
-  """What `check` warns of, on a mesh of several devices."""
+def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[str]:
+  """Yields the problems that `check` reports, on a mesh of several devices."""
   from math import prod
 
   if prod(task.mesh_sizes().values()) > 1:
@@ -39,18 +45,12 @@ def _warnings(task: Any, batch_struct: Any) -> Iterator[str]:
 def _flags() -> flags.FlagValues:
   values = experiment_flags()
   job_log_dir_flag(values)
-  flags.DEFINE_integer(
-    'seed',
-    0,
-    'Seed of the first values and of all that is drawn in training. Example: --seed=1',
-    lower_bound=0,
-    upper_bound=MAX_SEED,
-    flag_values=values,
-  )
+  seed_flag(values, 'Seed of the initial values and of all random draws in training. Example: --seed=1')
   flags.DEFINE_boolean(
     'restore_input',
     True,
-    'Go on in the training data where the checkpoint left it; --norestore_input starts it anew, for a changed dataset. '
+    'Resume the training data where the checkpoint left it; --norestore_input starts at its beginning, for a changed '
+    'dataset. '
     'Example: --norestore_input',
     flag_values=values,
   )
@@ -58,7 +58,7 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string(
     'coordinator_address',
     None,
-    'With several hosts: host:port of process 0, or auto on a cluster that JAX knows. '
+    'With several hosts: host:port of process 0, or auto on a cluster that JAX recognizes. '
     'Example: --coordinator_address=10.0.0.1:1234',
     flag_values=values,
   )
@@ -73,7 +73,7 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'train',
-  'train an experiment. The same command goes on where an earlier run of the same job_log_dir stopped, on any mesh.',
+  'train an experiment. If job_log_dir has checkpoints, training resumes from the newest, on any mesh.',
   'praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --set task.train.num_train_steps=20 --devices=8',
   _flags(),
   _run,

@@ -121,6 +121,11 @@ class Config(fdl.Config[T], Generic[T]):
   def _unknown(self, name: str) -> UnknownFieldError:
     return UnknownFieldError(_unknown_field(target(self), name, _field_names(target(self)) or ()))
 
+  def __deepcopy__(self, memo: dict[int, object]) -> Self:
+    for value in self.__arguments__.values():
+      _share_arrays(value, memo)
+    return super().__deepcopy__(memo)
+
   def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""
     for name, value in fields.items():
@@ -128,7 +133,7 @@ class Config(fdl.Config[T], Generic[T]):
     return self
 
   def clone(self, **fields: object) -> Self:
-    """Returns an independent copy, with `fields` set in it."""
+    """Returns an independent copy, with `fields` set in it. Arrays are shared: they may be large."""
     with history.suspend_tracking():
       return copy.deepcopy(self).set(**fields)
 
@@ -163,8 +168,8 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
 def instantiate(config: Config[T], **fields: object) -> T:
   """Calls a config's target with its fields.
 
-  Configs nested in the fields are passed on unbuilt (as copies) to a `Configurable`, which builds its templates itself;
-  for any other callable, such as an optax transformation, they are built first.
+  Configs nested in the fields are passed on unbuilt (as copies that share their arrays) to a `Configurable`, which
+  builds its templates itself; for any other callable, such as an optax transformation, they are built first.
 
   Args:
     config: what to build; it is not changed.
@@ -263,8 +268,19 @@ def _copy_nested(value: object) -> object:
   if isinstance(value, Config):
     return value.clone()
   if isinstance(value, (list, dict)):
-    return copy.deepcopy(value)
+    memo: dict[int, Any] = {}
+    _share_arrays(value, memo)
+    return copy.deepcopy(value, memo)
   return value
+
+
+def _share_arrays(value: object, memo: dict[int, Any]) -> None:
+  """Makes a deep copy of `value` with this memo keep the arrays in its lists, tuples and dicts."""
+  if isinstance(value, (list, tuple, dict)):
+    for entry in value.values() if isinstance(value, dict) else value:
+      _share_arrays(entry, memo)
+  elif hasattr(type(value), '__array__'):
+    memo[id(value)] = value
 
 
 def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]:

@@ -22,7 +22,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from praxis_lite.config import REQUIRED, Config
+from praxis_lite.config import REQUIRED, Config, Configurable, target
 from praxis_lite.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.config.text import format_value
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
@@ -169,6 +169,8 @@ def _convert(value: Any, hint: Any) -> object:
   members = members_of(hint)
   if Any in members:
     return value
+  if isinstance(value, Config) and any(_is_built_from(value, member) for member in members):
+    return value
   if _is_dtype_hint(members):
     return _checked_dtype(value, none_allowed=types.NoneType in members)
   if len(members) > 1:
@@ -288,6 +290,14 @@ def describe_hint(hint: object) -> str:
 def _is_config(hint: object) -> bool:
   origin = typing.get_origin(hint) or hint
   return isinstance(origin, type) and issubclass(origin, Config)
+
+
+def _is_built_from(config: Config, hint: object) -> bool:
+  """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
+  built = target(config)
+  return (
+    isinstance(hint, type) and issubclass(hint, Configurable) and isinstance(built, type) and issubclass(built, hint)
+  )
 
 
 def _is_callable_hint(hint: object) -> bool:

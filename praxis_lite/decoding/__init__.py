@@ -1,6 +1,5 @@
 """Decoding: from a model that predicts the next token to whole sequences."""
 
-from praxis_lite.decoding.sampler import Decoded, ExtendStep, Sampler
-from praxis_lite.decoding.sampling import sample_tokens
+from praxis_lite.decoding.sampler import Decoded, ExtendStep, Sampler, sample_tokens
 
 __all__ = ['Decoded', 'ExtendStep', 'Sampler', 'sample_tokens']

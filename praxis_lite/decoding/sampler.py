@@ -1,37 +1,79 @@
 """Sampler: continues prompts token by token, on any model that can extend a cache.
 
-B batch, P length of the prompts, M most tokens to decode, T tokens in one step, V vocabulary.
+B batch, P length of the prompts, M maximum number of tokens to decode, T tokens in one step, V vocabulary, C candidates
+(the most probable tokens, in descending order).
 
-    logits = step(prompts)                      one pass over all prompts, of different lengths
+    logits = step(prompts)                        one pass over all prompts, of different lengths
     token 0 = sample(logits)
-    for i = 1 ... M - 1, while a row goes on:   token i = sample(step(token i - 1))
+    for i = 1 ... M - 1, while a row continues:   token i = sample(step(token i - 1))
 
-It is a pure function that holds the model twice, once for prompts and once for the loop, and runs inside jit.
+It is a pure function that runs inside jit; the model is in the program twice, once for prompts and once for the loop.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.config import Configurable
-from praxis_lite.decoding.sampling import sample_tokens
 from praxis_lite.errors import ConfigError
 
+Caches = TypeVar('Caches')  # a tree of arrays
 
-class ExtendStep(Protocol):
-  """Appends tokens to the model's caches and predicts what follows."""
 
-  def __call__(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+def sample_tokens(
+  logits_BV: jax.Array,
+  keys_B: jax.Array | None,
+  *,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> jax.Array:
+  """Returns a token for each row, [B] int32, drawn from softmax(logits / temperature) cut down to its candidates.
+
+  Args:
+    logits_BV: logits of the next token.
+    keys_B: a PRNG key for each row; may be None if the temperature is 0.
+    temperature: 0 takes the most probable token, the lowest id among equals.
+    top_k: candidates are the k most probable tokens (Fan et al., 2018), the lower ids among equals; None takes all.
+    top_p: of those, the fewest whose probabilities sum to at least top_p (nucleus sampling, Holtzman et al., 2020);
+      None takes all.
+
+  Raises:
+    ConfigError: the temperature is not 0 and there are no keys.
+  """
+  if temperature == 0:
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  if keys_B is None:
+    raise ConfigError(f'Sampler.temperature: {temperature} draws random numbers, which needs a PRNG key')
+  logits_BV = logits_BV.astype(jnp.float32) / temperature
+  if top_k is None and top_p is None:
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+  vocab_size = logits_BV.shape[-1]
+  logits_BC, ids_BC = jax.lax.top_k(logits_BV, min(top_k or vocab_size, vocab_size))
+  if top_p is not None:
+    probs_BC = jax.nn.softmax(logits_BC)
+    more_probable_BC = jnp.cumsum(probs_BC, axis=-1) - probs_BC
+    logits_BC = jnp.where(more_probable_BC < top_p, logits_BC, -jnp.inf)
+  choice_B = jax.vmap(jax.random.categorical)(keys_B, logits_BC)
+  return jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+class ExtendStep(Protocol[Caches]):
+  """Appends tokens to the model's caches and predicts the next token."""
+
+  def __call__(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: Caches, /
+  ) -> tuple[jax.Array, Caches]:
     """Returns (logits, new caches).
 
     Args:
       ids_BT: the next tokens of each row.
       pos_BT: their positions in the row; -1 is padding.
-      last_B: which of the T tokens the logits, [B, V], are to follow.
-      state: the caches, a tree of arrays.
+      last_B: index of the token in each row whose logits, [B, V], are returned.
+      state: the caches.
     """
     ...
 
@@ -40,9 +82,9 @@ class Decoded(NamedTuple):
   """Continuations of prompts.
 
   Attributes:
-    ids: [B, M] int32 tokens after the prompt, up to the stop token if there is one, which is included; then zeros.
+    ids: [B, M] int32 tokens after the prompt, up to the stop token, if any, and including it; then zeros.
     lengths: [B] int32 number of those tokens.
-    log_probs: [B, M] float32 log-probability of each under the model, whatever the temperature; then zeros.
+    log_probs: [B, M] float32 log-probability of each under the model at temperature 1; then zeros.
   """
 
   ids: jax.Array
@@ -50,11 +92,14 @@ class Decoded(NamedTuple):
   log_probs: jax.Array
 
 
+_Carry = tuple[jax.Array, Caches, jax.Array, Decoded, jax.Array]  # next index, caches, last ids, decoded, done
+
+
 class Sampler(Configurable):
-  """How prompts are continued.
+  """Settings of decoding, and its loop.
 
   Attributes:
-    max_decode_steps: M, the most tokens after a prompt.
+    max_decode_steps: M, the maximum number of tokens after a prompt.
     temperature: 0 is greedy; 1 is the model's distribution.
     top_k, top_p: see `sample_tokens`.
     stop_ids: tokens that end a row.
@@ -77,20 +122,25 @@ class Sampler(Configurable):
         raise ConfigError(f'Sampler.{field}: expected {expected}, got {getattr(self, field)}')
 
   def cache_length(self, prompt_length: int) -> int:
-    """Slots that a cache needs for prompts padded to `prompt_length`; the last token is never fed back."""
+    """Returns the slots that a cache needs for prompts padded to `prompt_length`; the last token needs none."""
     return prompt_length + self.max_decode_steps - 1
 
   def decode(
-    self, step: ExtendStep, state: Any, prompt_ids_BP: jax.Array, prompt_lengths_B: jax.Array, key: jax.Array | None
+    self,
+    step: ExtendStep[Caches],
+    state: Caches,
+    prompt_ids_BP: jax.Array,
+    prompt_lengths_B: jax.Array,
+    key: jax.Array | None,
   ) -> Decoded:
-    """Continues prompts. Rows draw independently: what a row yields does not depend on the rows after it.
+    """Continues prompts. Each row has keys of its own, so its tokens do not depend on the number of rows.
 
     Args:
       step: the model.
       state: its empty caches, of `cache_length(P)` slots.
-      prompt_ids_BP: prompts, padded on the right with anything.
-      prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and yields nothing.
-      key: PRNG key; may be None where the temperature is 0.
+      prompt_ids_BP: prompts, padded on the right with any ids.
+      prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
+      key: PRNG key; may be None if the temperature is 0.
     """
     num_rows, prompt_length = prompt_ids_BP.shape
 
@@ -101,7 +151,9 @@ class Sampler(Configurable):
       at_index = jax.random.fold_in(key, index)
       return jax.vmap(lambda row: jax.random.fold_in(at_index, row))(jnp.arange(num_rows))
 
-    def choose(logits_BV: jax.Array, index: jax.Array | int, decoded: Decoded, done_B: jax.Array) -> Any:
+    def choose(
+      logits_BV: jax.Array, index: jax.Array | int, decoded: Decoded, done_B: jax.Array
+    ) -> tuple[jax.Array, Decoded, jax.Array]:
       """Draws token `index` of each row that is not done."""
       ids_B = sample_tokens(logits_BV, keys(index), temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
       log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
@@ -114,11 +166,13 @@ class Sampler(Configurable):
       stops_B = jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32))
       return ids_B, decoded, done_B | stops_B
 
-    def unfinished(carry: Any) -> jax.Array:
+    def unfinished(carry: _Carry[Caches]) -> jax.Array:
       index, *_, done_B = carry
       return (index < self.max_decode_steps) & ~jnp.all(done_B)
 
-    def extend(carry: Any) -> Any:
+    def extend(
+      carry: _Carry[Caches],
+    ) -> _Carry[Caches]:
       index, state, ids_B, decoded, done_B = carry
       pos_B = prompt_lengths_B + index - 1
       logits_BV, state = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), state)

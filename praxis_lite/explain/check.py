@@ -4,37 +4,81 @@
     warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
               pattern, optimizer slot unlike its weight
 
-A warning is a fact, with what it costs; whether it is meant so, the user knows.
+A warning is a fact, with what it costs; whether it is intended, the user knows.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ShardingError, UserError
-from praxis_lite.explain import warnings
-from praxis_lite.explain.problems import Limits, Problem, Severity
-from praxis_lite.explain.report import (
-  explain_activations,
-  explain_inputs,
-  explain_slots,
-  explain_variables,
-  task_and_inputs,
-)
-from praxis_lite.explain.tracing import abstract_mesh, trace_model
+from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches
+from praxis_lite.explain.explanation import Explanation, Kind, format_bytes, format_mesh
+from praxis_lite.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
 from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.partitioning.placement import place_variables
-from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn
-from praxis_lite.partitioning.strategies import parse_strategy
+from praxis_lite.partitioning.rules import shadowed_rules
+from praxis_lite.partitioning.specs import place_by_rank, spec_axes
+from praxis_lite.partitioning.strategies import parse_strategy, unused_patterns
 from praxis_lite.task import SingleTask
-from praxis_lite.training.state import state_layout
-from praxis_lite.trees import leaves_by_path
+from praxis_lite.training.state import place_task_variables, state_layout
+from praxis_lite.trees import inserted, leaves_by_path, path_matches, path_name
+
+
+class Severity(enum.StrEnum):
+  """An error does not run; a warning runs, and wastes memory, time or communication."""
+
+  ERROR = 'error'
+  WARNING = 'warning'
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is wrong with a sharding.
+
+  Attributes:
+    severity: whether it keeps the task from running.
+    kind: which check has found it, such as 'unused axis'.
+    path: the field, rule, variable or axis it is about.
+    message: what was found.
+    remedy: what to change.
+  """
+
+  severity: Severity
+  kind: str
+  path: str
+  message: str
+  remedy: str
+
+  def __str__(self) -> str:
+    remedy = f'\n    {self.remedy}' if self.remedy else ''
+    return f'{self.severity}: {self.kind}: {self.path}: {self.message}{remedy}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """From where on something is a problem.
+
+  Attributes:
+    replicated_bytes: a replicated weight of so many bytes.
+    wasted_fraction: this share of padding in a stored array, or of rows in a batch that only fill up the mesh.
+    wasted_bytes: padding of fewer bytes than this is never reported for a stored array.
+  """
+
+  replicated_bytes: int = 64 * 2**20
+  wasted_fraction: float = 0.1
+  wasted_bytes: int = 2**20
 
 
 def check(
-  task_or_experiment: Any,
-  inputs_struct: Any = None,
+  task_or_experiment: Explained,
+  inputs_struct: Mapping[str, object] | None = None,
   *,
   mesh_sizes: Mapping[str, int] | None = None,
   limits: Limits | None = None,
@@ -56,30 +100,23 @@ def check(
     sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
   except ShardingError as error:
     return [_error(error)]
-  problems = [*warnings.shadowed(jax_task), *_placing_errors(jax_task, sizes)]
+  problems = [*_shadowed_rules(jax_task), *_placing_errors(jax_task, sizes)]
   problems += _input_errors(jax_task, inputs_struct, sizes)
-  if any(p.severity is Severity.ERROR for p in problems):
+  if has_errors(problems):
     return problems
-  trace = None
-  if inputs_struct is not None:
-    try:
-      trace = trace_model(jax_task, inputs_struct, sizes)
-    except ShardingError as error:
-      return [*problems, _error(error)]
-  variables = explain_variables(jax_task, sizes)
   layout = layout or state_layout(jax_task, abstract_mesh(sizes))
-  slots = explain_slots(layout, sizes)
-  activations = [] if trace is None else explain_activations(jax_task, trace, sizes)
-  inputs = [] if inputs_struct is None else explain_inputs(jax_task, inputs_struct, sizes)
-  problems += warnings.unused_patterns(jax_task)
-  if trace is not None:
-    problems += warnings.unused_axes([*variables, *activations, *inputs], sizes)
-    # Under shard_map, weights are gathered where they are used, and mappings of activations do nothing.
-    if jax_task.partitioning != 'shard_map':
-      problems += warnings.mismatches(jax_task, trace, variables, sizes)
-  problems += warnings.replicated(variables, slots, limits)
-  problems += warnings.unlike_slots(slots, layout)
-  problems += warnings.padding([*variables, *activations, *inputs], limits)
+  try:
+    step = None if inputs_struct is None else trace_step(jax_task, layout, inputs_struct)
+  except UserError as error:
+    return [*problems, _error(error)]
+  report = report_of(jax_task, layout, step)
+  problems += _unused_patterns(jax_task, sizes)
+  if step is not None:
+    problems += _unused_axes(report.all(), sizes)
+    problems += _mismatches(step, report.variables, sizes)
+  problems += _replicated(report.variables, report.slots, limits)
+  problems += _unlike_slots(report.slots, layout)
+  problems += _padding([*report.variables, *report.activations, *report.inputs], limits)
   return problems
 
 
@@ -88,11 +125,22 @@ def has_errors(problems: Sequence[Problem]) -> bool:
   return any(p.severity is Severity.ERROR for p in problems)
 
 
+def format_problems(problems: Sequence[Problem]) -> str:
+  """The problems, errors first, and how many there are."""
+  if not problems:
+    return 'no problems found'
+  ordered = sorted(problems, key=lambda p: p.severity is not Severity.ERROR)
+  errors = sum(p.severity is Severity.ERROR for p in problems)
+  warnings = len(problems) - errors
+  total = f'{errors} error{"s" * (errors != 1)}, {warnings} warning{"s" * (warnings != 1)}'
+  return '\n\n'.join([*map(str, ordered), total])
+
+
 # ---------------------------------------------------------------- errors
 
 
 def _error(error: UserError, path: str = 'task') -> Problem:
-  """What raised, as a problem. Messages begin with the path they are about and end with what would be right."""
+  """An exception as a problem. Messages begin with the path they are about and end with what would be right."""
   head, separator, rest = str(error).partition(': ')
   if separator and ' ' not in head:
     path, text = head, rest
@@ -117,28 +165,190 @@ def _kind(text: str) -> str:
 
 
 def _placing_errors(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """What keeps variables from being placed: all of it, not the first alone."""
+  """Every variable that cannot be placed, not the first alone."""
   try:
     parse_strategy(jax_task.strategy or ())
   except ShardingError as error:
     return [_error(error, 'task.strategy')]
   problems: dict[str, Problem] = {}
   for path, weight in leaves_by_path(jax_task.model.abstract_init()).items():
-    tree: Any = weight
-    for name in reversed(path):
-      tree = {name: tree}
     try:
+      tree = inserted({}, path, weight)
       place_variables(tree, sizes, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
     except ShardingError as error:
-      problems.setdefault(str(error), _error(error, '.'.join(path)))
+      problems.setdefault(str(error), _error(error, path_name(path)))
   return list(problems.values())
 
 
-def _input_errors(jax_task: SingleTask, inputs_struct: Any, sizes: Mapping[str, int]) -> list[Problem]:
+def _input_errors(
+  jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
+) -> list[Problem]:
   problems: dict[str, Problem] = {}
   for path, struct in leaves_by_path(inputs_struct).items():
     try:
-      infer_partition_spec_based_on_rank_fn(jax_task.train.inputs_split_mapping, tuple(sizes), struct)
+      place_by_rank(jax_task.train.inputs_split_mapping, tuple(sizes), struct)
     except ShardingError as error:
-      problems.setdefault(str(error), _error(error, f'inputs.{".".join(path)}'))
+      problems.setdefault(str(error), _error(error, path_name(('inputs', *path))))
   return list(problems.values())
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def _warn(kind: str, path: str, message: str, remedy: str) -> Problem:
+  return Problem(Severity.WARNING, kind, path, message, remedy)
+
+
+def _shadowed_rules(jax_task: SingleTask) -> list[Problem]:
+  rules = jax_task.logical_axis_rules or ()
+  return [
+    _warn(
+      'shadowed rule',
+      f'task.logical_axis_rules[{later}]',
+      f'{tuple(rules[later])!r} never decides anything: rule {earlier}, {tuple(rules[earlier])!r}, always does',
+      'remove it, or move it before that rule',
+    )
+    for later, earlier in shadowed_rules(rules)
+  ]
+
+
+def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
+  """Patterns of the strategy that decide no variable."""
+  placements = leaves_by_path(place_task_variables(jax_task, sizes))
+  strategy = jax_task.strategy or ()
+  by_strategy = {path: placement for path, placement in placements.items() if placement.pattern is not None}
+  problems = []
+  for i in unused_patterns(by_strategy, strategy):
+    pattern = strategy[i][0]
+    if any(path_matches(pattern, path) for path in by_strategy):
+      why, remedy = 'earlier patterns match all its variables first', 'move it before them, or remove it'
+    elif any(path_matches(pattern, path) for path in placements):
+      why = 'all variables that it matches have mappings of their own, which win'
+      remedy = 'remove those, or the pattern'
+    else:
+      why, remedy = 'no variable has a path that it matches', 'correct it (it must match the whole path), or remove it'
+    problems.append(_warn('unused pattern', f'task.strategy[{i}]', f'{pattern!r} decides nothing: {why}', remedy))
+  return problems
+
+
+def _unused_axes(explained: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
+  """Mesh axes that split nothing."""
+  used = {axis for e in explained for axis in e.mesh_axes}
+  return [
+    _warn(
+      'unused axis',
+      f'mesh axis {axis}',
+      f'no weight, activation or input is split over it: on mesh {format_mesh(sizes)}, groups of {size} devices hold '
+      'and compute the same',
+      f'name {axis!r} in a split mapping, a rule or inputs_split_mapping, or give the mesh axis size 1',
+    )
+    for axis, size in sizes.items()
+    if size > 1 and axis not in used
+  ]
+
+
+def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], limits: Limits) -> list[Problem]:
+  """Large replicated weights, and large replicated slots of no weight."""
+  problems = []
+  for e in (*variables, *slots):
+    if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
+      continue
+    message = f'{format_bytes(e.bytes)} are replicated on all {e.num_devices} devices'
+    if e.kind is Kind.VARIABLE:
+      problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', _where_to_split(e)))
+    else:
+      remedy = 'keep in the optimizer state trees like that of the parameters, so that slots follow them'
+      problems.append(_warn('replicated slot', e.path, f'{message}, as it is of no variable', remedy))
+  return problems
+
+
+def _where_to_split(e: Explanation) -> str:
+  dim = max(range(len(e.shape)), key=lambda i: (e.shape[i], i))
+  free = [axis for axis, size in e.mesh_sizes.items() if size > 1]
+  return f'split dimension {dim}, of size {e.shape[dim]}, over {" or ".join(map(repr, free))}'
+
+
+def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Problem]:
+  """Slots of the shape of their weight that are split in another way."""
+  variables = {path_name(p): s for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
+  specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
+  problems = []
+  for e in slots:
+    if not e.owner or e.shape != tuple(variables[e.owner].shape):
+      continue
+    if _splitting(e.spec, e.mesh_sizes) != _splitting(specs[e.owner], e.mesh_sizes):
+      message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
+      remedy = 'give both the same spec: otherwise each step moves the one to the other'
+      problems.append(_warn('slot unlike its weight', e.path, message, remedy))
+  return problems
+
+
+def _splitting(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+  """The axes of each dimension that are larger than 1."""
+  return tuple(tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in spec)
+
+
+def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
+  """Arrays of which much is padding, and batches of which many rows are."""
+  problems = []
+  rows_reported = False
+  for e in explained:
+    fraction = e.wasted_bytes / max(e.bytes + e.wasted_bytes, 1)
+    if fraction <= limits.wasted_fraction:
+      continue
+    if e.kind is Kind.INPUT:
+      if not rows_reported:
+        rows_reported = True
+        problems.append(_batch_padding(e, fraction))
+    elif e.wasted_bytes >= limits.wasted_bytes:
+      worst = max(range(len(e.dims)), key=lambda i: e.dims[i].padding / max(e.dims[i].padded, 1))
+      dim = e.dims[worst]
+      message = (
+        f'{fraction:.1%} of it, {format_bytes(e.wasted_bytes)}, is padding: dimension {worst} has {dim.size} and is '
+        f'split in {dim.parts}'
+      )
+      remedy = f'make it a multiple of {dim.parts}, such as {dim.padded}, or split it over fewer devices ({dim.source})'
+      problems.append(_warn('padding', e.path, message, remedy))
+  return problems
+
+
+def _batch_padding(e: Explanation, fraction: float) -> Problem:
+  rows = e.dims[0]
+  return _warn(
+    'padding',
+    'inputs',
+    f'{fraction:.1%} of the rows of a batch only fill up the mesh: {rows.size} examples are computed as {rows.padded}',
+    f'make the batch size a multiple of the {math.prod(e.mesh_sizes.values())} devices (times the microbatches), such '
+    f'as {rows.padded}',
+  )
+
+
+def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
+  """Products for which an operand is moved; see `contractions.py`."""
+  by_path = {e.path: e for e in variables}
+  splits = [
+    Split(_splitting(by_path[path_name(path[1:])].spec, sizes), path_name(path[1:]), is_weight=True)
+    if path[0] == 'mdl_vars'
+    else None
+    for path in leaves_by_path(step.task.state_shapes)
+  ]
+  others = [None] * (len(step.jaxpr.in_avals) - len(splits))
+  return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, [*splits, *others], sizes)))
+
+
+def _mismatch(m: Mismatch, variables: Mapping[str, Explanation]) -> Problem:
+  weight = next((label for label in (m.left, m.right) if label in variables), m.right)
+  other = m.left if weight == m.right else m.right
+  axes, other_axes = (m.right_axes, m.left_axes) if weight == m.right else (m.left_axes, m.right_axes)
+  if m.shared:
+    message = (
+      f'the sum over {m.size} with {other} is split over {m.shared!r} in one of them, which splits another '
+      'dimension of the other: one of them is moved at each use'
+    )
+  else:
+    message = (
+      f'the sum over {m.size} is split over {axes} here and over {other_axes} in {other}: one of them is moved at each '
+      'use'
+    )
+  field = f' ({variables[weight].why})' if weight in variables else ''
+  return _warn('mismatch', weight, message, f'split the summed dimension of both over the same axes{field}')

@@ -1,25 +1,26 @@
 """Products of matrices whose operands are split so that one of them has to be moved.
 
-The traced program is followed with what is certain: the specs of weights, the constraints that layers put, and the
-operations that keep a split where it is (casts, transposes, element by element). At a product,
+The traced train step is followed with what is certain: the specs of weights, the constraints of layers, and the
+operations that keep a split (casts, transposes, element by element). At a product of the forward pass,
 
     x [B, T, F/mdl]  w [F/mdl, D]    the sum is over parts of F: one reduction, nothing moves
-    x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, meant so
+    x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, as intended
     x [B, T, F/mdl]  w [F/data, D]   the parts of F are not the same: one of the two has to be moved
     x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one has to be moved
 
-only the last two are reported. What is not certain is not followed, so nothing is reported that is not so.
+only the last two are reported. What is not certain is not followed, so nothing is reported that does not happen.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from praxis_lite.partitioning.specs import spec_axes
+from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 
 Axes = tuple[str, ...]
 
@@ -60,11 +61,13 @@ class Mismatch(NamedTuple):
   scope: str
 
 
-def find_mismatches(jaxpr: Any, splits: Sequence[Split | None], mesh_sizes: Mapping[str, int]) -> list[Mismatch]:
-  """Returns the mismatches in a traced program, each once.
+def find_mismatches(
+  jaxpr: ClosedJaxpr, splits: Sequence[Split | None], mesh_sizes: Mapping[str, int]
+) -> list[Mismatch]:
+  """Returns the mismatches in the forward pass of a traced program, each once.
 
   Args:
-    jaxpr: a closed jaxpr.
+    jaxpr: the program.
     splits: how each of its arguments is split; None where that is not known.
     mesh_sizes: size of each mesh axis; axes of size 1 split nothing.
   """
@@ -78,23 +81,22 @@ class _Walker:
     self.sizes = mesh_sizes
     self.found: list[Mismatch] = []
 
-  def effective(self, entry: Any) -> Axes:
-    return tuple(axis for axis in spec_axes(entry) if self.sizes.get(axis, 1) > 1)
-
-  def walk(self, jaxpr: Any, splits: Sequence[Split | None], scope: str) -> list[Split | None]:
+  def walk(self, jaxpr: Jaxpr, splits: Sequence[Split | None], scope: str) -> list[Split | None]:
     """Follows a jaxpr; returns what is known of its results."""
-    known: dict[Any, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
+    known: dict[Var, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
 
-    def of(atom: Any) -> Split | None:
-      return None if isinstance(atom, core.Literal) else known.get(atom)
+    def of(atom: Var | Literal) -> Split | None:
+      return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
-      where = '/'.join(part for part in (scope, str(eqn.source_info.name_stack)) if part)
-      results = self.step(eqn, [of(a) for a in eqn.invars], where)
+      own = str(eqn.source_info.name_stack)
+      if 'transpose(' in own:  # The backward pass: what it moves follows from the forward pass.
+        continue
+      results = self.step(eqn, [of(a) for a in eqn.invars], '/'.join(part for part in (scope, _layers(own)) if part))
       known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
     return [of(v) for v in jaxpr.outvars]
 
-  def step(self, eqn: Any, operands: list[Split | None], where: str) -> list[Split | None]:
+  def step(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
     """Returns what is known of the results of one equation."""
     name = eqn.primitive.name
     unknown: list[Split | None] = [None] * len(eqn.outvars)
@@ -106,6 +108,8 @@ class _Walker:
     if name == 'transpose' and operands[0] is not None:
       first = operands[0]
       return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
+    if name == 'slice' and not any(eqn.params['start_indices']):  # Padding is cut off.
+      return [operands[0]]
     if name in _ELEMENTWISE:
       return [_agreed(eqn, operands)] * len(eqn.outvars)
     if name == 'scan':
@@ -114,23 +118,24 @@ class _Walker:
     if inner is None:
       return unknown
     inner = getattr(inner, 'jaxpr', inner)
-    if len(inner.invars) != len(operands):
+    if name == 'shard_map' or len(inner.invars) != len(operands):  # Inside shard_map are parts, not arrays.
       self.walk(inner, [None] * len(inner.invars), where)
       return unknown
     results = self.walk(inner, operands, where)
     return results if len(results) == len(eqn.outvars) else unknown
 
-  def constrained(self, eqn: Any, operand: Split | None, where: str) -> Split | None:
+  def constrained(self, eqn: JaxprEqn, operand: Split | None, where: str) -> Split | None:
     spec = getattr(eqn.params['sharding'], 'spec', None)
-    rank = len(eqn.outvars[0].aval.shape)
-    if spec is None or len(spec) > rank or any(e is not None and not isinstance(e, str | tuple) for e in spec):
+    rank = len(_shape(eqn.outvars[0]))
+    if spec is None or len(spec) > rank or UNCONSTRAINED in spec:
       return None
-    axes = tuple(self.effective(entry) for entry in spec) + ((),) * (rank - len(spec))
+    split = (tuple(axis for axis in spec_axes(entry) if self.sizes.get(axis, 1) > 1) for entry in spec)
+    axes = (*split, *((),) * (rank - len(spec)))
     if operand is not None and operand.is_weight:
       return dataclasses.replace(operand, axes=axes)
     return Split(axes, f'the activation of {where.replace("/", ".") or "the model"}')
 
-  def scan(self, eqn: Any, operands: list[Split | None], where: str) -> list[Split | None]:
+  def scan(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
     """The body sees slices of what is scanned; what it passes on is not followed from one round to the next."""
     consts, carry = eqn.params['num_consts'], eqn.params['num_carry']
     slices = [
@@ -139,26 +144,37 @@ class _Walker:
     self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
     return [None] * len(eqn.outvars)
 
-  def check_product(self, eqn: Any, operands: list[Split | None], where: str) -> None:
+  def check_product(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> None:
     left, right = operands
     if left is None or right is None:
       return
     (left_dims, right_dims), _ = eqn.params['dimension_numbers']
     for i, j in zip(left_dims, right_dims):
-      size = int(eqn.invars[0].aval.shape[i])
+      size = _shape(eqn.invars[0])[i]
       elsewhere = [_others(left, i), _others(right, j)]
-      # A weight's axis that splits the batch of the activation is gathered: fully sharded training, meant so.
+      # A weight's axis that splits the batch of the activation is gathered: fully sharded training, as intended.
       a = _not_in(left.axes[i], elsewhere[1]) if left.is_weight and not right.is_weight else left.axes[i]
       b = _not_in(right.axes[j], elsewhere[0]) if right.is_weight and not left.is_weight else right.axes[j]
       shorter = min(len(a), len(b))
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, '', where))
         continue
-      # One of them is split further: the other is cut alike where it lies, unless that axis splits it elsewhere.
+      # One of them is split further: each device cuts its part of the other, unless that axis splits it elsewhere.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:
         self.found.append(Mismatch(left.label, right.label, size, a, b, crossed, where))
+
+
+def _shape(atom: Var | Literal) -> tuple[int, ...]:
+  return getattr(atom.aval, 'shape', ())
+
+
+def _layers(name_stack: str) -> str:
+  """'lm/ff' of 'jvp(lm)/ff'."""
+  while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name_stack)) != name_stack:
+    name_stack = inner
+  return '/'.join(filter(None, name_stack.split('/')))
 
 
 def _others(split: Split, dim: int) -> set[str]:
@@ -169,10 +185,10 @@ def _not_in(axes: Axes, gathered: set[str]) -> Axes:
   return tuple(axis for axis in axes if axis not in gathered)
 
 
-def _agreed(eqn: Any, operands: list[Split | None]) -> Split | None:
+def _agreed(eqn: JaxprEqn, operands: list[Split | None]) -> Split | None:
   """What operands of the result's shape say, if those that say something agree."""
-  shape = eqn.outvars[0].aval.shape
-  said = [s for s, v in zip(operands, eqn.invars) if s is not None and getattr(v.aval, 'shape', None) == shape]
+  shape = _shape(eqn.outvars[0])
+  said = [s for s, v in zip(operands, eqn.invars) if s is not None and _shape(v) == shape]
   if not said or any(s.axes != said[0].axes for s in said):
     return None
   return said[0]

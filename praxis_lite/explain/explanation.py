@@ -1,8 +1,10 @@
-"""Explanation: where one array lies on a mesh, what decided it, and what it costs. Plain numbers; no array, no device.
+"""Explanation: how one array is split over a mesh, what decided it, and what it costs; and tables of them.
 
 dimension   size   mesh axes   parts   each device   padding   why
 0           50257  mdl         4       12565         3         lm.softmax.weight_split_dims_mapping.wt
 1           768    data        2       384           0         strategy '.*': fsdp(axis="data")
+
+All from shapes: there is no array, and no device.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from praxis_lite.explain.parameter_table import format_bytes, format_shape, format_spec
-from praxis_lite.partitioning.specs import axes_to_entry
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.partitioning.padding import num_parts
+from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
 
 
 class Kind(enum.StrEnum):
@@ -34,17 +37,27 @@ class Dimension:
 
   Attributes:
     size: true size.
-    axes: mesh axes that split it.
-    parts: into how many parts they split it.
+    entry: its entry in the spec.
+    parts: into how many parts it is split.
     local: its size on each device, padding included.
     source: the field, rule or strategy that says so, or why it is not split.
   """
 
   size: int
-  axes: tuple[str, ...]
+  entry: str | tuple[str, ...] | None
   parts: int
   local: int
   source: str
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """Mesh axes that split it."""
+    return spec_axes(self.entry)
+
+  @property
+  def free(self) -> bool:
+    """Whether the compiler decides how it is split."""
+    return self.entry is UNCONSTRAINED
 
   @property
   def padded(self) -> int:
@@ -55,20 +68,30 @@ class Dimension:
     return self.padded - self.size
 
 
+def dimensions(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]) -> tuple[Dimension, ...]:
+  """Returns the dimensions of an array of `shape`, on a mesh of these sizes."""
+  parts = [num_parts(entry, sizes) for entry in placement.spec]
+  return tuple(
+    Dimension(int(size), entry, n, -(-int(size) // n), why)
+    for size, entry, n, why in zip(shape, placement.spec, parts, placement.why)
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """Where an array lies and why.
+  """How an array is split, and why.
 
   Attributes:
     path: what it is called.
     kind: what it is.
-    dims: its dimensions.
-    dtype: in which it is held.
+    dims: its dimensions. Those of an activation that the compiler places are not split: what is said of its bytes is
+      then the most it can take.
+    dtype: its dtype.
     mesh_sizes: size of each mesh axis.
-    remarks: what is worth knowing besides.
+    remarks: what else is worth knowing.
     owner: of an optimizer slot, the variable it belongs to.
-    constrained: False for an activation without a mapping: the compiler decides, and what stands here is the most it
-      can be.
+    trainable: of a variable, whether an optimizer may change it.
+    per_device: whether the shape is that of one device's part, as inside `shard_map`.
   """
 
   path: str
@@ -78,11 +101,22 @@ class Explanation:
   mesh_sizes: Mapping[str, int]
   remarks: tuple[str, ...] = ()
   owner: str = ''
-  constrained: bool = True
+  trainable: bool = True
+  per_device: bool = False
+
+  @property
+  def constrained(self) -> bool:
+    """Whether its split is stated; False where the compiler decides, or each device has an array of its own."""
+    return not self.per_device and not (self.dims and all(d.free for d in self.dims))
+
+  @property
+  def at_most(self) -> bool:
+    """Whether its bytes on each device are an upper bound."""
+    return any(d.free for d in self.dims)
 
   @property
   def spec(self) -> PartitionSpec:
-    return PartitionSpec(*(axes_to_entry(d.axes) for d in self.dims))
+    return PartitionSpec(*(d.entry for d in self.dims))
 
   @property
   def mesh_axes(self) -> tuple[str, ...]:
@@ -100,7 +134,7 @@ class Explanation:
 
   @property
   def local_shape(self) -> tuple[int, ...]:
-    """Shape of what each device holds, padding included."""
+    """Shape of the part on each device, padding included."""
     return tuple(d.local for d in self.dims)
 
   @property
@@ -138,22 +172,162 @@ class Explanation:
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 
   def __str__(self) -> str:
-    lines = [f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}', '']
-    rows = [('dimension', 'size', 'mesh axes', 'parts', 'each device', 'padding', 'why')]
-    for i, d in enumerate(self.dims):
-      axes = '+'.join(d.axes) or '-'
-      rows.append((str(i), str(d.size), axes, str(d.parts), str(d.local), str(d.padding), d.source))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += ['  ' + '  '.join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    header = ('dimension', 'size', 'mesh axes', 'parts', 'each device', 'padding', 'why')
+    rows = [
+      (str(i), str(d.size), format_entry(d.entry), str(d.parts), str(d.local), str(d.padding), d.source)
+      for i, d in enumerate(self.dims)
+    ]
     share = self.wasted_bytes / max(self.bytes + self.wasted_bytes, 1)
-    lines += [
+    lines = [
+      f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}',
+      '',
+      *(f'  {line}' for line in _aligned([header, *rows])),
       '',
       f'  spec ({format_spec(self.spec)}) on mesh {format_mesh(self.mesh_sizes)}',
-      f'  {format_bytes(self.bytes)} in all, {"" if self.constrained else "at most "}'
-      f'{format_bytes(self.bytes_per_device)} on each device; {format_copies(self)}',
+      f'  {format_bytes(self.bytes)} in all, {"at most " if self.at_most else ""}'
+      f'{format_bytes(self.bytes_per_device)} on each device; {_format_copies(self)}',
       f'  padding {format_bytes(self.wasted_bytes)}, {share:.2%} of what is stored',
     ]
     return '\n'.join(lines + [f'  {remark}' for remark in self.remarks])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingReport:
+  """An `Explanation` of every array of a task.
+
+  Attributes:
+    mesh_sizes: size of each mesh axis.
+    variables, slots, activations, inputs: in the order of their trees; activations in that of the train step.
+      Activations and inputs are empty where the shapes of a batch are not known.
+  """
+
+  mesh_sizes: Mapping[str, int]
+  variables: list[Explanation]
+  slots: list[Explanation]
+  activations: list[Explanation]
+  inputs: list[Explanation]
+
+  def all(self) -> list[Explanation]:
+    """All of them."""
+    return [*self.variables, *self.slots, *self.activations, *self.inputs]
+
+  def find(self, path: str) -> Explanation:
+    """Returns the one with this path.
+
+    Args:
+      path: 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'; 'opt_states...' or 'ema_vars...'; 'inputs.ids'; an activation's
+        'lm.softmax.out' or the field that splits it.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    wanted = path.replace('/', '.').removeprefix('mdl_vars.').replace('.activation_split_dims_mapping.', '.')
+    known = {e.path: e for e in reversed(self.all())}
+    if wanted not in known:
+      below = [p for p in known if p.startswith(f'{wanted}.')]
+      hint = f' Below it are {", ".join(sorted(below)[:5])}.' if below else did_you_mean(wanted, known)
+      raise ConfigError(f'explain: there is no variable, optimizer slot, activation or input {path!r}.{hint}')
+    return known[wanted]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def format_report(report: ShardingReport) -> str:
+  """Returns the tables of parameters, optimizer slots, activations and inputs for a terminal, with totals."""
+  sections = [f'mesh {format_mesh(report.mesh_sizes)}']
+  for title, rows in (
+    ('Parameters', report.variables),
+    ('Optimizer slots and averages', report.slots),
+    ('Activations', report.activations),
+    ('Inputs', report.inputs),
+  ):
+    if rows:
+      sections.append(f'{title}: {_total(rows, adds_up=title != "Activations")}\n{_format_rows(rows)}')
+  if not report.inputs:
+    sections.append('Activations and inputs: not known, as the shapes of a batch take its data to know')
+  return '\n\n'.join(sections)
+
+
+def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str, int]) -> str:
+  """Returns the table of a model's variables for a terminal, with totals."""
+  header = ('variable', 'shape', 'dtype', 'split', 'local shape', 'padding', 'bytes', 'per device')
+  body = [
+    (
+      *(e.path, format_shape(e.shape), e.dtype.name, format_spec(e.spec), format_shape(e.local_shape)),
+      *(_format_padding(e), format_bytes(e.bytes), format_bytes(e.bytes_per_device)),
+    )
+    for e in rows
+  ]
+  lines = _aligned([header, *body], right={6, 7})
+  rule = '-' * len(lines[0])
+  count = sum(math.prod(e.shape) for e in rows)
+  trainable = sum(math.prod(e.shape) for e in rows if e.trainable)
+  stored = sum(math.prod(e.padded_shape) for e in rows)
+  totals = [
+    f'{count:,} parameters ({trainable:,} trainable), {format_bytes(sum(e.bytes for e in rows))}',
+    f'mesh {format_mesh(mesh_sizes)}: {format_bytes(sum(e.bytes_per_device for e in rows))} of parameters on each, '
+    f'{(stored - count) / max(count, 1):.2%} of it padding',
+  ]
+  return '\n'.join([lines[0], rule, *lines[1:], rule, *totals])
+
+
+def _format_rows(rows: Sequence[Explanation]) -> str:
+  header = ('array', 'shape', 'dtype', 'split', 'each device', 'padding', 'copies', 'per device', 'why')
+  body = []
+  for e in rows:
+    split, copies = format_spec(e.spec), f'x{e.replication}'
+    local = '?' if e.at_most else format_shape(e.local_shape)
+    if not e.constrained:
+      split, copies = 'own part' if e.per_device else 'free', '?'
+    at_most = '<= ' if e.at_most else ''
+    cost = f'{at_most}{format_bytes(e.bytes_per_device)}'
+    body.append((e.path, format_shape(e.shape), e.dtype.name, split, local, _format_padding(e), copies, cost, e.why))
+  lines = _aligned([header, *body], right={6, 7})
+  return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 160), *lines[1:]])
+
+
+def _total(rows: Sequence[Explanation], adds_up: bool) -> str:
+  if not adds_up:
+    return f'{len(rows)}, of one layer each where layers repeat'
+  on_each = format_bytes(sum(e.bytes_per_device for e in rows))
+  return f'{format_bytes(sum(e.bytes for e in rows))}, {on_each} on each device'
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+  """Returns the rows as lines whose columns are aligned, those of `right` to the right."""
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return [
+    '  '.join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+    for row in rows
+  ]
+
+
+# ---------------------------------------------------------------- text
+
+
+def format_shape(shape: Sequence[int]) -> str:
+  """'512 x 2048', or 'scalar'."""
+  return ' x '.join(map(str, shape)) or 'scalar'
+
+
+def format_entry(entry: str | tuple[str, ...] | None) -> str:
+  """'replica+mdl', '-' where the dimension is not split, '?' where the compiler decides."""
+  return '?' if entry is UNCONSTRAINED else '+'.join(spec_axes(entry)) or '-'
+
+
+def format_spec(spec: PartitionSpec) -> str:
+  """'data, -, replica+mdl': the mesh axes of each dimension."""
+  return ', '.join(map(format_entry, spec)) or '-'
+
+
+def format_bytes(count: float) -> str:
+  """'1.5 MiB': four digits and a binary unit."""
+  for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
+    if count < 1024 or unit == 'TiB':
+      break
+    count /= 1024
+  return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.4g} {unit}'
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
@@ -163,10 +337,15 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
   return f'{axes} = {devices} device{"s" * (devices != 1)}'
 
 
-def format_copies(explanation: Explanation) -> str:
-  """'each part on 4 devices'."""
-  parts = explanation.num_devices // explanation.replication
+def _format_copies(e: Explanation) -> str:
+  if e.per_device:
+    return 'a part of its own on each'
+  parts = e.num_devices // e.replication
   if parts == 1:
-    return 'whole on every device' if explanation.num_devices > 1 else 'on the one device'
-  copies = explanation.replication
-  return f'{parts} parts, each on {copies} device{"s" * (copies != 1)}'
+    return 'replicated on every device' if e.num_devices > 1 else 'on the one device'
+  return f'{parts} parts, each on {e.replication} device{"s" * (e.replication != 1)}'
+
+
+def _format_padding(e: Explanation) -> str:
+  """'+1, -': what each dimension is padded with."""
+  return ', '.join(f'+{d.padding}' if d.padding else '-' for d in e.dims) if e.wasted_bytes else '-'

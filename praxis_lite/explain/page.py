@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from praxis_lite.errors import UserError
-from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
-from praxis_lite.explain.problems import Problem
-from praxis_lite.explain.report import ShardingReport
+from praxis_lite.explain.check import Problem
+from praxis_lite.explain.explanation import Explanation, Kind, ShardingReport, format_mesh
 
 
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:

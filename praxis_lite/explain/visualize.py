@@ -23,8 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.explain.explanation import format_mesh
-from praxis_lite.explain.parameter_table import format_shape, format_spec
+from praxis_lite.explain.explanation import format_mesh, format_shape, format_spec
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes, num_parts
 from praxis_lite.partitioning.specs import check_axes_once, complete_spec, spec_axes
 

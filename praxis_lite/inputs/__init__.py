@@ -1,12 +1,10 @@
 """Inputs: deterministic, resumable streams of host batches, and the thread that puts them on the devices."""
 
-from praxis_lite.inputs.arrays import ArrayInput
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.features import Feature
 from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
-from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.stdlib_text import stdlib_files
+from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
+from praxis_lite.inputs.rows import Feature
 from praxis_lite.inputs.synthetic import (
   ConstantFeature,
   RandomFeature,
@@ -14,9 +12,8 @@ from praxis_lite.inputs.synthetic import (
   SyntheticInput,
   SyntheticLMInput,
 )
-from praxis_lite.inputs.text import TextInput
-from praxis_lite.inputs.tfdata import TFDataInput
-from praxis_lite.inputs.tfrecord import TFRecordInput, write_tfrecords
+from praxis_lite.inputs.text import TextInput, stdlib_files
+from praxis_lite.inputs.tfdata import TFDataInput, TFRecordInput, write_tfrecords
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, SentencePieceTokenizer
 
 __all__ = [

@@ -1,15 +1,15 @@
 """BaseInput: a deterministic, resumable stream of batches, each host reading its slice of the global batch.
 
-A batch is a dict (possibly nested) of numpy arrays with dim 0 = batch. `weights`, [B] or [B, T] float32, always there.
+A batch is a dict (possibly nested) of numpy arrays with the batch as dimension 0, `weights` always among them.
 
-A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends on the seed and the
-number of the epoch alone, cut into global batches of `batch_size`; the last, short one is filled up with rows of zero
-weight. So the position in a stream is two numbers, the epoch and how many of its examples have been read, on every
-host the same:
+A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends only on the seed and the
+number of the epoch, cut into global batches of `batch_size`; the last, short one is padded with rows of zero weight.
+So the position in a stream is two numbers, the epoch and how many of its examples have been read, the same on every
+host:
 
     global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts
 
-All hosts emit the same number of batches, also where the last examples do not reach the last hosts.
+All hosts yield the same number of batches, even if the last host gets padding only.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from praxis_lite.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
 
 _REMEDY = (
-  'Use the data and settings it was saved with, or start the data anew: train --norestore_input, or '
+  'Use the data and settings it was saved with, or start the data from its beginning: train --norestore_input, or '
   'run_train(..., restore_input=False)'
 )
 
 
 class BaseInput(Configurable):
-  """A stream of batches. Subclasses give `example_struct` and `read`.
+  """A stream of batches. Subclasses define `example_struct` and `read`.
 
   Attributes:
-    name: what logs and errors call the input; None is the name of the class.
+    name: name of the input in logs and errors; None uses the class name.
     batch_size: examples in a global batch, over all hosts.
-    seed: of the order of the examples, and of anything random in them; not negative.
-    is_training: sets the defaults of the next two.
-    num_epochs: how often the examples are gone through; None is for ever in training, once otherwise.
-    shuffle: a new order in each epoch; None does so in training only.
-    drop_remainder: leave out the short batch at the end of an epoch rather than fill it up with rows of zero weight.
+    seed: seed of the order of the examples, and of random values in them; not negative.
+    is_training: sets the defaults of the next two fields.
+    num_epochs: number of passes over the examples; None means unlimited in training, and one otherwise.
+    shuffle: use a new order in each epoch; None shuffles in training only.
+    drop_remainder: drop the short batch at the end of an epoch instead of padding it with rows of zero weight.
     num_hosts, host_index: which slice of each global batch this input yields; the runtime sets them.
 
   Raises:
@@ -61,12 +61,9 @@ class BaseInput(Configurable):
     for field in dataclasses.fields(self):
       if getattr(self, field.name) is REQUIRED:
         raise ConfigError(f'{self.label}.{field.name}: a value is required and none is set')
-    for name, least in (('batch_size', 1), ('num_hosts', 1), ('seed', 0), ('host_index', 0), ('num_epochs', 1)):
-      value = getattr(self, name)
-      if name == 'num_epochs' and value is None:
-        continue
-      if not isinstance(value, int) or value < least:
-        raise ConfigError(f'{self.label}.{name}: expected an integer of at least {least}, got {value!r}')
+    self.check_at_least(batch_size=1, num_hosts=1, seed=0, host_index=0)
+    if self.num_epochs is not None:
+      self.check_at_least(num_epochs=1)
     if self.batch_size % self.num_hosts:
       raise ConfigError(
         f'{self.label}.batch_size: {self.batch_size} examples cannot be split over {self.num_hosts} hosts; '
@@ -81,28 +78,42 @@ class BaseInput(Configurable):
     self._epoch = 0
     self._position = 0
 
-  # What subclasses give.
+  def check_at_least(self, **least: int) -> None:
+    """Raises `ConfigError` unless each of these fields is an integer of at least this value."""
+    for name, smallest in least.items():
+      value = getattr(self, name)
+      if not isinstance(value, int) or value < smallest:
+        raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
+
+  def check_is_one_of(self, name: str, *choices: str) -> None:
+    """Raises `ConfigError` unless a field has one of these values."""
+    value = getattr(self, name)
+    if value not in choices:
+      *first, last = map(repr, choices)
+      raise ConfigError(f'{self.label}.{name}: expected {", ".join(first)} or {last}, got {value!r}')
+
+  # -------------------------------------------------------------------- defined by subclasses
 
   def example_struct(self) -> Struct:
-    """Returns shape and dtype of each array of one example, without batch dimension; `weights` may be left out."""
+    """Returns shape and dtype of each array of one example, without batch dimension; `weights` is optional."""
     raise NotImplementedError
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Reads examples `position`, ..., `position + count - 1` of an epoch, of which rows [start, stop) are wanted.
+    """Reads rows [start, stop) of the `count` examples from `position` on in an epoch.
 
-    Pure in effect: the same arguments give the same rows, whatever was read before.
+    The same arguments give the same rows, whatever was read before.
 
     Returns:
-      The wanted rows, as `canonical_rows` returns them, without padding, or None if there are none of them; and how
-      many of the `count` examples there are, less than `count` only at the end of the epoch.
+      The rows, as `canonical_rows` returns them, without padding, or None if there are none; and how many of the
+      `count` examples exist, less than `count` only at the end of the epoch.
     """
     raise NotImplementedError
 
-  # What users call.
+  # -------------------------------------------------------------------- called by users
 
   @property
   def label(self) -> str:
-    """What errors call this input."""
+    """Name of this input in logs and errors."""
     return self.name or type(self).__name__
 
   @property
@@ -110,8 +121,13 @@ class BaseInput(Configurable):
     """Rows of the batches of this host."""
     return self.batch_size // self.num_hosts
 
+  @property
+  def host_rows(self) -> tuple[int, int]:
+    """First row of this host in a global batch, and the row after its last."""
+    return self.host_index * self.host_batch_size, (self.host_index + 1) * self.host_batch_size
+
   def batches_per_epoch(self) -> int | None:
-    """Returns how many batches an epoch has, or None where that takes reading it."""
+    """Returns how many batches an epoch has, or None if only reading it would tell."""
     return None
 
   def batch_struct(self) -> Struct:
@@ -127,10 +143,9 @@ class BaseInput(Configurable):
       StopIteration: all epochs are over.
       DataError: an epoch has no batch, or the data cannot be read.
     """
-    start = self.host_index * self.host_batch_size
     struct = with_weights(self.example_struct())
     while not self._is_over():
-      rows, count = self.read(self._epoch, self._position, self.batch_size, start, start + self.host_batch_size)
+      rows, count = self.read(self._epoch, self._position, self.batch_size, *self.host_rows)
       if count == self.batch_size or (count and not self.drop_remainder):
         self._position += count
         return pad_rows(rows, self.host_batch_size, struct)
@@ -140,11 +155,11 @@ class BaseInput(Configurable):
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     """Consumes up to `count` examples, across epochs and regardless of batches, and returns rows [start, stop) of them.
 
-    Mixtures draw from their sources by it. `num_hosts` plays no role.
+    Mixtures read their sources by this method. It ignores `num_hosts`.
 
     Returns:
-      The wanted rows, or None if there are none of them; and how many were consumed, less than `count` only at the end
-      of the stream.
+      The rows, or None if there are none; and how many examples were consumed, less than `count` only at the end of
+      the stream.
     """
     parts: list[Rows] = []
     taken = 0
@@ -170,11 +185,11 @@ class BaseInput(Configurable):
     return self
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the position in the stream, as a dict that JSON can hold. It is the same on every host."""
+    """Returns the position in the stream as a dict for JSON. It is the same on every host."""
     return {'epoch': self._epoch, 'position': self._position, **self.identity()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `get_state` was called: the next batches are the same, to the bit.
+    """Continues where `get_state` was called: the next batches are bitwise the same.
 
     Raises:
       CheckpointError: the state is of another kind of input, or of other data.
@@ -183,7 +198,7 @@ class BaseInput(Configurable):
     self._epoch, self._position = int(state['epoch']), int(state['position'])
 
   def identity(self) -> dict[str, Any]:
-    """Returns what must be equal for a saved position to mean the same examples. Part of the state."""
+    """Returns the part of the state that must be equal for a saved position to mean the same examples."""
     return {'shuffle': self.shuffle, 'seed': self.seed if self.shuffle else None}
 
   def check_state(self, state: dict[str, Any], required: tuple[str, ...]) -> None:
@@ -206,7 +221,7 @@ class BaseInput(Configurable):
 
   def _next_epoch(self, leftover: int) -> None:
     if self._position == 0:
-      # An epoch without a batch would be followed by another one, for ever.
+      # Epochs without a batch would follow each other without end.
       if leftover:
         raise DataError(
           f'{self.label}: {leftover} examples are less than a batch of {self.batch_size}, and drop_remainder is set'

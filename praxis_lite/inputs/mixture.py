@@ -1,8 +1,8 @@
 """MixtureInput: several inputs mixed example by example, in given proportions.
 
-Which source example i of the mixture comes from depends on (seed, i) alone; each source is read in its own order, by
-its own epochs. A source that is exhausted is left out from then on, and the mixture ends when all are, so that
-evaluation sees each example of each source exactly once.
+The source of example i of the mixture depends only on (seed, i). Each source is read in its own order, by its own
+epochs. An exhausted source is not drawn from any more, and the mixture ends when all are exhausted, so evaluation sees
+each example of each source exactly once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.random_bits import random_bits, uniform
+from praxis_lite.inputs.random_access import uniform
 from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
 
 
@@ -23,17 +23,16 @@ class MixtureInput(BaseInput):
   """Batches whose examples come from several inputs, each with a probability in proportion to its weight.
 
   Attributes:
-    inputs: configs of the sources. Their examples must have the same arrays, shapes and dtypes. They take over the
-      mixture's `is_training`, and its `num_epochs` and `shuffle` where these are set; `batch_size` and hosts are the
-      mixture's.
-    weights: one positive number for each source; None is in equal parts.
+    inputs: configs of the sources. Their examples must have the same arrays, shapes and dtypes. The sources get the
+      mixture's `is_training` and `batch_size`, and its `num_epochs` and `shuffle` if these are set.
+    weights: one positive number for each source; None means equal weights.
 
   Raises:
-    ConfigError: there are no sources, or the weights do not fit them.
-    DataError: the examples of the sources differ in structure (when it is first needed).
+    ConfigError: there are no sources, or the number of weights differs from that of the sources.
+    DataError: the examples of the sources differ in structure; raised when it is first needed.
   """
 
-  inputs: list[Any] = REQUIRED
+  inputs: list[Config] = REQUIRED
   weights: list[float] | None = None
 
   def __post_init__(self) -> None:
@@ -50,15 +49,14 @@ class MixtureInput(BaseInput):
     self._weights = np.asarray(weights, np.float64)
     self.sources: list[BaseInput] = [self._build(i, c, inherited) for i, c in enumerate(self.inputs)]
 
-  def _build(self, i: int, config: Any, inherited: dict[str, Any]) -> BaseInput:
+  def _build(self, i: int, config: object, inherited: dict[str, Any]) -> BaseInput:
+    where = f'{self.label}.inputs[{i}]: expected the config of an input'
     if not isinstance(config, Config):
-      raise ConfigError(f'{self.label}.inputs[{i}]: expected the config of an input, got {config!r}')
+      raise ConfigError(f'{where}, got {config!r}')
     # The mixture cuts batches for hosts; its sources count examples.
     source = config.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
     if not isinstance(source, BaseInput):
-      raise ConfigError(
-        f'{self.label}.inputs[{i}]: expected the config of an input, got one of {type(source).__name__}'
-      )
+      raise ConfigError(f'{where}, got one of {type(source).__name__}')
     return source
 
   def example_struct(self) -> Struct:
@@ -75,9 +73,8 @@ class MixtureInput(BaseInput):
     return first
 
   def get_next(self) -> Rows:
-    start = self.host_index * self.host_batch_size
     struct = with_weights(self.example_struct())
-    rows, taken = self.take(self.batch_size, start, start + self.host_batch_size)
+    rows, taken = self.take(self.batch_size, *self.host_rows)
     if not taken or (taken < self.batch_size and self.drop_remainder):
       raise StopIteration
     return pad_rows(rows, self.host_batch_size, struct)
@@ -87,7 +84,8 @@ class MixtureInput(BaseInput):
     rows, filled = self._fill(count, start, stop)
     taken = int(filled.sum())
     if taken < count and (start > 0 or stop < count):
-      # The end of the stream leaves gaps anywhere in the batch. Which rows are this slice's shows once they are closed.
+      # At the end of the stream some slots stay empty, anywhere in the batch. Which rows belong to this slice is known
+      # only after the filled slots have moved together, so all of them are read.
       for source, state in zip(self.sources, before):
         source.set_state(state)
       rows, filled = self._fill(count, 0, count)
@@ -96,13 +94,13 @@ class MixtureInput(BaseInput):
     return rows, taken
 
   def _fill(self, count: int, start: int, stop: int) -> tuple[Rows | None, np.ndarray]:
-    """Fills slots from the sources; returns the rows of slots [start, stop), and [count] bool, which were filled."""
+    """Fills slots from the sources; returns the rows of slots [start, stop), and which are filled, [count] bool."""
     tried = np.zeros((count, len(self.sources)), bool)
     filled = np.zeros(count, bool)
     parts: list[Rows] = []
     slots: list[np.ndarray] = []
     attempt = 0
-    # A slot whose source turns out to be exhausted draws again among those it has not tried.
+    # A slot whose source turns out to be exhausted draws again among the sources it has not tried.
     while len(still_open := np.flatnonzero(~filled & ~tried.all(axis=1))):
       choice = self._choose(self._position + still_open, tried[still_open], attempt)
       for s, source in enumerate(self.sources):
@@ -124,9 +122,9 @@ class MixtureInput(BaseInput):
     return jax.tree.map(lambda x: x[order], rows), filled
 
   def _choose(self, indices: np.ndarray, tried: np.ndarray, attempt: int) -> np.ndarray:
-    """Returns the source of each of these examples of the mixture, [n], among those not tried, [n, sources] bool."""
+    """Returns the source of each of these examples of the mixture, [n], except those in `tried`, [n, sources] bool."""
     ends = np.cumsum(np.where(tried, 0.0, self._weights), axis=1)
-    u = uniform(random_bits((self.seed, attempt), indices))
+    u = uniform((self.seed, attempt), indices)
     return np.argmax(u[:, None] * ends[:, -1:] < ends, axis=1)
 
   def reset(self) -> Self:

@@ -1,6 +1,6 @@
-"""Packing tokens of documents into rows of one length.
+"""Packing the tokens of documents into rows of one length.
 
-B batch, T length of a row. A row consists of segments, each a stretch of consecutive tokens of one document:
+B batch, T length of a row. A row consists of segments, each a range of consecutive tokens of one document:
 
     tokens     ^ a b c d e $ ^ f g $           ^ begins and $ ends a document; T = 4
 
@@ -9,8 +9,8 @@ B batch, T length of a row. A row consists of segments, each a stretch of consec
 
     concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
 
-Every token of every document, and its end, is a label exactly once. Longer documents than T are split. The stream of
-tokens is kept as it is, in the smallest dtype; rows are made from it when they are asked for.
+Every token of every document, and its end, is a label exactly once. Documents longer than T are split. The tokens are
+stored once, in the smallest dtype; rows are made from them on request.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PackedRows:
 
   Attributes:
     tokens: [N] all tokens. The ids of a segment are tokens[s : s + n], its labels tokens[s + 1 : s + n + 1].
-    num_bytes: [N] bytes of text each token stands for, or None.
-    starts, lengths, offsets: [S] of each segment: s and n, and where in its row it begins.
+    num_bytes: [N] bytes of text that each token stands for, or None.
+    starts, lengths, offsets: [S] s and n of each segment, and its first position in its row.
     row_splits: [R + 1] row r has segments row_splits[r], ..., row_splits[r + 1] - 1.
     seq_len: T.
-    pad_id: fills the ends of rows.
+    pad_id: id that fills the ends of rows.
   """
 
   tokens: np.ndarray
@@ -79,7 +79,7 @@ class PackedRows:
 
 
 def pack_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_len: int) -> PackedRows:
-  """Packs documents such that no segment has more than one: best fit, longest pieces first, which wastes little."""
+  """Packs documents so that each segment has tokens of only one: best fit, longest pieces first, little padding."""
   bos, eos, pad = tokenizer.special_ids
   tokens, num_bytes = _join(documents, [bos], [eos], [], tokenizer.vocab_size)
   sizes = np.array([len(d.ids) + 1 for d in documents], np.int64)  # positions to predict: the document and its end
@@ -115,7 +115,7 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
-  """Returns the row of each piece, [n]: each goes, longest first, to the row with the least room that suffices.
+  """Returns the row of each piece, [n]: each goes, longest first, to the row with the least sufficient room.
 
   Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973).
 
@@ -152,22 +152,17 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _join(
   documents: Sequence[Tokens], before: list[int], after: list[int], first: list[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-  """Returns one array of all tokens, with special ones around each document and `first` at the very start."""
-  dtype = np.min_scalar_type(vocab_size - 1)
-  head, tail = np.array(before, dtype), np.array(after, dtype)
-  parts = [np.array(first, dtype)]
-  for document in documents:
-    parts += (head, document.ids, tail)
-  # One pass, into the small dtype at once: the tokens of a large corpus exist twice at most.
-  tokens = np.concatenate(parts, dtype=dtype, casting='unsafe')
+  """Returns all tokens, with `before` and `after` around each document and `first` at the start; and their bytes."""
+
+  def joined(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
+    start, head, tail = (np.array(ids, dtype) for ids in special)
+    # One pass, directly into the small dtype: the tokens of a large corpus exist at most twice.
+    return np.concatenate([start, *(x for v in values for x in (head, v, tail))], dtype=dtype, casting='unsafe')
+
+  tokens = joined([d.ids for d in documents], np.min_scalar_type(vocab_size - 1), first, before, after)
   counts = [d.num_bytes for d in documents if d.num_bytes is not None]
-  if not counts:
-    return tokens, None
-  head, tail = np.zeros(len(before), np.int32), np.zeros(len(after), np.int32)
-  parts = [np.zeros(len(first), np.int32)]
-  for count in counts:
-    parts += (head, count, tail)
-  return tokens, np.concatenate(parts, dtype=np.int32, casting='unsafe')
+  no_bytes = [[0] * len(ids) for ids in (first, before, after)]
+  return tokens, joined(counts, np.dtype(np.int32), *no_bytes) if counts else None
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

@@ -1,18 +1,17 @@
 """PrefetchIterator: reads batches, and puts them on the devices, in a thread while the step before them runs.
 
-    training thread     step k | step k + 1 | ...          get_state() is what the input's state was
-    prefetch thread     read and put batches k + 1, ..., k + depth       after batch k, the last one handed out
+    training thread     step k | step k + 1 | ...          get_state() is the state of the input after
+    prefetch thread     read and put batches k + 1, ..., k + depth       batch k, the last one returned
 
-So a checkpoint taken between two steps continues with the batch that comes next, however far the thread is ahead.
+So a checkpoint between two steps continues with the next batch, however far the thread has read ahead.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
@@ -21,20 +20,16 @@ from praxis_lite.inputs.rows import Rows
 T = TypeVar('T')
 
 
-@dataclasses.dataclass(frozen=True)
-class _Item:
-  """What the thread hands over: a batch and the state after it, or the exception that ended the stream."""
+class _Worker(Generic[T]):
+  """One run of the thread. It holds no reference to its iterator, so that an iterator without references stops it.
 
-  batch: Any = None
-  state: dict[str, Any] = dataclasses.field(default_factory=dict)
-  error: BaseException | None = None
+  Attributes:
+    items: batches with the state after them, or at the end the exception that ended the stream.
+    slots: one is taken before a batch is read, so that at most `depth` batches exist.
+  """
 
-
-class _Worker:
-  """One run of the thread. It knows nothing of the iterator that owns it, so an iterator nobody holds can stop it."""
-
-  def __init__(self, source: BaseInput, put_fn: Callable[[Rows], Any], depth: int):
-    self.items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+  def __init__(self, source: BaseInput, put_fn: Callable[[Rows], T], depth: int):
+    self.items: queue.SimpleQueue[tuple[T, dict[str, Any]] | BaseException] = queue.SimpleQueue()
     self.slots = threading.Semaphore(depth)
     self._stopping = threading.Event()
     self._thread = threading.Thread(
@@ -42,18 +37,17 @@ class _Worker:
     )
     self._thread.start()
 
-  def _run(self, source: BaseInput, put_fn: Callable[[Rows], Any]) -> None:
+  def _run(self, source: BaseInput, put_fn: Callable[[Rows], T]) -> None:
     try:
       while True:
-        # A slot is taken before reading, so that no more than `depth` batches exist.
         self.slots.acquire()
         if self._stopping.is_set():
           return
         batch = source.get_next()
         state = source.get_state()
-        self.items.put(_Item(put_fn(batch), state))
-    except BaseException as e:  # raised again where the batch is asked for
-      self.items.put(_Item(error=e))
+        self.items.put((put_fn(batch), state))
+    except BaseException as e:  # raised again by get_next
+      self.items.put(e)
 
   def stop(self, wait: bool) -> None:
     self._stopping.set()
@@ -63,19 +57,19 @@ class _Worker:
 
 
 class PrefetchIterator(Generic[T]):
-  """Batches of an input, `depth` of them ahead. The input must not be used otherwise while this is open.
+  """Batches of an input, read up to `depth` ahead. The input must not be used otherwise while this is open.
 
-  Use it as a context manager, or call `close`. Settings of JAX that are local to a thread, such as a mesh that was
-  set, do not hold in `put_fn`; give it shardings that name their mesh.
+  Use it as a context manager, or call `close`. Settings of JAX that are local to a thread, such as the ambient mesh, do
+  not apply in `put_fn`; give it shardings that hold their mesh.
   """
 
   def __init__(self, source: BaseInput, put_fn: Callable[[Rows], T] | None = None, depth: int = 2):
     """Starts reading.
 
     Args:
-      source: the input to read from, from where it stands.
+      source: the input to read, from its current position.
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
-      depth: how many batches may be ready and not yet asked for; at least 1.
+      depth: how many batches may be ready and not yet returned; at least 1.
 
     Raises:
       ConfigError: depth is less than 1.
@@ -83,18 +77,17 @@ class PrefetchIterator(Generic[T]):
     if depth < 1:
       raise ConfigError(f'PrefetchIterator.depth: expected at least 1, got {depth}')
     self._source = source
-    self._put_fn: Callable[[Rows], Any] = put_fn or (lambda batch: batch)
+    self._put_fn: Callable[[Rows], T] = put_fn or cast(Callable[[Rows], T], lambda batch: batch)
     self._depth = depth
     self._error: BaseException | None = None
-    self._worker: _Worker | None = None
-    self._state = source.get_state()
+    self._worker: _Worker[T] | None = None
     self._start()
 
   def get_next(self) -> T:
-    """Returns the next batch, waiting for it if it is not ready.
+    """Returns the next batch, waiting until it is ready.
 
     Raises:
-      StopIteration: the input is over.
+      StopIteration: the input is exhausted.
       Exception: what the input or `put_fn` raised, after all batches before it; raised again on each call.
     """
     if self._error is not None:
@@ -102,12 +95,12 @@ class PrefetchIterator(Generic[T]):
     if self._worker is None:
       raise RuntimeError('the prefetch iterator is closed')
     item = self._worker.items.get()
-    if item.error is not None:
-      self._error = item.error
-      raise item.error
+    if isinstance(item, BaseException):
+      self._error = item
+      raise item
     self._worker.slots.release()
-    self._state = item.state
-    return item.batch
+    batch, self._state = item
+    return batch
 
   def get_state(self) -> dict[str, Any]:
     """Returns the state of the input as of the last batch that was returned."""
@@ -127,7 +120,7 @@ class PrefetchIterator(Generic[T]):
     return self
 
   def close(self) -> None:
-    """Stops the thread and drops what was read ahead. The input then stands where `get_state` says."""
+    """Stops the thread and drops what was read ahead. The input is then at the position of `get_state`."""
     if self._worker is not None:
       self._worker.stop(wait=True)
       self._worker = None

@@ -1,20 +1,32 @@
-"""RandomAccessInput: an input whose examples can be read in any order, by number.
+"""Inputs whose examples can be read in any order, by number: `RandomAccessInput`, and `ArrayInput` of arrays in memory.
 
 Shuffling is a permutation per epoch, computed from (seed, epoch) when the epoch begins, so restoring costs nothing.
+
+    def digits(split):                                   # any function that returns a dict of arrays
+      x, y = sklearn.datasets.load_digits(return_X_y=True)
+      rows = slice(0, 1500) if split == 'train' else slice(1500, None)
+      return {'image': x[rows].reshape(-1, 8, 8, 1) / 16, 'label': y[rows]}
+
+    Config(ArrayInput, arrays=Config(digits, split='train'), batch_size=64, is_training=True)
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.errors import DataError
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.rows import Rows
+from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, produced
 
 
 class RandomAccessInput(BaseInput):
-  """An input over a known number of examples. Subclasses give `num_examples`, `example_struct` and `rows`."""
+  """An input with a known number of examples. Subclasses define `num_examples`, `example_struct` and `rows`."""
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -53,10 +65,67 @@ class RandomAccessInput(BaseInput):
     return self._order[1]
 
 
+class ArrayInput(RandomAccessInput):
+  """Batches of rows of arrays.
+
+  Attributes:
+    arrays: a dict (possibly nested) of arrays with the examples in dimension 0; or a function without arguments, or the
+      `Config` of one, that returns such a dict. A function is called when the data is first needed. 64-bit arrays
+      become 32-bit.
+
+  Raises (when the data is first needed):
+    DataError: there are no examples, or `canonical_rows` refuses the arrays.
+  """
+
+  arrays: Config | Callable[[], Rows] | Rows = REQUIRED
+
+  @functools.cached_property
+  def _data(self) -> Rows:
+    data = canonical_rows(produced(self.arrays), f'{self.label}.arrays')
+    if not len(data['weights']):
+      raise DataError(f'{self.label}.arrays: there are no examples')
+    return data
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._data['weights'])
+
+  def example_struct(self) -> Struct:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._data)
+
+  def rows(self, indices: np.ndarray) -> Rows:
+    return jax.tree.map(lambda x: x[indices], self._data)
+
+
+# -------------------------------------------------------------------- random numbers that do not depend on history
+
+
 def permutation(n: int, *seeds: int) -> np.ndarray:
   """Returns a random order of range(n) that depends on `seeds` alone.
 
-  Numpy promises the raw bits of a bit generator for ever, but not the permutations that its `Generator` makes of them.
+  Numpy guarantees the raw bits of a bit generator for ever, but not the permutations that its `Generator` makes of
+  them.
   """
   bits = np.random.Philox(np.random.SeedSequence(seeds)).random_raw(n)
   return np.argsort(bits, kind='stable')
+
+
+def random_bits(seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
+  """Returns 64 random bits for each index, uint64 of the shape of `indices`: number i of a stream without those before.
+
+  SplitMix64 (Steele, Lea and Flood, 2014) is a bijection of a counter, so any number can be computed alone.
+
+  Args:
+    seeds: which stream; integers that are not negative.
+    indices: integers that are not negative, of any shape.
+  """
+  start = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
+  z = np.asarray(indices, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start.reshape((1,) * np.ndim(indices))
+  z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return z ^ (z >> np.uint64(31))
+
+
+def uniform(seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
+  """Returns numbers in [0, 1), float64, made of the `random_bits` of the same arguments."""
+  return (random_bits(seeds, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,6 +1,6 @@
-"""Trees of numpy arrays whose dim 0 counts examples: checking, padding, joining.
+"""Examples: dicts (possibly nested) of numpy arrays whose dimension 0 counts examples, and their shapes.
 
-Every batch carries `weights`, [B] or [B, T] float32. A row of padding has weight zero and zeros everywhere else.
+Every batch has a leaf `weights`, [B] or [B, T] float32. A row of padding has weight zero and zeros everywhere else.
 """
 
 from __future__ import annotations
@@ -9,25 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.errors import DataError
+from praxis_lite.config import Config, Configurable
+from praxis_lite.errors import ConfigError, DataError
 
-Rows = dict[str, Any]
-Struct = dict[str, Any]
+Rows = dict[str, Any]  # np.ndarray [n, ...], or nested
+Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 
 
-def canonical_rows(rows: Any, where: str) -> Rows:
-  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps, with `weights` added where there are none.
+# -------------------------------------------------------------------- arrays
+
+
+def canonical_rows(rows: object, where: str) -> Rows:
+  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps, with `weights` of one added if missing.
 
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
 
   Args:
-    rows: a mapping, possibly nested, of array-likes with a common dim 0.
-    where: what to call the rows in an error.
+    rows: a mapping, possibly nested, of array-likes with a common dimension 0.
+    where: name of the rows in error messages.
 
   Raises:
-    DataError: not a mapping, no leading dimension, lengths that differ, strings or objects, integers that do not fit.
+    DataError: `rows` is not a mapping or is empty, an entry is a scalar or not numeric, lengths differ, or integers do
+      not fit into 32 bits.
   """
   if not isinstance(rows, Mapping):
     raise DataError(f'{where}: expected a dict of arrays, got {type(rows).__name__}')
@@ -45,46 +51,7 @@ def canonical_rows(rows: Any, where: str) -> Rows:
   return out
 
 
-def example_struct(rows: Rows) -> Struct:
-  """Returns the shapes and dtypes of one example of `rows`."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
-
-
-def with_weights(struct: Struct) -> Struct:
-  """Returns the struct of an example with dtypes that JAX keeps, and a scalar `weights` where there is none."""
-  out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)
-  weights = out.get('weights')
-  out['weights'] = jax.ShapeDtypeStruct(() if weights is None else weights.shape, np.float32)
-  return out
-
-
-def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
-  """Returns `rows` with zeros appended up to `count` rows; all zeros where `rows` is None.
-
-  Args:
-    rows: at most `count` rows of the structure `struct`.
-    count: rows of the result.
-    struct: shapes and dtypes of one example.
-  """
-
-  if rows is None:
-    return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
-
-  def pad(x: np.ndarray) -> np.ndarray:
-    missing = count - len(x)
-    return x if missing == 0 else np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
-
-  return jax.tree.map(pad, rows)
-
-
-def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
-  """Returns the rows of all parts, one after the other; None if there are no parts."""
-  if len(parts) < 2:
-    return parts[0] if parts else None
-  return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-
-
-def _canonical_entry(value: Any, where: str) -> Any:
+def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   if isinstance(value, Mapping):
     return {k: _canonical_entry(v, f'{where}[{k!r}]') for k, v in value.items()}
   x = np.asarray(value)
@@ -100,3 +67,98 @@ def _canonical_entry(value: Any, where: str) -> Any:
     if low < info.min or high > info.max:
       raise DataError(f'{where}: values from {low} to {high} do not fit in {dtype}, and jax_enable_x64 is off')
   return x.astype(dtype)
+
+
+def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
+  """Returns `rows` padded with zeros to `count` rows; all zeros if `rows` is None.
+
+  Args:
+    rows: at most `count` rows of the structure `struct`.
+    count: rows of the result.
+    struct: shapes and dtypes of one example.
+  """
+  if rows is None:
+    return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
+
+  def pad(x: np.ndarray) -> np.ndarray:
+    missing = count - len(x)
+    return x if missing == 0 else np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
+
+  return jax.tree.map(pad, rows)
+
+
+def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
+  """Returns the rows of all parts in order; None if there are no parts."""
+  if len(parts) < 2:
+    return parts[0] if parts else None
+  return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+
+# -------------------------------------------------------------------- shapes
+
+
+def with_weights(struct: Struct) -> Struct:
+  """Returns the struct of an example with dtypes that JAX keeps, and a scalar `weights` added if missing."""
+  out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)
+  weights = out.get('weights')
+  out['weights'] = jax.ShapeDtypeStruct(() if weights is None else weights.shape, np.float32)
+  return out
+
+
+def token_struct(seq_len: int, *floats: str) -> Struct:
+  """Returns the struct of a row of tokens: `ids`, `labels`, ... int32, `weights` and `floats` float32, all [T]."""
+  struct = {k: jax.ShapeDtypeStruct((seq_len,), np.int32) for k in ('ids', 'labels', 'segment_ids', 'segment_pos')}
+  return struct | {k: jax.ShapeDtypeStruct((seq_len,), np.float32) for k in ('weights', *floats)}
+
+
+class Feature(Configurable):
+  """Shape and dtype of one array of an example.
+
+  Attributes:
+    shape: without the batch dimension; () is a scalar.
+    dtype: name of a numeric or boolean numpy dtype.
+  """
+
+  shape: tuple[int, ...] = ()
+  dtype: str = 'float32'
+
+  def struct(self) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype, as JAX keeps it."""
+    return jax.ShapeDtypeStruct(tuple(self.shape), jax.dtypes.canonicalize_dtype(np.dtype(self.dtype)))
+
+
+def build_features(features: object, where: str) -> dict[str, Feature]:
+  """Returns the features by name, built where they are configs.
+
+  Raises:
+    ConfigError: `features` is not a dict of features, or one has an unknown dtype or a negative size.
+  """
+  if not isinstance(features, dict) or not features:
+    raise ConfigError(f'{where}: expected a dict of Feature configs by name, got {features!r}')
+  built = {}
+  for key, value in features.items():
+    feature = value.instantiate() if isinstance(value, Config) else value
+    if not isinstance(feature, Feature):
+      raise ConfigError(f'{where}[{key!r}]: expected the config of a Feature, got {value!r}')
+    if not _is_numeric(feature.dtype):
+      raise ConfigError(f'{where}[{key!r}].dtype: {feature.dtype!r} is not a numeric dtype such as float32 or int32')
+    if any(not isinstance(d, int) or d < 0 for d in feature.shape):
+      raise ConfigError(f'{where}[{key!r}].shape: expected sizes that are not negative, got {feature.shape!r}')
+    built[key] = feature
+  return built
+
+
+def _is_numeric(name: str) -> bool:
+  try:
+    dtype = np.dtype(name)
+  except TypeError:
+    return False
+  # jnp knows that bfloat16 is a number; numpy does not.
+  return dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.number))
+
+
+def produced(source: object) -> object:
+  """Returns what a config, or a function without arguments, makes; any other value as it is."""
+  if isinstance(source, Config):
+    return source.instantiate()
+  return source() if callable(source) else source

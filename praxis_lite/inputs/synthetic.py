@@ -1,7 +1,7 @@
-"""Synthetic inputs: made-up examples for tests, benchmarks and first steps. No files, no memory, any size.
+"""Synthetic inputs: computed examples for tests, benchmarks and first steps. No files, no memory, any size.
 
-Example i is a function of (seed, i) alone. `SyntheticInput` makes any shapes; `SyntheticLMInput` and
-`SyntheticClassifierInput` make batches that a language model or classifier can learn from, so that a test sees a loss
+Example i is a function of (seed, i) only. `SyntheticInput` makes arrays of any shapes; `SyntheticLMInput` and
+`SyntheticClassifierInput` make batches that a language model or classifier can learn from, so that a test sees the loss
 fall.
 """
 
@@ -13,12 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.config import REQUIRED
+from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.features import Feature, build_features
-from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.random_bits import random_bits, uniform
-from praxis_lite.inputs.rows import Rows, Struct, canonical_rows
+from praxis_lite.inputs.random_access import RandomAccessInput, uniform
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, token_struct
 
 
 class RandomFeature(Feature):
@@ -30,7 +28,7 @@ class RandomFeature(Feature):
   def values(self, seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
     """Returns the values of these examples, [n, *shape]."""
     size = int(np.prod(self.shape))
-    u = uniform(random_bits(seeds, indices[:, None] * max(size, 1) + np.arange(size)))
+    u = uniform(seeds, indices[:, None] * max(size, 1) + np.arange(size))
     dtype = np.dtype(self.dtype)
     x = self.low + u * (self.high - self.low)
     if dtype.kind == 'b':
@@ -52,7 +50,7 @@ class ConstantFeature(Feature):
 
 
 class _Synthetic(RandomAccessInput):
-  """An input with a number of examples to choose.
+  """An input with any number of examples.
 
   Attributes:
     num_synthetic_examples: examples in an epoch.
@@ -62,47 +60,42 @@ class _Synthetic(RandomAccessInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.num_synthetic_examples < 1:
-      raise ConfigError(f'{self.label}.num_synthetic_examples: expected at least 1, got {self.num_synthetic_examples}')
+    self.check_at_least(num_synthetic_examples=1)
 
   @property
   def num_examples(self) -> int:
     return self.num_synthetic_examples
 
   def identity(self) -> dict[str, Any]:
-    return {**super().identity(), 'seed': self.seed}  # the examples depend on it, whatever their order
+    return {**super().identity(), 'seed': self.seed}  # the examples depend on it even if they are not shuffled
 
   def _uniform(self, stream: str, indices: np.ndarray, size: int) -> np.ndarray:
-    """Returns [n, size] numbers in [0, 1) that belong to these examples."""
-    counters = indices[:, None] * size + np.arange(size)
-    return uniform(random_bits((self.seed, zlib.crc32(stream.encode())), counters))
+    """Returns random numbers in [0, 1) for these examples, [n, size]."""
+    return uniform((self.seed, zlib.crc32(stream.encode())), indices[:, None] * size + np.arange(size))
 
 
 class SyntheticInput(_Synthetic):
   """Random or constant arrays of given shapes.
 
   Attributes:
-    features: by name, configs of `RandomFeature` or `ConstantFeature`.
+    features: configs of `RandomFeature` or `ConstantFeature` by name.
   """
 
-  features: dict[str, Any] = REQUIRED
+  features: dict[str, Config | Feature] = REQUIRED
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._features = build_features(self.features, f'{self.label}.features')
-    for key, feature in self._features.items():
+    self._features: dict[str, RandomFeature | ConstantFeature] = {}
+    for key, feature in build_features(self.features, f'{self.label}.features').items():
       if not isinstance(feature, (RandomFeature, ConstantFeature)):
         raise ConfigError(f'{self.label}.features[{key!r}]: expected a RandomFeature or ConstantFeature')
+      self._features[key] = feature
 
   def example_struct(self) -> Struct:
     return {k: f.struct() for k, f in self._features.items()}
 
   def rows(self, indices: np.ndarray) -> Rows:
-    made = {
-      k: f.values((self.seed, zlib.crc32(k.encode())), indices)
-      for k, f in self._features.items()
-      if isinstance(f, (RandomFeature, ConstantFeature))
-    }
+    made = {k: f.values((self.seed, zlib.crc32(k.encode())), indices) for k, f in self._features.items()}
     return canonical_rows(made, self.label)
 
 
@@ -112,9 +105,9 @@ class SyntheticLMInput(_Synthetic):
   Attributes:
     seq_len: T.
     vocab_size: V; ids are 1, ..., V - 1, as 0 is padding.
-    pattern: 'count': each token is the one before plus 1, wrapping around, from a random start: the loss can go to 0,
-      and the current token is all a model needs. 'copy': the second half repeats the first: the loss can go to half of
-      ln(V - 1), by attention. 'random': nothing to learn; the loss stays at ln(V - 1).
+    pattern: 'count': each token is the one before plus 1, wrapping around, from a random start; the loss can reach 0
+      without attention. 'copy': the second half repeats the first; the loss can reach half of ln(V - 1), by attention.
+      'random': nothing can be learnt; the loss stays at ln(V - 1).
   """
 
   seq_len: int = REQUIRED
@@ -123,17 +116,11 @@ class SyntheticLMInput(_Synthetic):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.pattern not in ('count', 'copy', 'random'):
-      raise ConfigError(f"{self.label}.pattern: expected 'count', 'copy' or 'random', got {self.pattern!r}")
-    for name, least in (('vocab_size', 2), ('seq_len', 1)):
-      if getattr(self, name) < least:
-        raise ConfigError(f'{self.label}.{name}: expected at least {least}, got {getattr(self, name)}')
+    self.check_is_one_of('pattern', 'count', 'copy', 'random')
+    self.check_at_least(vocab_size=2, seq_len=1)
 
   def example_struct(self) -> Struct:
-    names = ['ids', 'labels', 'segment_ids', 'segment_pos']
-    struct = {k: jax.ShapeDtypeStruct((self.seq_len,), np.dtype('int32')) for k in names}
-    struct['weights'] = jax.ShapeDtypeStruct((self.seq_len,), np.dtype('float32'))
-    return struct
+    return token_struct(self.seq_len)
 
   def rows(self, indices: np.ndarray) -> Rows:
     length = self.seq_len + 1
@@ -160,7 +147,7 @@ class SyntheticClassifierInput(_Synthetic):
   Attributes:
     image_shape: [H, W, C], or any other shape.
     num_classes: labels are 0, ..., num_classes - 1.
-    noise: half the width of the noise, where the class images are in [0, 1).
+    noise: half the width of the noise; the class images are in [0, 1).
   """
 
   image_shape: tuple[int, ...] = REQUIRED
@@ -169,16 +156,16 @@ class SyntheticClassifierInput(_Synthetic):
 
   def example_struct(self) -> Struct:
     return {
-      'image': jax.ShapeDtypeStruct(tuple(self.image_shape), np.dtype('float32')),
-      'label': jax.ShapeDtypeStruct((), np.dtype('int32')),
-      'weights': jax.ShapeDtypeStruct((), np.dtype('float32')),
+      'image': jax.ShapeDtypeStruct(tuple(self.image_shape), np.float32),
+      'label': jax.ShapeDtypeStruct((), np.int32),
+      'weights': jax.ShapeDtypeStruct((), np.float32),
     }
 
   def rows(self, indices: np.ndarray) -> Rows:
     size = int(np.prod(self.image_shape))
     label = np.floor(self._uniform('label', indices, 1)[:, 0] * self.num_classes).astype(np.int32)
-    # The classes look the same whatever the seed, so that training and evaluation may have different ones.
-    clean = uniform(random_bits((self.num_classes,), label[:, None].astype(np.int64) * size + np.arange(size)))
+    # The classes look the same for any seed, so that training and evaluation may have different ones.
+    clean = uniform((self.num_classes,), label[:, None].astype(np.int64) * size + np.arange(size))
     noise = (2 * self._uniform('noise', indices, size) - 1) * self.noise
     image = (clean + noise).astype(np.float32).reshape(len(indices), *self.image_shape)
     return {'image': image, 'label': label, 'weights': np.ones(len(indices), np.float32)}

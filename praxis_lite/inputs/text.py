@@ -1,45 +1,45 @@
-"""TextInput: text files to batches of packed tokens for a language model.
+"""Text files to batches of packed tokens for a language model.
 
-A batch holds, each [B, T]: `ids`, `labels` (the next token), `segment_ids` (0 is padding), `segment_pos` int32;
-`weights` float32; and with a tokenizer that is not byte-level `bytes` float32, how many bytes of text each label
+A batch of `TextInput` has, each [B, T]: `ids`, `labels` (the next token), `segment_ids` (0 is padding), `segment_pos`
+int32; `weights` float32; and `bytes` float32 if the tokenizer is not byte-level: how many bytes of text each label
 stands for, so that
 
     nats per byte = sum(loss * weights) / sum(bytes)
 
 The corpus is read and tokenized when it is first needed, and stays in memory: about two bytes for each byte of text.
+
+The split of a text is decided by a hash of the file's relative path, or by position in the file. Neither depends on the
+machine or on the order of the files.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError, DataError, did_you_mean
 from praxis_lite.inputs.packing import PackedRows, concat_documents, pack_documents
 from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import Rows, Struct
-from praxis_lite.inputs.text_files import (
-  check_split,
-  find_files,
-  read_file,
-  relative_names,
-  split_of_content,
-  split_of_name,
-)
+from praxis_lite.inputs.rows import Rows, Struct, produced, token_struct
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
-# From so many files on, `split_by='auto'` splits by file: hashing few names gives lopsided splits.
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
+SPLITS = ('train', 'validation', 'test')
+STDLIB_HELDOUT_FRACTION = 0.05
+# From this many files on, `split_by='auto'` splits by file: hashes of a few names make very unequal splits.
 _MANY_FILES = 20
 _PACKINGS = {'concat': concat_documents, 'packed': pack_documents}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Corpus:
+class _Corpus(NamedTuple):
   rows: PackedRows
   num_documents: int
   num_bytes: int
@@ -52,22 +52,22 @@ class TextInput(RandomAccessInput):
     path: a file, a directory, a glob pattern, a list of those, or a function (or the `Config` of one) that returns
       them.
     seq_len: T, tokens in a row.
-    tokenizer_tpl: how text becomes tokens; the built one is `tokenizer`.
-    packing: 'concat' cuts the stream of all documents into rows, whatever document they are from; 'packed' makes each
-      document segments of its own, which do not attend to each other. See `packing`.
-    document_separator: what separates documents in a file, for example '\\n' or '<|endoftext|>'; None makes a file a
-      document.
-    split: 'train', 'validation' or 'test' takes that part of the text; None takes all.
+    tokenizer_tpl: config of the tokenizer; the built one is `tokenizer`.
+    packing: 'concat' cuts one stream of all documents into rows; 'packed' gives each document segments of its own,
+      which do not attend to each other. See `packing.py`.
+    document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
+      one document.
+    split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
     split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share; 'position' cuts
       each file into training, validation and test text, in that order; 'auto' is 'file' for 20 files and more.
-    heldout_fraction: of the files or of each file, for validation and for test each.
+    heldout_fraction: fraction of the files, or of each file, for validation; and the same for test.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, nothing matches, there is no text in it or in its split, or it
       is not UTF-8 and the tokenizer is not byte-level.
   """
 
-  path: Any = REQUIRED
+  path: Paths | Callable[[], Paths] | Config = REQUIRED
   seq_len: int = REQUIRED
   tokenizer_tpl: Config = template(ByteTokenizer)
   packing: str = 'concat'
@@ -78,12 +78,9 @@ class TextInput(RandomAccessInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not isinstance(self.seq_len, int) or self.seq_len < 1:
-      raise ConfigError(f'{self.label}.seq_len: expected an integer of at least 1, got {self.seq_len!r}')
-    if self.packing not in _PACKINGS:
-      raise ConfigError(f"{self.label}.packing: expected 'concat' or 'packed', got {self.packing!r}")
-    if self.split_by not in ('auto', 'file', 'position'):
-      raise ConfigError(f"{self.label}.split_by: expected 'auto', 'file' or 'position', got {self.split_by!r}")
+    self.check_at_least(seq_len=1)
+    self.check_is_one_of('packing', *_PACKINGS)
+    self.check_is_one_of('split_by', 'auto', 'file', 'position')
     if not 0 < self.heldout_fraction < 0.5:
       raise ConfigError(
         f'{self.label}.heldout_fraction: expected more than 0 and less than 0.5, got {self.heldout_fraction}'
@@ -100,12 +97,12 @@ class TextInput(RandomAccessInput):
 
   @property
   def vocab_size(self) -> int:
-    """How many ids there may be."""
+    """Number of token ids."""
     return self.tokenizer.vocab_size
 
   @property
   def num_bytes(self) -> int:
-    """Bytes of text in an epoch, without what separates documents."""
+    """Bytes of text in an epoch, without document separators."""
     return self._corpus.num_bytes
 
   @property
@@ -119,11 +116,7 @@ class TextInput(RandomAccessInput):
     return int(self._corpus.rows.lengths.sum())
 
   def example_struct(self) -> Struct:
-    names = ['ids', 'labels', 'segment_ids', 'segment_pos']
-    struct = {k: jax.ShapeDtypeStruct((self.seq_len,), np.dtype('int32')) for k in names}
-    for name in ['weights'] if self.tokenizer.is_byte_level else ['weights', 'bytes']:
-      struct[name] = jax.ShapeDtypeStruct((self.seq_len,), np.dtype('float32'))
-    return struct
+    return token_struct(self.seq_len, *([] if self.tokenizer.is_byte_level else ['bytes']))
 
   def rows(self, indices: np.ndarray) -> Rows:
     return self._corpus.rows.rows(indices)
@@ -132,7 +125,7 @@ class TextInput(RandomAccessInput):
   def _corpus(self) -> _Corpus:
     documents = self._read_documents()
     tokens = self.tokenizer.encode_documents(documents)
-    # SentencePiece may find nothing in white space, which is then not text to be predicted.
+    # SentencePiece may find no token in white space; such documents are left out.
     kept = [(t, len(d)) for t, d in zip(tokens, documents) if len(t.ids)]
     if not kept:
       raise DataError(f'{self.label}.path: the tokenizer finds no tokens in the text of {self.path!r}')
@@ -144,7 +137,8 @@ class TextInput(RandomAccessInput):
     files = find_files(self.path, where)
     by_file = self.split_by == 'file' or (self.split_by == 'auto' and len(files) >= _MANY_FILES)
     if self.split and by_file:
-      names = relative_names(files)
+      root = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
+      names = [os.path.relpath(os.path.abspath(f), root) for f in files]
       files = [f for f, n in zip(files, names) if split_of_name(n, self.heldout_fraction) == self.split]
       if not files:
         raise DataError(
@@ -166,10 +160,161 @@ class TextInput(RandomAccessInput):
     return documents
 
   def _read(self, file: str, where: str) -> bytes:
-    data = read_file(file, where)
-    if not self.tokenizer.is_byte_level:
-      try:
+    try:
+      with open(file, 'rb') as f:
+        data = f.read()
+      if not self.tokenizer.is_byte_level:
         data.decode()
-      except UnicodeDecodeError as e:
-        raise DataError(f'{where}: {file} is not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}') from None
+    except OSError as e:
+      raise DataError(f'{where}: cannot read {file}: {e.strerror}') from None
+    except UnicodeDecodeError as e:
+      raise DataError(f'{where}: {file} is not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}') from None
     return data
+
+
+# -------------------------------------------------------------------- files
+
+
+def find_files(path: object, where: str) -> list[str]:
+  """Returns the files that `path` names, sorted, each once.
+
+  Args:
+    path: a file, a directory (all files below it except hidden ones), a glob pattern (`**` is any number of
+      directories), a sequence of those, or a function, or `Config` of one, that returns one of those.
+    where: name of the path in error messages.
+
+  Raises:
+    ConfigError: `path` is none of these.
+    DataError: a path does not exist, or no file is found.
+  """
+  path = produced(path)
+  paths = [path] if isinstance(path, (str, os.PathLike)) else path
+  if not isinstance(paths, Iterable) or not all(isinstance(entry, (str, os.PathLike)) for entry in paths):
+    raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
+  found: set[str] = set()
+  for entry in paths:
+    found.update(_files_of(os.path.expanduser(os.fspath(entry)), where))
+  if not found:
+    raise DataError(f'{where}: no files, since the list of paths is empty')
+  return sorted(found)
+
+
+def check_split(split: str, where: str) -> None:
+  """Raises `ConfigError` unless `split` is one of SPLITS."""
+  if split not in SPLITS:
+    raise ConfigError(f'{where}: {split!r} is none of {", ".join(SPLITS)}.{did_you_mean(str(split), SPLITS)}')
+
+
+def split_of_name(name: str, heldout_fraction: float) -> str:
+  """Returns the split of a file by its relative path: validation and test each get `heldout_fraction` of all names."""
+  u = stable_hash(name) / 2**64
+  if u < heldout_fraction:
+    return 'test'
+  return 'validation' if u < 2 * heldout_fraction else 'train'
+
+
+def stable_hash(name: str) -> int:
+  """Returns a 64-bit hash of a relative path, the same on every machine."""
+  digest = hashlib.sha256(name.replace(os.sep, '/').encode('utf-8', 'surrogateescape')).digest()
+  return int.from_bytes(digest[:8], 'big')
+
+
+def split_of_content(data: bytes, split: str, heldout_fraction: float) -> bytes:
+  """Returns the part of a file that belongs to a split: training first, then validation, then test.
+
+  Parts end at line ends, or between characters if a line is as long as a held-out part.
+  """
+  first = _cut(data, 1 - 2 * heldout_fraction, heldout_fraction)
+  second = max(first, _cut(data, 1 - heldout_fraction, heldout_fraction))
+  return {'train': data[:first], 'validation': data[first:second], 'test': data[second:]}[split]
+
+
+def _files_of(path: str, where: str) -> list[str]:
+  if os.path.isdir(path):
+    files = []
+    for root, dirs, names in os.walk(path):
+      dirs[:] = sorted(d for d in dirs if not d.startswith('.'))
+      files += [os.path.join(root, n) for n in names if not n.startswith('.')]
+    if not files:
+      raise DataError(f'{where}: there are no files in the directory {path}')
+    return files
+  if os.path.exists(path):
+    return [path]
+  if glob.has_magic(path):
+    files = [f for f in glob.glob(path, recursive=True) if os.path.isfile(f)]
+    if not files:
+      raise DataError(f'{where}: no file matches {path}')
+    return files
+  raise DataError(f'{where}: there is no file or directory {path or repr(path)}')
+
+
+def _cut(data: bytes, fraction: float, reach: float) -> int:
+  """Where to cut at about `fraction` of `data`: after the last line end before it, at most `reach` further back."""
+  at = round(len(data) * fraction)
+  newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)
+  if newline >= 0:
+    return newline + 1
+  while 0 < at < len(data) and data[at] & 0xC0 == 0x80:  # within a UTF-8 character
+    at -= 1
+  return at
+
+
+# -------------------------------------------------------------------- the standard library
+
+
+# Installed packages, tests and their data, and files made when Python is built, which differ between machines.
+_LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
+_LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
+
+
+def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str]:
+  """Returns the paths of the Python standard library's sources in a split, sorted: real text on every machine.
+
+  The split depends on the relative path only, so it is the same on every machine with the same Python.
+
+  Args:
+    split: 'train' (about nine tenths of the files), 'validation' or 'test'.
+    max_bytes: return a subset of files, chosen by hash, with at most this many bytes in total; None returns all.
+
+  Raises:
+    ConfigError: `split` is unknown.
+    DataError: the interpreter has no library sources on disk, or every file is larger than `max_bytes`.
+  """
+  where = 'stdlib_files'
+  check_split(split, f'{where}.split')
+  root = sysconfig.get_paths()['stdlib']
+  names = [n for n in _python_files(root) if split_of_name(n, STDLIB_HELDOUT_FRACTION) == split]
+  if not names:
+    raise DataError(
+      f'{where}: there are no Python sources of the standard library in {root}; give TextInput a path of your own text'
+    )
+  if max_bytes is not None:
+    names = _at_most(root, names, max_bytes)
+    if not names:
+      raise DataError(f'{where}.max_bytes: no file of the split is as small as {max_bytes} bytes')
+  return [os.path.join(root, n) for n in names]
+
+
+def _python_files(root: str) -> list[str]:
+  """Returns the relative paths of the sources below `root`, sorted; none if it is not a directory."""
+  names = []
+  for directory, subdirectories, files in os.walk(root):
+    subdirectories[:] = [
+      d for d in subdirectories if d not in _LEFT_OUT_DIRECTORIES and not d.startswith(_LEFT_OUT_PREFIXES)
+    ]
+    names += [
+      os.path.relpath(os.path.join(directory, f), root)
+      for f in files
+      if f.endswith('.py') and not f.startswith(_LEFT_OUT_PREFIXES)
+    ]
+  return sorted(names)
+
+
+def _at_most(root: str, names: list[str], max_bytes: int) -> list[str]:
+  chosen = []
+  for name in sorted(names, key=stable_hash):
+    size = os.path.getsize(os.path.join(root, name))
+    if size <= max_bytes:
+      chosen.append(name)
+      max_bytes -= size
+  return sorted(chosen)

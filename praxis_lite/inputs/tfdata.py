@@ -1,9 +1,9 @@
-"""Inputs that TensorFlow reads: any `tf.data.Dataset`, and, in `tfrecord`, TFRecords. It is imported when first read.
+"""Inputs that TensorFlow reads: any `tf.data.Dataset`, and TFRecord files. TensorFlow is imported at the first read.
 
-TensorFlow reads and decodes on a few CPU threads and never sees an accelerator. Position is kept as a count of
-examples, which is exact, small and the same on all hosts. What it costs: to restore, the examples before the position
-in the epoch are read (but not parsed) again; and each host reads all examples, and parses its own. Datasets must yield
-the same examples in the same order each time; order and parallelism that depend on timing break that.
+TensorFlow reads and decodes on a few CPU threads and never sees an accelerator. The position is a count of examples,
+which is exact, small and the same on all hosts. The price: restoring reads (but does not parse) the examples before the
+position in the epoch again, and each host reads all examples and parses its own. Datasets must yield the same examples
+in the same order each time; order and parallelism that depend on timing break that.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,21 +22,27 @@ import numpy as np
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, concatenate_rows
+from praxis_lite.inputs.random_access import permutation
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, concatenate_rows, produced
+from praxis_lite.inputs.text import Paths, find_files
 
-# What `BaseInput.read` is asked for again and again: (epoch, next position, count, start, stop).
-_Request = tuple[int, int, int, int, int]
+if TYPE_CHECKING:
+  import tensorflow as tf
+
+_Request = tuple[int, int, int, int, int]  # The arguments of `BaseInput.read`.
 
 
 @functools.cache
-def import_tensorflow() -> Any:
-  """Imports TensorFlow and hides accelerators from it, which it would otherwise take the memory of.
+def import_tensorflow() -> ModuleType:
+  """Imports TensorFlow and hides accelerators from it, because it would reserve their memory.
 
   Raises:
     ConfigError: TensorFlow is not installed.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # nothing here computes, and it announces itself at each start
+  os.environ.setdefault(
+    'TF_ENABLE_ONEDNN_OPTS', '0'
+  )  # Nothing here computes, and oneDNN prints a notice at each start.
   try:
     import tensorflow as tf
   except ImportError:
@@ -43,16 +50,16 @@ def import_tensorflow() -> Any:
   for kind in ('GPU', 'TPU'):
     try:
       tf.config.set_visible_devices([], kind)
-    except RuntimeError:  # the program has used TensorFlow before; the devices it sees are its own choice
+    except RuntimeError:  # The program has used TensorFlow before; which devices it sees is its own choice.
       break
   return tf
 
 
 class BaseTFInput(BaseInput):
-  """An input that TensorFlow reads. Subclasses give `elements`, and `parse` where elements are not yet examples.
+  """An input that TensorFlow reads. Subclasses define `elements`, and `parse` if elements are not yet examples.
 
   Attributes:
-    shuffle_buffer_size: how many examples are shuffled among each other where `shuffle` is on, by (seed, epoch).
+    shuffle_buffer_size: examples in the buffer that `shuffle` draws from, by (seed, epoch).
     num_threads: CPU threads that TensorFlow uses for this dataset.
   """
 
@@ -62,22 +69,20 @@ class BaseTFInput(BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._pipeline: tuple[_Request, Iterator[Any]] | None = None
-    self._chunk: tuple[int, int, Rows | None, int] | None = None  # epoch, number, rows, how many
+    self._chunk: tuple[int, int, Rows | None, int] | None = None  # epoch, number of the chunk, rows, how many
 
-  # What subclasses give: elements as they are read, and examples made from a batch of them.
-
-  def elements(self, epoch: int) -> Any:
+  def elements(self, epoch: int) -> tf.data.Dataset:
     """Returns the dataset of one epoch, in the order it is stored."""
     raise NotImplementedError
 
-  def parse(self, elements: Any) -> Any:
-    """Returns the examples of [n] elements, as tensors of dim 0 = n. Traced by TensorFlow; n may be 0."""
+  def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
+    """Returns the examples of [n] elements, as tensors with dimension 0 = n. Traced by TensorFlow; n may be 0."""
     return elements
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    if self.num_hosts > 1 and (count, start, stop) == self._own_batch():
+    if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # One host wants all of each batch, and mixtures ask for other numbers each time: both are served from whole chunks.
+    # A single host needs whole batches, and mixtures ask for other numbers each time: both get rows of whole chunks.
     parts: list[Rows] = []
     available = 0
     while available < count:
@@ -91,14 +96,10 @@ class BaseTFInput(BaseInput):
       available += n
     return concatenate_rows(parts), available
 
-  def _own_batch(self) -> tuple[int, int, int]:
-    start = self.host_index * self.host_batch_size
-    return self.batch_size, start, start + self.host_batch_size
-
   def _chunk_at(self, epoch: int, position: int) -> tuple[Rows | None, int, int]:
-    """Returns `batch_size` consecutive examples with that of `position` among them; their number; and where it is.
+    """Returns the chunk of `batch_size` examples that holds `position`, its size, and the index of `position` in it.
 
-    The last chunk is kept, so reading on, by whatever numbers, goes through one pipeline once.
+    The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
     """
     number, first = divmod(position, self.batch_size)
     if self._chunk is None or self._chunk[:2] != (epoch, number):
@@ -108,7 +109,7 @@ class BaseTFInput(BaseInput):
     return rows, size, first
 
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Reads the next group from the pipeline that stands there, or from a new one that skips to `position`."""
+    """Reads a group from the pipeline that is at `position` already, or from a new one that skips to it."""
     request = (epoch, position, count, start, stop)
     if self._pipeline is not None and self._pipeline[0] == request:
       groups = self._pipeline[1]
@@ -129,20 +130,20 @@ class BaseTFInput(BaseInput):
       return None, available
     return canonical_rows(rows, self.label), available
 
-  def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> Any:
+  def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
     """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""
     tf = import_tensorflow()
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
       raise DataError(
-        f'{self.label}: the dataset repeats for ever, so num_epochs = {self.num_epochs} would never be over; leave out '
-        'its repeat(), or add take(n)'
+        f'{self.label}: the dataset repeats for ever, so num_epochs = {self.num_epochs} would never end; leave out its '
+        'repeat(), or add take(n)'
       )
     if self.shuffle:
       seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
       dataset = dataset.shuffle(self.shuffle_buffer_size, seed=seed, reshuffle_each_iteration=False)
 
-    def own_part(elements: Any) -> Any:
+    def own_part(elements: object) -> tuple[object, object]:
       n = tf.shape(tf.nest.flatten(elements)[0])[0]
       return n, self.parse(tf.nest.map_structure(lambda x: x[start:stop], elements))
 
@@ -154,7 +155,7 @@ class BaseTFInput(BaseInput):
     return dataset.prefetch(1).with_options(options)
 
   def explain(self, error: Exception) -> str:
-    """Returns one line on an error of TensorFlow's."""
+    """Returns a message of one line for an error of TensorFlow."""
     return f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
 
 
@@ -163,20 +164,18 @@ class TFDataInput(BaseTFInput):
 
   Attributes:
     dataset_fn: a function without arguments, or the `Config` of one, that returns a dataset of single examples: dicts,
-      possibly nested, of dense numeric tensors of static shape. It is called for each epoch, and must not shuffle by
-      time.
+      possibly nested, of dense numeric tensors of static shape. It is called for each epoch, and must return the same
+      examples in the same order each time.
 
   Raises (when the data is first needed):
     DataError: elements are not such dicts, there are none, or TensorFlow fails to read them.
   """
 
-  dataset_fn: Any = REQUIRED
+  dataset_fn: Callable[[], object] | Config = REQUIRED
 
-  def elements(self, epoch: int) -> Any:
-    """Returns the dataset of one epoch, in the order it is stored."""
+  def elements(self, epoch: int) -> tf.data.Dataset:
     del epoch
-    fn = self.dataset_fn
-    dataset = fn.instantiate() if isinstance(fn, Config) else fn()
+    dataset = produced(self.dataset_fn)
     if not isinstance(dataset, import_tensorflow().data.Dataset):
       raise DataError(f'{self.label}.dataset_fn: expected it to return a tf.data.Dataset, got {type(dataset).__name__}')
     return dataset
@@ -189,17 +188,17 @@ class TFDataInput(BaseTFInput):
     return struct_of(self.elements(0).element_spec, f'{self.label}.dataset_fn')
 
 
-def struct_of(spec: Any, where: str) -> Struct:
-  """Returns the shapes and dtypes of an element spec of TensorFlow's.
+def struct_of(spec: object, where: str) -> Struct:
+  """Returns the shapes and dtypes of TensorFlow's `element_spec`.
 
   Raises:
-    DataError: it is no dict of dense numeric tensors of static shape; the message begins with `where`.
+    DataError: it is not a dict of dense numeric tensors of static shape; the message begins with `where`.
   """
   tf = import_tensorflow()
   if not isinstance(spec, dict):
     raise DataError(f'{where}: expected elements that are dicts, got {spec}')
 
-  def convert(path: Any, s: Any) -> jax.ShapeDtypeStruct:
+  def convert(path: jax.tree_util.KeyPath, s: object) -> jax.ShapeDtypeStruct:
     name = jax.tree_util.keystr(path)
     if not isinstance(s, tf.TensorSpec) or s.dtype == tf.string:
       raise DataError(f'{where}: {name} is {s}; expected a dense tensor of numbers')
@@ -211,7 +210,101 @@ def struct_of(spec: Any, where: str) -> Struct:
 
 
 def first_line(error: Exception) -> str:
-  """Returns the first line of an error of TensorFlow's, without the place in its graph."""
-  # Messages begin with the place in the graph, in double braces, and may end with the operation.
+  """Returns the first line of an error of TensorFlow, without graph nodes."""
+  # Messages begin with the node of the graph, in double braces, and may end with the operation.
   line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
   return re.sub(r' *\[Op:\w+\] name: *$', '', line)
+
+
+class TFRecordInput(BaseTFInput):
+  """Examples in TFRecord files.
+
+  Attributes:
+    file_pattern: a file, directory, glob pattern, list of those, or a function (or `Config` of one) that returns them.
+    features: arrays of a `tf.train.Example` by name, as `Feature` configs; integers and booleans are stored as int64
+      lists, floats as float lists, flattened. Other features of the records are ignored.
+    parse_fn: instead of `features`, a TensorFlow function of one serialized record (a scalar string tensor) that
+      returns the dict of an example's tensors.
+    compression: '' (none), 'GZIP' or 'ZLIB'.
+
+  With `shuffle`, the files are read in a new order each epoch, and records are shuffled in a buffer.
+
+  Raises (when the data is first needed):
+    DataError: no file is found, a file is not a TFRecord file or is truncated, or a record lacks a feature.
+  """
+
+  file_pattern: Paths | Callable[[], Paths] | Config = REQUIRED
+  features: dict[str, Config | Feature] | None = None
+  parse_fn: Callable[..., object] | None = None
+  compression: str = ''
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if (self.features is None) == (self.parse_fn is None):
+      raise ConfigError(f'{self.label}: set one of features and parse_fn')
+    self.check_is_one_of('compression', '', 'GZIP', 'ZLIB')
+    if self.features is not None:
+      self._features = build_features(self.features, f'{self.label}.features')
+
+  @functools.cached_property
+  def _files(self) -> list[str]:
+    return find_files(self.file_pattern, f'{self.label}.file_pattern')
+
+  def elements(self, epoch: int) -> tf.data.Dataset:
+    files = self._files
+    if self.shuffle:
+      files = [files[i] for i in permutation(len(files), self.seed, epoch)]
+    return import_tensorflow().data.TFRecordDataset(files, compression_type=self.compression)
+
+  def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
+    tf = import_tensorflow()
+    if self.features is None:
+      return tf.map_fn(self.parse_fn, elements, fn_output_signature=self._parsed_spec)
+    parsed = tf.io.parse_example(elements, {k: _stored_spec(f) for k, f in self._features.items()})
+    return {k: tf.cast(parsed[k], f.dtype) for k, f in self._features.items()}
+
+  def example_struct(self) -> Struct:
+    if self.features is None:
+      return struct_of(self._parsed_spec, f'{self.label}.parse_fn')
+    return {k: f.struct() for k, f in self._features.items()}
+
+  @functools.cached_property
+  def _parsed_spec(self) -> Mapping[str, tf.TypeSpec]:
+    return import_tensorflow().data.Dataset.from_tensor_slices(['']).map(self.parse_fn).element_spec
+
+  def explain(self, error: Exception) -> str:
+    tf = import_tensorflow()
+    for file in self._files:
+      try:
+        for _ in tf.data.TFRecordDataset(file, compression_type=self.compression):
+          pass
+      except tf.errors.OpError as e:
+        return f'{self.label}.file_pattern: {file} is not a whole TFRecord file: {first_line(e)}'
+    return f'{self.label}: a record cannot be parsed: {first_line(error)}'
+
+
+def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
+  """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `TFRecordInput` reads."""
+  tf = import_tensorflow()
+  arrays = {k: np.asarray(v) for k, v in rows.items()}
+  with tf.io.TFRecordWriter(path, options=compression) as writer:
+    for i in range(len(next(iter(arrays.values())))):
+      features = {k: _stored_feature(x[i]) for k, x in arrays.items()}
+      example = tf.train.Example(features=tf.train.Features(feature=features))
+      writer.write(example.SerializeToString())
+
+
+def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
+  tf = import_tensorflow()
+  return tf.io.FixedLenFeature(tuple(feature.shape), tf.int64 if _is_integral(np.dtype(feature.dtype)) else tf.float32)
+
+
+def _stored_feature(x: np.ndarray) -> tf.train.Feature:
+  tf = import_tensorflow()
+  if _is_integral(x.dtype):
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=x.ravel().astype(np.int64)))
+  return tf.train.Feature(float_list=tf.train.FloatList(value=x.ravel().astype(np.float32)))
+
+
+def _is_integral(dtype: np.dtype) -> bool:
+  return dtype.kind in 'biu'

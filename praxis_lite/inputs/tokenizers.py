@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-A byte tokenizer needs no training and no file, and takes any bytes. SentencePiece takes a trained model file and UTF-8
-text. Both say how many bytes of text each token stands for, so that losses can be given in nats per byte and compared.
+A byte tokenizer needs no training and no file, and takes any bytes. SentencePiece needs a trained model file and UTF-8
+text. Both count the bytes of text that each token stands for, so that losses compare in nats per byte.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Configurable
 from praxis_lite.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+  import sentencepiece
 
 
 class Tokens(NamedTuple):
@@ -22,8 +25,7 @@ class Tokens(NamedTuple):
 
   Attributes:
     ids: [n], any integer dtype.
-    num_bytes: [n] int, how many bytes of the document each stands for; they add up to its length. None where each is
-      one byte.
+    num_bytes: [n] int, how many bytes of the document each stands for, in total its length; None if each is one byte.
   """
 
   ids: np.ndarray
@@ -31,11 +33,11 @@ class Tokens(NamedTuple):
 
 
 class BaseTokenizer(Configurable):
-  """Text to token ids and back. `bos_id`, `eos_id` and `pad_id` begin and end documents and fill rows up."""
+  """Text to token ids and back, with special ids that begin (bos) and end (eos) documents and pad rows (pad)."""
 
   @property
   def vocab_size(self) -> int:
-    """How many ids there are."""
+    """Number of token ids."""
     raise NotImplementedError
 
   @property
@@ -49,27 +51,27 @@ class BaseTokenizer(Configurable):
     return False
 
   def encode(self, text: str) -> list[int]:
-    """Returns the ids of a text, without special ones around it."""
+    """Returns the ids of a text, without special ids around it."""
     return self.encode_documents([text.encode()])[0].ids.tolist()
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Returns the text of ids. Special ids are left out; what is not valid UTF-8 becomes U+FFFD."""
+    """Returns the text of ids. Special ids are left out; invalid UTF-8 becomes U+FFFD."""
     raise NotImplementedError
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
-    """Returns the tokens of each document, without special ones. Where not `is_byte_level`, documents must be UTF-8."""
+    """Returns the tokens of each document, without special ones. Unless `is_byte_level`, documents must be UTF-8."""
     raise NotImplementedError
 
 
 class ByteTokenizer(BaseTokenizer):
   """The bytes of the UTF-8 text are the ids.
 
-  By default the vocabulary is the 256 bytes, and byte 0, which text does not contain, is what begins, ends and pads.
-  For data that may contain byte 0, or to tell the three apart, set the special ids to 256 and more.
+  By default the vocabulary is the 256 bytes, and all special ids are byte 0, which text does not contain. For data that
+  may contain byte 0, or to distinguish the special ids, set them to 256 and more.
 
   Attributes:
     bos_id, eos_id, pad_id: begin of document, end of document, padding.
-    min_vocab_size: makes the vocabulary larger than the ids need, for example to try a size that does not divide.
+    min_vocab_size: lower bound of the vocabulary size, for example to test a size that the mesh does not divide.
   """
 
   bos_id: int = 0
@@ -95,7 +97,7 @@ class ByteTokenizer(BaseTokenizer):
     return True
 
   def decode(self, ids: Iterable[int]) -> str:
-    # An id that is no byte and not special is one a model made up out of an enlarged vocabulary.
+    # A model with an enlarged vocabulary may produce ids that are neither bytes nor special.
     kept = [int(i) for i in ids if int(i) not in self.special_ids]
     data = b''.join(bytes([i]) if 0 <= i < 256 else b'\xef\xbf\xbd' for i in kept)
     return data.decode(errors='replace')
@@ -107,8 +109,8 @@ class ByteTokenizer(BaseTokenizer):
 class SentencePieceTokenizer(BaseTokenizer):
   """A trained SentencePiece model (Kudo and Richardson, 2018). Needs `pip install praxis_lite[text]`.
 
-  The special ids are the model's own; where it has no bos or eos, the other one stands in, and where it has no pad, id
-  0 does.
+  The special ids are those of the model. If it has only one of bos and eos, that is used for both; if it has no pad, id
+  0 is used.
 
   Attributes:
     model_path: file of the model, as `spm_train` writes it.
@@ -119,7 +121,7 @@ class SentencePieceTokenizer(BaseTokenizer):
   num_threads: int = 2
 
   @functools.cached_property
-  def _model(self) -> Any:
+  def _model(self) -> sentencepiece.SentencePieceProcessor:
     try:
       import sentencepiece
     except ImportError:
@@ -146,9 +148,6 @@ class SentencePieceTokenizer(BaseTokenizer):
       raise ConfigError(f'SentencePieceTokenizer.model_path: {self.model_path} has neither a bos nor an eos id')
     return (bos if bos >= 0 else eos), (eos if eos >= 0 else bos), max(pad, 0)
 
-  def encode(self, text: str) -> list[int]:
-    return self._model.encode(text)
-
   def decode(self, ids: Iterable[int]) -> str:
     return self._model.decode([i for i in map(int, ids) if i not in self.special_ids and 0 <= i < self.vocab_size])
 
@@ -161,12 +160,12 @@ class SentencePieceTokenizer(BaseTokenizer):
         out.append(Tokens(ids, _spread(len(document), self._piece_bytes[ids])))
     return out
 
-  # Ids come as Python lists of large integers, so only so much text at a time.
+  # SentencePiece returns ids as Python lists, which need much more memory than arrays: text is encoded in groups.
   _GROUP_BYTES: ClassVar[int] = 1 << 21
 
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
-    """How many bytes each piece is on its own; the unknown piece counts as one."""
+    """Bytes of each piece on its own; the unknown piece counts as one."""
     model = self._model
     sizes = np.ones(self.vocab_size, np.int64)
     for i in range(self.vocab_size):
@@ -180,7 +179,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
   """Returns integers in proportion to `sizes`, [n], that add up to `total` exactly.
 
-  Normalization drops and replaces characters, so the sizes of the pieces do not add up to the size of the text.
+  Normalization drops and replaces characters, so the sizes of the pieces do not sum to the size of the text.
   """
   ends = np.cumsum(np.maximum(sizes, 0) if sizes.any() else np.ones_like(sizes))
   if not len(ends):

@@ -33,7 +33,7 @@ def get_activation(name: str, where: str = 'activation') -> Activation:
 
   Args:
     name: a key of `ACTIVATIONS`.
-    where: path of the field that the name comes from, for the message.
+    where: path of the field that names it, for the message.
 
   Raises:
     ConfigError: there is no such function.

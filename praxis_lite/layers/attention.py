@@ -1,18 +1,16 @@
 """Multi-head attention: grouped, causal or not, in one pass or token by token with a cache.
 
-B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
-head.
-
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
 
-The cache holds key, value and position of each token in a slot of its own, so that prompts of different lengths take
-the same slots, some of them empty, and what a query may see depends on positions alone.
+The cache holds the key, value and position of each token in its own slot. Prompts of different lengths use the same
+slots, some of them empty: which slots a query attends to depends only on their positions.
+
+B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
+head.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,8 @@ from praxis_lite.layers.dot_product import (
   dot_product_attention,
   segment_mask,
 )
-from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.layers.linears import bias_weight
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 
 class ProjectionWeightSplit(WeightSplit):
@@ -61,16 +60,10 @@ class Projection(Layer):
     )
     self.create_variable('w', weight)
     if self.use_bias:
-      split = self.weight_split_dims_mapping.bias
-      bias = WeightHParams(
-        self.out_shape,
-        init=WeightInit.Constant(0.0),
-        tensor_split_dims_mapping=split,
-        collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),
-      )
-      self.create_variable('b', bias)
+      self.create_variable('b', bias_weight(self.out_shape, self.weight_split_dims_mapping.bias))
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns [..., *out_shape] of x [..., *in_shape]."""
     y = jnp.tensordot(x.astype(self.fprop_dtype), self.theta.w, axes=len(self.in_shape))
     if self.use_bias:
       y += self.theta.b
@@ -90,23 +83,21 @@ class MultiHeadAttention(Layer):
   Attributes:
     input_dims: D.
     num_heads: N.
-    num_kv_heads: K, a divisor of N; None is N.
-    dims_per_head: H; None is D / N.
-    kv_input_dims: dims of the sequence attended to, in cross attention; None is D.
-    causal: a position sees those up to itself.
-    sliding_window: a position sees those less than so many away; None sees all.
-    use_bias: biases on queries, keys and values.
-    use_out_bias: a bias on the output; None is as `use_bias`.
-    combine_qkv: one weight [D, K, G + 2, H] makes the G queries, the key and the value of each kv head.
+    num_kv_heads: K, a divisor of N; None: N.
+    dims_per_head: H; None: D / N.
+    kv_input_dims: dims of the sequence attended to, in cross attention; None: D.
+    causal: a position attends to positions up to its own.
+    sliding_window: a position attends to positions less than this far away; None disables the limit.
+    use_bias: whether queries, keys and values have biases.
+    use_out_bias: whether the output has a bias; None: as `use_bias`.
+    combine_qkv: one weight [D, K, G + 2, H] computes the G queries, the key and the value of each kv head.
     proj_tpl: of the children `query`, `key` and `value`, or `qkv`.
     out_tpl: of the child `out`.
-    rotary_tpl: rotary positions of queries and keys; None is none.
-    qk_norm_tpl: a norm over H of the children `query_norm` and `key_norm`, before rotary positions; None is none.
-    relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None is none.
-    scale: factor of the logits; None is 1 / sqrt(H).
-    logit_soft_cap: see `dot_product_attention`.
-    implementation: see `dot_product_attention`.
-    weight_split_dims_mapping: `wt`, [D, N, H], of the projections; that of the output is [N, H, D], split alike.
+    rotary_tpl: of the child `rotary`, rotary positions of queries and keys; None disables them.
+    qk_norm_tpl: of the children `query_norm` and `key_norm`, norms over H before rotary positions; None disables them.
+    relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None disables it.
+    scale, logit_soft_cap, implementation: see `dot_product_attention`.
+    weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
   """
 
   input_dims: int = REQUIRED
@@ -133,16 +124,15 @@ class MultiHeadAttention(Layer):
   def setup(self) -> None:
     D, N, K, H = self._complete()
     wt = self.weight_split_dims_mapping.wt
-    self._resolve(wt, rank=3, where='weight_split_dims_mapping.wt')
-    split_D, split_N, split_H = wt if wt is not None else (None,) * 3
+    self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
       qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
-      _split_projection(qkv, (split_D, split_N, None, split_H), rank_in=1)
+      _split_projection(qkv, wt, (0, 1, None, 2), rank_in=1)
       self.create_child('qkv', qkv)
     else:
       for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
         proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
-        self.create_child(name, _split_projection(proj, (split_D, split_N, split_H), rank_in=1))
+        self.create_child(name, _split_projection(proj, wt, (0, 1, 2), rank_in=1))
     if self.qk_norm_tpl is not None:
       self.create_children('query_norm', 'key_norm', template=self.qk_norm_tpl.clone(dims=H))
     if self.rotary_tpl is not None:
@@ -150,10 +140,10 @@ class MultiHeadAttention(Layer):
     if self.relative_bias_tpl is not None:
       self.create_child('relative_bias', self.relative_bias_tpl.clone(num_heads=N))
     out = self.out_tpl.clone(in_shape=(N, H), out_shape=(D,), use_bias=self.use_out_bias)
-    self.create_child('out', _split_projection(out, (split_N, split_H, split_D), rank_in=2))
+    self.create_child('out', _split_projection(out, wt, (1, 2, 0), rank_in=2))
 
   def _complete(self) -> tuple[int, int, int, int]:
-    """Fills in the hyperparameters that follow from others, rejects contradictions, and returns D, N, K, H."""
+    """Fills in the hyperparameters that follow from others, rejects inconsistent ones, and returns D, N, K, H."""
     D, N = self.input_dims, self.num_heads
     if N < 1:
       raise ConfigError(f'{self.path_name}.num_heads: expected at least 1, got {N}')
@@ -166,7 +156,7 @@ class MultiHeadAttention(Layer):
     if self.dims_per_head is None:
       if D % N:
         raise ConfigError(
-          f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set it'
+          f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set dims_per_head'
         )
       self.dims_per_head = D // N
     if self.sliding_window is not None and self.sliding_window < 1:
@@ -195,25 +185,26 @@ class MultiHeadAttention(Layer):
 
     Args:
       x_BTD: the sequences that attend.
-      kv_BSD: the sequences attended to; None is `x_BTD` itself.
-      segment_ids: [B, T] int32, 0 is padding; positions see those of the same segment. None: no padding, one segment.
-      kv_segment_ids: [B, S] int32, with `kv_BSD`; where either is None, all of its positions are seen.
-      segment_pos: [B, T] int32, positions for rotary embeddings; None is 0, 1, 2, ...
-      mask: bool, broadcasts to [B, N, T, S], True where a query may attend, in addition to all else.
+      kv_BSD: the sequences attended to; None: `x_BTD` itself.
+      segment_ids: [B, T] int32, 0 is padding; positions attend within their segment. None: one segment, no padding.
+      kv_segment_ids: [B, S] int32, with `kv_BSD`; where this or `segment_ids` is None, segments do not mask.
+      segment_pos: [B, T] int32, positions in the segment; None: 0, 1, 2, ...
+      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above.
     """
     bias_BNTS = None
-    if kv_BSD is None:
-      query_BTNH, key_BSKH, value_BSKH = self._project_self(x_BTD, segment_pos)
-      kv_segment_ids = segment_ids
-      bias_BNTS = self._relative_bias(segment_pos, segment_pos, x_BTD.shape[1])
+    if kv_BSD is not None:
+      for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
+        if getattr(self, field):
+          raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
     else:
-      query_BTNH, key_BSKH, value_BSKH = self._project_cross(x_BTD, kv_BSD)
+      kv_BSD, kv_segment_ids = x_BTD, segment_ids
+      if self.relative_bias_tpl is not None:
+        pos_BT = jnp.arange(x_BTD.shape[1])[None] if segment_pos is None else segment_pos
+        bias_BNTS = self.relative_bias(pos_BT, pos_BT)
     if segment_ids is not None and kv_segment_ids is not None:
       mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
-    context_BTNH = self._attend(
-      query_BTNH, key_BSKH, value_BSKH, bias=bias_BNTS, mask=mask, causal=self.causal, window=self.sliding_window
-    )
-    return self._project_out(context_BTNH)
+    query_BTNH, key_BSKH, value_BSKH = self._project(x_BTD, kv_BSD, segment_pos)
+    return self._attend(query_BTNH, key_BSKH, value_BSKH, bias_BNTS, mask, self.causal, self.sliding_window)
 
   # ---------------------------------------------------------------- token by token
 
@@ -229,17 +220,17 @@ class MultiHeadAttention(Layer):
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
-    All rows take the next T slots; a cache that is full is the caller's mistake and overwrites its last slots.
+    Every row uses the next T slots. The caller ensures that they exist: a full cache overwrites its last slots.
 
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
-      pos_BT: int32 position of each token in its sequence; -1 is padding, which nothing will attend to.
+      pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
     """
     if not self.causal:
       raise ConfigError(
-        f'{self.path_name}.causal: extend_step needs causal attention, since later tokens are not there yet'
+        f'{self.path_name}.causal: extend_step needs causal attention, since later tokens do not exist yet'
       )
-    query_BTNH, key_BTKH, value_BTKH = self._project_self(x_BTD, pos_BT)
+    query_BTNH, key_BTKH, value_BTKH = self._project(x_BTD, x_BTD, pos_BT)
     slot = self.get_decode_state('slot')
     if slot is None:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
@@ -250,76 +241,64 @@ class MultiHeadAttention(Layer):
       self.update_decode_state(name, cache)
     self.update_decode_state('slot', slot + x_BTD.shape[1])
     key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
-    bias_BNTS = self._relative_bias(pos_BT, pos_BS)
+    bias_BNTS = None if self.relative_bias_tpl is None else self.relative_bias(pos_BT, pos_BS)
     mask_B1TS = cache_mask(pos_BT, pos_BS, self.sliding_window)
-    return self._project_out(self._attend(query_BTNH, key_BSKH, value_BSKH, bias=bias_BNTS, mask=mask_B1TS))
+    return self._attend(query_BTNH, key_BSKH, value_BSKH, bias_BNTS, mask_B1TS)
 
   # ---------------------------------------------------------------- parts
 
-  def _project_self(self, x_BTD: jax.Array, pos_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def _project(
+    self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values, normalized and rotated."""
     if self.combine_qkv:
       qkv_BTKJH = self.qkv(x_BTD)
       query_BTNH = qkv_BTKJH[..., :-2, :].reshape(*x_BTD.shape[:2], self.num_heads, self.dims_per_head)
-      key_BTKH, value_BTKH = qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
+      key_BSKH, value_BSKH = qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
     else:
-      query_BTNH, key_BTKH, value_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
-    query_BTNH, key_BTKH = self._norm(query_BTNH, key_BTKH)
+      query_BTNH, key_BSKH, value_BSKH = self.query(x_BTD), self.key(kv_BSD), self.value(kv_BSD)
+    if self.qk_norm_tpl is not None:
+      query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
     if self.rotary_tpl is not None:
-      query_BTNH, key_BTKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BTKH, pos_BT)
-    return self._named_and_split(query_BTNH, key_BTKH, value_BTKH)
-
-  def _project_cross(self, x_BTD: jax.Array, kv_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
-      if getattr(self, field):
-        raise ConfigError(f'{self.path_name}.{field}: not for attention to another sequence; leave it unset')
-    query_BTNH, key_BSKH = self._norm(self.query(x_BTD), self.key(kv_BSD))
-    return self._named_and_split(query_BTNH, key_BSKH, self.value(kv_BSD))
-
-  def _norm(self, query_BTNH: jax.Array, key_BSKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if self.qk_norm_tpl is None:
-      return query_BTNH, key_BSKH
-    return self.query_norm(query_BTNH), self.key_norm(key_BSKH)
-
-  def _named_and_split(
-    self, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    query_BTNH = self.shard(query_BTNH, 'blnh')
-    key_BSKH = self.shard(key_BSKH, 'blkh')
-    value_BSKH = self.shard(value_BSKH, 'blkh')
+      query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
     return (
-      checkpoint_name(query_BTNH, 'query_proj'),
-      checkpoint_name(key_BSKH, 'key_proj'),
-      checkpoint_name(value_BSKH, 'value_proj'),
+      checkpoint_name(self.shard(query_BTNH, 'blnh'), 'query_proj'),
+      checkpoint_name(self.shard(key_BSKH, 'blkh'), 'key_proj'),
+      checkpoint_name(self.shard(value_BSKH, 'blkh'), 'value_proj'),
     )
 
-  def _relative_bias(
-    self, query_pos: jax.Array | None, key_pos: jax.Array | None, length: int | None = None
-  ) -> jax.Array | None:
-    if self.relative_bias_tpl is None:
-      return None
-    if query_pos is None or key_pos is None:
-      query_pos = key_pos = jnp.arange(length)[None]
-    return self.relative_bias(query_pos, key_pos)
-
-  def _attend(self, query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, **kwargs: Any) -> jax.Array:
+  def _attend(
+    self,
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    causal: bool = False,
+    window: int | None = None,
+  ) -> jax.Array:
+    """Returns the output, [B, T, D]."""
     context_BTNH = dot_product_attention(
       query_BTNH,
       key_BSKH,
       value_BSKH,
+      bias=bias,
+      mask=mask,
+      causal=causal,
+      window=window,
       scale=self.scale,
       logit_soft_cap=self.logit_soft_cap,
       implementation=self.implementation,
-      **kwargs,
     )
-    context_BTNH = self.shard(context_BTNH, 'blnh')
-    return checkpoint_name(context_BTNH, 'context')
-
-  def _project_out(self, context_BTNH: jax.Array) -> jax.Array:
-    out_BTD = self.shard(self.out(context_BTNH))
-    return checkpoint_name(out_BTD, 'out_proj')
+    context_BTNH = checkpoint_name(self.shard(context_BTNH, 'blnh'), 'context')
+    return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 
 
-def _split_projection(projection: Config[Projection], split: tuple, rank_in: int) -> Config[Projection]:
-  if any(axis is not None for axis in split):
+def _split_projection(
+  projection: Config[Projection], wt: DeclaredSplit | None, dims: tuple[int | None, ...], rank_in: int
+) -> Config[Projection]:
+  """Splits a projection like the dimensions `dims` of D, N, H."""
+  if wt is not None:
+    split = wt.pick(*dims)
     projection.weight_split_dims_mapping.set(wt=split, bias=split[rank_in:])
   return projection

@@ -1,11 +1,10 @@
-"""Attention masks: boolean, True where a query may attend to a key.
+"""Dot-product attention and its masks.
 
-B batch, T length of the queries, S length of the keys. Masks broadcast to [B, heads, T, S], so they combine with `&`.
+Attention is JAX's own, which has fused kernels, or a plain form for what no fused kernel computes: soft-capped logits.
+A mask is boolean, True where a query may attend to a key. Masks broadcast to [B, N, T, S] and combine with `&`.
 
-Dot-product attention: JAX's own, which has fused kernels, and a plain form of what those kernels cannot do.
-
-B batch, T length of the queries, S length of the keys, N heads, K kv heads, G = N / K query heads a kv head, H dims per
-head.
+B batch, T length of the queries, S length of the keys, N heads, K kv heads, G = N / K query heads for each kv head,
+H dims per head.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+AttentionImplementation = Literal['xla', 'cudnn']
 
 
 def causal_mask(num_queries: int, num_keys: int) -> jax.Array:
@@ -29,7 +30,7 @@ def sliding_window_mask(num_queries: int, num_keys: int, window: int) -> jax.Arr
 
 
 def segment_mask(query_segment_ids_BT: jax.Array, key_segment_ids_BS: jax.Array) -> jax.Array:
-  """Returns [B, 1, T, S]: a query sees the keys of its own segment; what padding (segment 0) sees is of no account."""
+  """Returns [B, 1, T, S]: a query sees the keys of its own segment; padding, segment 0, sees padding."""
   return (query_segment_ids_BT[:, :, None] == key_segment_ids_BS[:, None, :])[:, None]
 
 
@@ -39,7 +40,7 @@ def cache_mask(query_pos_BT: jax.Array, key_pos_BS: jax.Array, window: int | Non
   Args:
     query_pos_BT: position of each query in its sequence; -1 is padding.
     key_pos_BS: position of the key in each slot of the cache; -1 is an empty slot.
-    window: how many positions up to its own a query sees; None is all.
+    window: number of positions up to its own that a query sees; None: all.
   """
   query_BT1, key_B1S = query_pos_BT[:, :, None], key_pos_BS[:, None, :]
   mask_BTS = (key_B1S >= 0) & (key_B1S <= query_BT1)
@@ -49,12 +50,9 @@ def cache_mask(query_pos_BT: jax.Array, key_pos_BS: jax.Array, window: int | Non
 
 
 def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
-  """Returns the conjunction of those masks that are not None; None where all are."""
+  """Returns the conjunction of the masks that are not None, or None if all of them are."""
   given = [m for m in masks if m is not None]
   return functools.reduce(operator.and_, given) if given else None
-
-
-AttentionImplementation = Literal['xla', 'cudnn']
 
 
 def dot_product_attention(
@@ -77,12 +75,13 @@ def dot_product_attention(
     key_BSKH, value_BSKH: query head n uses kv head n // (N / K).
     bias: broadcasts to [B, N, T, S], added to the logits.
     mask: bool, broadcasts to [B, N, T, S], True where a query attends; combined with `causal` and `window`. A query
-      that attends to nothing gets the mean of all values.
+      with every key masked gets the mean of all values.
     causal: query t attends to keys up to t.
     window: a query attends to keys less than `window` away.
-    scale: by default 1 / sqrt(H).
-    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). No fused kernel has it.
-    implementation: 'xla', or 'cudnn' for fused attention on NVIDIA GPUs in bfloat16 or float16; None leaves it to JAX.
+    scale: factor of the logits; None: 1 / sqrt(H).
+    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). No fused kernel supports it. None
+      disables it.
+    implementation: 'xla', or 'cudnn' for fused attention on NVIDIA GPUs in bfloat16 or float16; None: JAX chooses.
   """
   if logit_soft_cap is None:
     window_sizes = None if window is None else (window - 1, 0 if causal else window - 1)
@@ -105,7 +104,7 @@ def dot_product_attention(
   )
 
   def grouped(x_BNTS: jax.Array) -> jax.Array:
-    """[B, N, T, S] to [B, K, G, T, S]; heads may be one, which broadcasts."""
+    """[B, N, T, S] to [B, K, G, T, S]; a single head, which broadcasts, to [B, 1, 1, T, S]."""
     heads = (K, N // K) if x_BNTS.shape[1] > 1 else (1, 1)
     return x_BNTS.reshape(x_BNTS.shape[0], *heads, *x_BNTS.shape[2:])
 

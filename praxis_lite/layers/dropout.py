@@ -16,7 +16,7 @@ class Dropout(Layer):
 
   Attributes:
     rate: probability that an entry is dropped, at least 0 and less than 1. 0 needs no PRNG key.
-    broadcast_dims: dimensions along which all entries are dropped together, such as (-2,) for those of one sequence.
+    broadcast_dims: dimensions along which the mask is shared, such as (-2,) for all positions of a sequence.
   """
 
   rate: float = 0.0
@@ -29,14 +29,11 @@ class Dropout(Layer):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns an array of the shape and dtype of x."""
     if self.rate == 0 or self.do_eval:
-      return self._split(x)
+      return self.shard(x)
     shape = list(x.shape)
     for dim in self.broadcast_dims:
       if not -x.ndim <= dim < x.ndim:
-        raise ConfigError(f'{self.path_name}.broadcast_dims: {dim} is no dimension of an array of shape {x.shape}')
+        raise ConfigError(f'{self.path_name}.broadcast_dims: an array of shape {x.shape} has no dimension {dim}')
       shape[dim] = 1
     kept = jax.random.bernoulli(self.next_prng_key(), 1 - self.rate, shape)
-    return self._split(jnp.where(kept, x / (1 - self.rate), 0))
-
-  def _split(self, x: jax.Array) -> jax.Array:
-    return self.shard(x)
+    return self.shard(jnp.where(kept, x / (1 - self.rate), 0))

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import check_choice
 from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.partitioning import guards
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
+LOOKUP_STYLES = ('gather', 'matmul')
+
 
 class Embedding(Layer):
-  """y = w[ids], times sqrt(D) if asked for.
+  """y = w[ids], optionally times sqrt(D).
 
   Attributes:
     num_classes: V, such as the size of a vocabulary.
@@ -33,12 +35,12 @@ class Embedding(Layer):
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
-    check_lookup_style(self.lookup_style, f'{self.path_name}.lookup_style')
+    check_choice(f'{self.path_name}.lookup_style', self.lookup_style, LOOKUP_STYLES)
     wt = self.weight_split_dims_mapping.wt
     self.create_variable('w', embedding_weight(self.num_classes, self.input_dims, wt))
 
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns [..., D] of integer ids [...]; NaN for an id that is not in [0, V), so that it shows."""
+    """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
     y = lookup(split_rows(self, self.theta.w, self.activation_split_dims_mapping.out), ids, self.lookup_style)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
@@ -46,26 +48,20 @@ class Embedding(Layer):
 
 
 def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:
-  """Returns the declaration of a table [V, D]; its fan in is D, so that vectors have a norm of about 1."""
+  """Returns the declaration of a table [V, D]; its fan in is D, so that vectors have norm 1 or so."""
   return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
 
 
 def split_rows(layer: Layer, table_VD: jax.Array, out: SplitDimsMapping) -> jax.Array:
-  """Returns a table whose rows are gathered where the vectors looked up, split by `out`, are whole.
+  """Returns the table with its dimension D gathered, where `out` does not split D of the vectors looked up.
 
-  If an axis splits both D of the table and the batch, one of the two has to be gathered. Left to the compiler, it is
+  If a mesh axis splits both D of the table and the batch, one of the two has to be gathered. The compiler would gather
   the vectors of the whole batch.
   """
   wt = layer.weight_split_dims_mapping.wt
   if wt is None or out is None or out[-1] is not None:
     return table_VD
-  return layer.shard(table_VD, (wt[0], None), 'weight_split_dims_mapping.wt')
-
-
-def check_lookup_style(style: str, where: str) -> None:
-  """Raises ConfigError, naming the field `where`, unless `style` is known."""
-  if style not in ('gather', 'matmul'):
-    raise ConfigError(f"{where}: expected 'gather' or 'matmul', got {style!r}")
+  return layer.shard(table_VD, wt.pick(0, None))
 
 
 def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:

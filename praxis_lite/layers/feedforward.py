@@ -1,4 +1,4 @@
-"""Feed-forward layers of a transformer block; norms and residuals are the block's.
+"""Feed-forward layers of a transformer block; norms and residual connections belong to the block.
 
 D model dims, F hidden dims.
 """
@@ -38,7 +38,7 @@ class FeedForward(Layer):
     use_bias: whether the linear layers have biases.
     proj_tpl: of the children `up` and `down`.
     dropout_tpl: of the child `dropout`, on the hidden layer.
-    out_init: initializer of the weight out of the hidden layer; None is as of the others.
+    out_init: initializer of the weight out of the hidden layer; None: as the other weights.
   """
 
   input_dims: int = REQUIRED
@@ -55,7 +55,7 @@ class FeedForward(Layer):
     get_activation(self.activation, f'{self.path_name}.activation')
     wt, down_wt = self.weight_split_dims_mapping.wt, self.weight_split_dims_mapping.down
     if down_wt is None and wt is not None:
-      down_wt = tuple(reversed(wt))
+      down_wt = wt[::-1]
     D, F = self.input_dims, self.hidden_dims
     up = self.proj_tpl.clone(input_dims=D, output_dims=F, use_bias=self.use_bias)
     down = self.proj_tpl.clone(input_dims=F, output_dims=D, use_bias=self.use_bias)
@@ -87,7 +87,7 @@ class FeedForward(Layer):
 class GatedFeedForward(FeedForward):
   """y = (f(x W_gate) * (x W_up)) W_down, without biases: SwiGLU where f is SiLU (Shazeer, 2020).
 
-  Attributes are those of `FeedForward`; `proj_tpl` is also of the child `gate`.
+  Attributes: those of `FeedForward`; `proj_tpl` is also that of the child `gate`.
   """
 
   activation: str = 'silu'

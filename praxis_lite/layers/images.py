@@ -1,16 +1,9 @@
-"""Convolutions of images.
+"""Layers of image classifiers: convolution, pooling, and networks from images to features.
 
-B batch, H height, W width, C input channels, O output channels.
+A network has the property `output_dims`, the size of its features, and is called with the weights of the examples,
+which batch norms need.
 
-Pooling of images.
-
-B batch, H height, W width, C channels.
-
-Networks from images to features: the part of a classifier before its softmax.
-
-Each has `output_dims`, the size of its features, and takes the weights of the examples, which batch norms need.
-
-B batch, H height, W width, C channels, F features.
+B batch, H height, W width, C (input) channels, O output channels, F features.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dropout import Dropout
@@ -31,6 +24,7 @@ from praxis_lite.partitioning import guards
 from praxis_lite.weights import WeightHParams
 
 PADDINGS = ('SAME', 'VALID')
+POOLINGS = ('max', 'mean')
 
 
 class Conv2D(Layer):
@@ -38,14 +32,14 @@ class Conv2D(Layer):
 
   Attributes:
     filter_shape: (height, width, C, O).
-    strides: of the height and the width.
-    dilations: distance between the filter's taps in the image.
-    padding: 'SAME' keeps the size, divided by the stride; 'VALID' takes only what the filter fits into.
-    groups: the channels fall into so many groups that are convolved apart; C counts all of them.
+    strides: along the height and the width.
+    dilations: distance in the image between neighbouring entries of the filter.
+    padding: 'SAME' gives the size of the image divided by the stride; 'VALID' pads nothing.
+    groups: number of groups of channels that are convolved separately; C counts the channels of all groups.
     use_bias: whether there is a bias.
     weight_split_dims_mapping: `wt`, [height, width, C / groups, O], of `w`; the bias is split as its last dimension.
-    activation_split_dims_mapping: `out`, [B, H, W, O]. Height and width are split after the convolution: images come
-      whole to it, because XLA's convolution of split ones is not correct.
+    activation_split_dims_mapping: `out`, [B, H, W, O]. Height and width are gathered before the convolution and split
+      after it, because XLA's convolution of split images is not correct.
   """
 
   filter_shape: tuple[int, int, int, int] = REQUIRED
@@ -57,7 +51,7 @@ class Conv2D(Layer):
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
-    check_padding(self.padding, f'{self.path_name}.padding')
+    check_choice(f'{self.path_name}.padding', self.padding, PADDINGS)
     height, width, inputs, outputs = self.filter_shape
     if self.groups < 1 or inputs % self.groups or outputs % self.groups:
       raise ConfigError(f'{self.path_name}.groups: {self.groups} does not divide both {inputs} and {outputs} channels')
@@ -65,7 +59,7 @@ class Conv2D(Layer):
     shape = (height, width, inputs // self.groups, outputs)
     self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt))
     if self.use_bias:
-      self.create_variable('b', bias_weight(outputs, None if wt is None else tuple(wt)[-1:]))
+      self.create_variable('b', bias_weight(outputs, None if wt is None else wt[-1:]))
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, H', W', O]."""
@@ -84,22 +78,14 @@ class Conv2D(Layer):
     return self.shard(y_BHWO)
 
 
-def check_padding(padding: str, where: str) -> None:
-  """Raises ConfigError, naming the field `where`, unless `padding` is known."""
-  if padding not in PADDINGS:
-    raise ConfigError(f'{where}: expected one of {", ".join(PADDINGS)}, got {padding!r}')
-
-
 class Pooling(Layer):
-  """The greatest or the mean value of each channel in each window.
-
-  A mean is over the part of the window that lies in the image.
+  """The maximum or the mean of each channel in each window; a mean is over the part of the window inside the image.
 
   Attributes:
     kind: 'max' or 'mean'.
     window: height and width of a window.
-    strides: distance between windows; None is `window`.
-    padding: 'SAME' or 'VALID', as of a convolution.
+    strides: distance between windows; None: `window`.
+    padding: 'SAME' or 'VALID', as in `Conv2D`.
     activation_split_dims_mapping: `out`, [B, H, W, C].
   """
 
@@ -109,30 +95,22 @@ class Pooling(Layer):
   padding: str = 'VALID'
 
   def setup(self) -> None:
-    _check_kind(self.kind, f'{self.path_name}.kind')
-    check_padding(self.padding, f'{self.path_name}.padding')
+    check_choice(f'{self.path_name}.kind', self.kind, POOLINGS)
+    check_choice(f'{self.path_name}.padding', self.padding, PADDINGS)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, H', W', C]."""
-    y_BHWC = self._max(x_BHWC) if self.kind == 'max' else self._mean(x_BHWC)
-    return self.shard(y_BHWC)
-
-  def _windows(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    return (1, *self.window, 1), (1, *(self.strides or self.window), 1), self.padding
-
-  def _max(self, x_BHWC: jax.Array) -> jax.Array:
-    # -inf, the identity of max, is what the derivative of reduce_window knows.
-    return jax.lax.reduce_window(x_BHWC, -jnp.inf, jax.lax.max, *self._windows())
-
-  def _mean(self, x_BHWC: jax.Array) -> jax.Array:
-    sums = jax.lax.reduce_window(x_BHWC.astype(jnp.float32), 0.0, jax.lax.add, *self._windows())
-    ones_HW = jnp.ones((1, *x_BHWC.shape[1:3], 1))
-    counts = jax.lax.reduce_window(ones_HW, 0.0, jax.lax.add, *self._windows())
-    return (sums / counts).astype(x_BHWC.dtype)
+    windows = (1, *self.window, 1), (1, *(self.strides or self.window), 1), self.padding
+    if self.kind == 'max':
+      # JAX differentiates reduce_window with max only from -inf, the identity of max.
+      return self.shard(jax.lax.reduce_window(x_BHWC, -jnp.inf, jax.lax.max, *windows))
+    sums = jax.lax.reduce_window(x_BHWC.astype(jnp.float32), 0.0, jax.lax.add, *windows)
+    counts = jax.lax.reduce_window(jnp.ones((1, *x_BHWC.shape[1:3], 1)), 0.0, jax.lax.add, *windows)
+    return self.shard((sums / counts).astype(x_BHWC.dtype))
 
 
 class GlobalPooling(Layer):
-  """The greatest or the mean value of each channel.
+  """The maximum or the mean of each channel.
 
   Attributes:
     kind: 'max' or 'mean'.
@@ -142,7 +120,7 @@ class GlobalPooling(Layer):
   kind: str = 'mean'
 
   def setup(self) -> None:
-    _check_kind(self.kind, f'{self.path_name}.kind')
+    check_choice(f'{self.path_name}.kind', self.kind, POOLINGS)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, C]."""
@@ -151,11 +129,6 @@ class GlobalPooling(Layer):
     else:
       y_BC = jnp.mean(x_BHWC.astype(jnp.float32), axis=(1, 2)).astype(x_BHWC.dtype)
     return self.shard(y_BC)
-
-
-def _check_kind(kind: str, where: str) -> None:
-  if kind not in ('max', 'mean'):
-    raise ConfigError(f"{where}: expected 'max' or 'mean', got {kind!r}")
 
 
 class Mlp(Layer):
@@ -185,7 +158,7 @@ class Mlp(Layer):
 
   @property
   def output_dims(self) -> int:
-    """F, the last of the hidden dims."""
+    """F, the last entry of `hidden_dims`."""
     return (self.input_dims, *self.hidden_dims)[-1]
 
   def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -193,12 +166,14 @@ class Mlp(Layer):
 
     Args:
       x: [B, ...] with `input_dims` values in each example.
-      weights: of no account here.
+      weights: not used.
     """
     del weights
     x_BF = jnp.reshape(x, (x.shape[0], -1)).astype(self.fprop_dtype)
     if x_BF.shape[1] != self.input_dims:
-      raise ConfigError(f'{self.path_name}.input_dims: {self.input_dims}, but an input of shape {x.shape} came')
+      raise ConfigError(
+        f'{self.path_name}.input_dims: {self.input_dims}, but an input of shape {x.shape} has {x_BF.shape[1]}'
+      )
     for linear in self.linear:
       x_BF = self.dropout(get_activation(self.activation)(linear(x_BF)))
     return self.shard(x_BF)
@@ -212,9 +187,9 @@ class ConvNet(Layer):
     channels: output channels of each convolution.
     filter_size: height and width of the filters.
     activation: name of the activation.
-    conv_tpl: of the children `conv_0`, `conv_1`, ...; they have biases only where there is no norm, which has its own.
-    norm_tpl: of the children `norm_0`, `norm_1`, ...; None is no norm.
-    pooling_tpl: of the child `pooling`, after each convolution; None is no pooling.
+    conv_tpl: of the children `conv_0`, `conv_1`, ...; they have biases only if there is no norm, which has its own.
+    norm_tpl: of the children `norm_0`, `norm_1`, ...; None disables normalization.
+    pooling_tpl: of the child `pooling`, after each convolution; None disables pooling.
     global_pooling_tpl: of the child `global_pooling`.
     dropout_tpl: of the child `dropout`.
     activation_split_dims_mapping: `out`, the features, [B, F].
@@ -245,7 +220,7 @@ class ConvNet(Layer):
 
   @property
   def output_dims(self) -> int:
-    """F, the last of the channels."""
+    """F, the last entry of `channels`."""
     return (self.input_channels, *self.channels)[-1]
 
   def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -253,7 +228,7 @@ class ConvNet(Layer):
 
     Args:
       x_BHWC: images.
-      weights: [B] weights of the images, for norms over the batch; None is ones.
+      weights: [B] weights of the images, for norms over the batch; None: all weigh 1.
     """
     x_BHWC = x_BHWC.astype(self.fprop_dtype)
     for i, conv in enumerate(self.conv):

@@ -32,7 +32,7 @@ class Bias(Layer):
 
 
 class Linear(Layer):
-  """y = x w, plus a bias if asked for.
+  """y = x w, plus a bias if there is one.
 
   Attributes:
     input_dims: I.
@@ -50,7 +50,7 @@ class Linear(Layer):
     wt = self.weight_split_dims_mapping.wt
     self.create_variable('w', WeightHParams((self.input_dims, self.output_dims), tensor_split_dims_mapping=wt))
     if self.use_bias:
-      self.create_variable('b', bias_weight(self.output_dims, None if wt is None else tuple(wt)[-1:]))
+      self.create_variable('b', bias_weight(self.output_dims, None if wt is None else wt[-1:]))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I]."""
@@ -60,10 +60,10 @@ class Linear(Layer):
     return self.shard(y)
 
 
-def bias_weight(dims: int, split: SplitDimsMapping = None) -> WeightHParams:
-  """Returns the declaration of a bias: zeros at first, and not regularized."""
+def bias_weight(dims: int | tuple[int, ...], split: SplitDimsMapping = None) -> WeightHParams:
+  """Returns the declaration of a bias of that size or shape: zeros at first, and not regularized."""
   return WeightHParams(
-    (dims,),
+    (dims,) if isinstance(dims, int) else dims,
     init=WeightInit.Constant(0.0),
     tensor_split_dims_mapping=split,
     collections=frozenset({WeightHParamsCollection.SKIP_REGULARIZATION}),

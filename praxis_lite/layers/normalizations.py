@@ -1,9 +1,11 @@
 """Normalizations. Statistics are in float32, whatever dtype the layer computes in; the result is in that dtype.
 
-D normalized dims, B batch, T length.
+B batch, T length, D normalized dims.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, WeightSplit
-from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
+from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
 _KEEP = WeightHParamsCollection.KEEP_FLOAT32
@@ -30,18 +32,37 @@ class Norm(Layer):
   epsilon: float = 1e-6
   weight_split_dims_mapping: Config = template(WeightSplit)
 
+  def _declare(self, averages: bool = False, **first_values: float) -> None:
+    """Declares variables [D] of these names and first values: weights, or averages that the layer itself updates."""
+    for name, value in first_values.items():
+      variable = WeightHParams(
+        (self.dims,),
+        init=WeightInit.Constant(value),
+        dtype=jnp.float32 if averages else None,
+        tensor_split_dims_mapping=self.weight_split_dims_mapping.wt,
+        collections=frozenset({_SKIP, _KEEP} if averages else {_SKIP}),
+      )
+      self.create_variable(name, variable, trainable=not averages)
+
+  def _output(self, y: jax.Array) -> jax.Array:
+    """Returns y * scale + bias, as far as these are declared, in the dtype that the layer computes in."""
+    if 'scale' in self._weights:
+      y *= self.theta.scale
+    if 'bias' in self._weights:
+      y += self.theta.bias
+    return self.shard(y.astype(self.fprop_dtype))
+
 
 class RMSNorm(Norm):
   """y = x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019)."""
 
   def setup(self) -> None:
-    self.create_variable('scale', _affine_weight(self.dims, 1.0, self.weight_split_dims_mapping.wt))
+    self._declare(scale=1.0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
     x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon) * self.theta.scale
-    return self.shard(y.astype(self.fprop_dtype))
+    return self._output(x32 * _inverse_root_mean_square(x32, -1, self.epsilon))
 
 
 class LayerNorm(Norm):
@@ -56,22 +77,14 @@ class LayerNorm(Norm):
   use_bias: bool = True
 
   def setup(self) -> None:
-    wt = self.weight_split_dims_mapping.wt
     if self.use_scale:
-      self.create_variable('scale', _affine_weight(self.dims, 1.0, wt))
+      self._declare(scale=1.0)
     if self.use_bias:
-      self.create_variable('bias', _affine_weight(self.dims, 0.0, wt))
+      self._declare(bias=0.0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
-    x32 = x.astype(jnp.float32)
-    y = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-    if self.use_scale:
-      y *= self.theta.scale
-    if self.use_bias:
-      y += self.theta.bias
-    return self.shard(y.astype(self.fprop_dtype))
+    return self._output(_standardized(x.astype(jnp.float32), -1, self.epsilon))
 
 
 class GroupNorm(Norm):
@@ -86,25 +99,19 @@ class GroupNorm(Norm):
   def setup(self) -> None:
     if self.num_groups < 1 or self.dims % self.num_groups:
       raise ConfigError(f'{self.path_name}.num_groups: {self.num_groups} does not divide dims, {self.dims}')
-    wt = self.weight_split_dims_mapping.wt
-    self.create_variable('scale', _affine_weight(self.dims, 1.0, wt))
-    self.create_variable('bias', _affine_weight(self.dims, 0.0, wt))
+    self._declare(scale=1.0, bias=0.0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [B, ..., D] of x [B, ..., D]."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], self.num_groups, self.dims // self.num_groups)
-    axes = (*range(1, x.ndim - 1), x.ndim)
-    y = grouped - jnp.mean(grouped, axis=axes, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=axes, keepdims=True) + self.epsilon)
-    y = y.reshape(x.shape) * self.theta.scale + self.theta.bias
-    return self.shard(y.astype(self.fprop_dtype))
+    return self._output(_standardized(grouped, (*range(1, x.ndim - 1), x.ndim), self.epsilon).reshape(x.shape))
 
 
 class BatchNorm(Norm):
   """Normalizes each dim over the batch and all other dimensions (Ioffe and Szegedy, 2015).
 
-  In training, with the mean and variance of the batch, which also move the averages `moving_mean` and
-  `moving_variance`; in evaluation, with these averages. A batch without weight leaves the averages as they are.
+  In training it uses the mean and variance of the batch, and updates their averages `moving_mean` and
+  `moving_variance`; in evaluation it uses the averages. A batch of total weight zero leaves the averages unchanged.
 
   Attributes:
     decay: moving = decay * moving + (1 - decay) * batch.
@@ -115,33 +122,22 @@ class BatchNorm(Norm):
   decay: float = 0.99
 
   def setup(self) -> None:
-    wt = self.weight_split_dims_mapping.wt
-    self.create_variable('scale', _affine_weight(self.dims, 1.0, wt))
-    self.create_variable('bias', _affine_weight(self.dims, 0.0, wt))
-    for name, value in (('moving_mean', 0.0), ('moving_variance', 1.0)):
-      moving = WeightHParams(
-        (self.dims,),
-        init=WeightInit.Constant(value),
-        dtype=jnp.float32,
-        tensor_split_dims_mapping=wt,
-        collections=frozenset({_SKIP, _KEEP}),
-      )
-      self.create_variable(name, moving, trainable=False)
+    self._declare(scale=1.0, bias=0.0)
+    self._declare(averages=True, moving_mean=0.0, moving_variance=1.0)
 
   def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Returns [B, ..., D].
 
     Args:
       x: [B, ..., D].
-      weights: [B], or any leading dimensions of `x`: how much each entry counts in the statistics. None is ones.
+      weights: [B], or any leading dimensions of `x`: weight of each entry in the statistics; None: all weigh 1.
     """
     x32 = x.astype(jnp.float32)
     if self.do_eval:
       mean, variance = self.theta.moving_mean, self.theta.moving_variance
     else:
       mean, variance = self._statistics(x32, weights)
-    y = (x32 - mean) * jax.lax.rsqrt(variance + self.epsilon) * self.theta.scale + self.theta.bias
-    return self.shard(y.astype(self.fprop_dtype))
+    return self._output((x32 - mean) * jax.lax.rsqrt(variance + self.epsilon))
 
   def _statistics(self, x32: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     axes = tuple(range(x32.ndim - 1))
@@ -161,7 +157,11 @@ class BatchNorm(Norm):
     return mean, variance
 
 
-def _affine_weight(dims: int, value: float, split: SplitDimsMapping) -> WeightHParams:
-  return WeightHParams(
-    (dims,), init=WeightInit.Constant(value), tensor_split_dims_mapping=split, collections=frozenset({_SKIP})
-  )
+def _standardized(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
+  """Returns x with a mean of 0 and a variance of 1 over `axes`."""
+  y = x - jnp.mean(x, axis=axes, keepdims=True)
+  return y * _inverse_root_mean_square(y, axes, epsilon)
+
+
+def _inverse_root_mean_square(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
+  return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + epsilon)

@@ -1,7 +1,8 @@
 """Positions: sinusoidal and learned embeddings, rotary embeddings, and relative biases.
 
-B batch, T length, S length of the keys, D model dims, N heads, H dims per head, h = H / 2. Positions of -1 are padding:
-what is made of them is finite and means nothing.
+A position of -1 is padding: its result is finite and is not used.
+
+B batch, T length, S length of the keys, D model dims, N heads, H dims per head, h = H / 2.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class RotaryPositions(Layer):
 
     Args:
       x_BTNH: queries or keys.
-      pos_BT: int32 positions; None is 0, 1, 2, ...
+      pos_BT: int32 positions; None: 0, 1, 2, ...
     """
     if pos_BT is None:
       pos_BT = jnp.arange(x_BTNH.shape[1])[None]
@@ -100,8 +101,7 @@ class RotaryPositions(Layer):
     sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
-    y_BTNH = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
-    return self.shard(y_BTNH)
+    return self.shard(jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype))
 
 
 class RelativeBias(Layer):
@@ -109,9 +109,9 @@ class RelativeBias(Layer):
 
   Attributes:
     num_heads: N.
-    num_buckets: how many buckets offsets fall into.
-    max_distance: offsets from here on share the last bucket.
-    bidirectional: whether keys may come after the query; half of the buckets are then theirs.
+    num_buckets: number of buckets of offsets.
+    max_distance: all offsets of at least this size share the last bucket.
+    bidirectional: whether keys may come after the query; half of the buckets are then for them.
     weight_split_dims_mapping: `wt`, [num_buckets, N].
     activation_split_dims_mapping: `out`, [B, N, T, S].
   """
@@ -127,7 +127,7 @@ class RelativeBias(Layer):
     if exact < 1 or self.max_distance <= exact:
       raise ConfigError(
         f'{self.path_name}: {self.num_buckets} num_buckets hold {exact} exact offsets; '
-        'at least 1 is needed, and max_distance must be greater'
+        f'at least 1 is needed, and max_distance, {self.max_distance}, must be greater'
       )
     wt = self.weight_split_dims_mapping.wt
     self.create_variable('w', WeightHParams((self.num_buckets, self.num_heads), tensor_split_dims_mapping=wt))
@@ -136,14 +136,13 @@ class RelativeBias(Layer):
     """Returns [B, N, T, S] of int32 positions."""
     offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
     bucket_BTS = relative_position_bucket(offset_BTS, self.num_buckets, self.max_distance, self.bidirectional)
-    bias_BNTS = jnp.moveaxis(lookup(self.theta.w, bucket_BTS), -1, 1)
-    return self.shard(bias_BNTS)
+    return self.shard(jnp.moveaxis(lookup(self.theta.w, bucket_BTS), -1, 1))
 
 
 def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:
   """Returns T5's bucket of each offset, key position - query position.
 
-  Of the buckets, the first half is for one offset each, the others for ranges that grow geometrically up to
+  Each bucket of the first half holds one offset; the others hold ranges that grow geometrically up to
   `max_distance`. If bidirectional, offsets up to 0 take the first half of all buckets, and those above 0 the second;
   otherwise offsets above 0 count as 0.
   """

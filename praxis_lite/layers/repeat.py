@@ -1,23 +1,23 @@
-"""Rematerialisation by name: what of a layer's forward pass is kept for its backward pass.
+"""Repeat: one layer applied several times, each time with its own weights, as a scan; and what it rematerialises.
 
-    none                               everything XLA wants, but for weights that explicit collectives gather; the
-                                       most memory, the least work
-    full                               nothing but the layer's inputs; the forward pass runs twice
+The compiled program contains the layer once, whatever the number of repetitions. The weights are stacked along a new
+first dimension:
+
+    for i in range(num_layers):
+      x = layers(x, weights[i])
+
+A rematerialisation policy names what of a layer's forward pass is kept for its backward pass:
+
+    none                               everything XLA keeps, except weights gathered by explicit collectives; the most
+                                       memory, the least work
+    full                               only the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
     dots_with_no_batch_dims_saveable   results of products with weights, not those of attention
-    save_names                         what is tagged with one of the given names
+    save_names                         values tagged with one of the given names
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
 layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward). Names
 given with another policy are saved in addition.
-
-Repeat: one layer applied many times over, each time with its own weights, as a scan.
-
-The program holds the layer once, whatever the number of repetitions. Its weights are stacked along a new first
-dimension.
-
-    for i in range(num_layers):
-      x = layers(x, weights[i])
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.partitioning.explicit import save_all_but_gathered
 from praxis_lite.trees import NestedDict
@@ -39,7 +39,7 @@ from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
 
-_POLICIES: dict[str, Callable[..., Any]] = {
+_POLICIES: dict[str, Callable[..., bool]] = {
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots_saveable': jax.checkpoint_policies.dots_saveable,
   'dots_with_no_batch_dims_saveable': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -50,29 +50,27 @@ REMAT_POLICIES = ('none', *_POLICIES)
 
 def check_remat(policy: str, save_names: Sequence[str], where: str) -> None:
   """Raises ConfigError, naming the field `where`, unless `policy` is known and fits `save_names`."""
-  if policy not in REMAT_POLICIES:
-    raise ConfigError(
-      f'{where}: unknown policy {policy!r}.{did_you_mean(policy, REMAT_POLICIES)} Known: {", ".join(REMAT_POLICIES)}'
-    )
+  check_choice(where, policy, REMAT_POLICIES)
   if policy == 'save_names' and not save_names:
-    raise ConfigError(f"{where}: policy 'save_names' needs the names, in remat_save_names")
+    raise ConfigError(f"{where}: policy 'save_names' needs the names: set remat_save_names")
   if policy == 'none' and save_names:
     raise ConfigError(
-      f"{where}: remat_save_names are given, but policy 'none' does not rematerialise; set 'save_names'"
+      f"{where}: remat_save_names is set, but policy 'none' does not rematerialise; set it to 'save_names'"
     )
 
 
 def remat(
   fn: Callable[..., T], policy: str, save_names: Sequence[str] = (), *, in_scan: bool, regathers: bool = False
 ) -> Callable[..., T]:
-  """Returns `fn` under a policy.
+  """Returns `fn` with rematerialisation by a policy.
 
   Args:
     fn: a pure function of arrays.
     policy: one of `REMAT_POLICIES`.
-    save_names: tags of values to save as well.
-    in_scan: `fn` is the body of a scan. Elsewhere XLA must be kept from merging the recomputation with the first pass.
-    regathers: weights that `fn` gathers are not kept for the backward pass, but gathered again.
+    save_names: tags of values to save in addition.
+    in_scan: `fn` is the body of a scan. Outside one, XLA must be prevented from merging the recomputation with the
+      first pass.
+    regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.
   """
   if policy == 'none':
     if not regathers:
@@ -86,24 +84,24 @@ def remat(
 
 
 class RepeatWeightSplit(SplitMapping):
-  """`stack`: the dimension along which weights are stacked; one entry."""
+  """`stack`: one entry, for the dimension along which weights are stacked."""
 
   stack: SplitDimsMapping = None
 
 
 class Repeat(Layer):
-  """Applies `layers` `num_layers` times. Its child is named `layers`, and all repetitions share its path.
+  """Applies the child `layers` `num_layers` times; all repetitions share its path.
 
-  What a repetition yields aside is stacked like the weights: summaries, updates of non-trainable variables, decode
-  state. Auxiliary losses add up: their value is the weighted mean, their weight the sum, over the repetitions.
+  Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
+  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
 
   Attributes:
     layers_tpl: the repeated layer. Its result has the structure, shapes and dtypes of its first argument.
-    num_layers: how many times it is applied.
-    remat: what is kept for the backward pass; see `remat.py`.
-    remat_save_names: tags of values that are kept as well.
-    unroll: how many repetitions a round of the loop holds: faster where they are small, slower to compile.
-    weight_split_dims_mapping: `stack`, how the stack of weights is split; the weights' own splits are the sub-layer's.
+    num_layers: number of repetitions.
+    remat: what is kept for the backward pass; see the top of this file.
+    remat_save_names: tags of values that are kept in addition.
+    unroll: repetitions in one iteration of the loop: faster for small layers, slower to compile.
+    weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
   layers_tpl: Config = REQUIRED
@@ -118,40 +116,44 @@ class Repeat(Layer):
     if self.num_layers < 1:
       raise ConfigError(f'{self.path_name}.num_layers: expected at least 1, got {self.num_layers}')
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    self._resolve(self.weight_split_dims_mapping.stack, rank=1, where='weight_split_dims_mapping.stack')
+    self._resolve(self.weight_split_dims_mapping.stack, self._stack_field, rank=1)
     self.create_child('layers', self.layers_tpl)
+
+  @property
+  def _stack_field(self) -> str:
+    return f'{self.path_name}.weight_split_dims_mapping.stack'
 
   def abstract_init(self) -> NestedDict:
     below = self.layers.abstract_init()
     split = (self.weight_split_dims_mapping.stack or (None,))[0]
 
     def stacked(weight: WeightHParams) -> WeightHParams:
-      return weight.repeated(self.num_layers, split)
+      return weight.repeated(self.num_layers, split, self._stack_field)
 
     return {'layers': jax.tree.map(stacked, below)} if below else {}
 
-  def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last repetition.
 
     Args:
       x: what the repetitions pass on, an array or a tree of arrays.
-      *args, **kwargs: given to each repetition as they are.
+      *args, **kwargs: given to each repetition unchanged.
     """
     return self._scan('__call__', x, *args, policy=self.remat, **kwargs)
 
-  def init_decode_state(self, *args: Any, **kwargs: Any) -> None:
-    """Allocates the caches of all repetitions."""
-    self._scan('init_decode_state', None, *args, **kwargs)
+  def init_decode_state(self, *args: object) -> None:
+    """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
+    self._scan('init_decode_state', None, *args)
 
-  def extend_step(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `__call__`, with the sub-layer's `extend_step` and caches."""
+  def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
+    """As `__call__`, with the repeated layer's `extend_step` and caches."""
     return self._scan('extend_step', x, *args, **kwargs)
 
-  def _scan(self, method: str, carry: Any, *args: Any, policy: str = 'none', **kwargs: Any) -> Any:
+  def _scan(self, method: str, carry: T, *args: object, policy: str = 'none', **kwargs: Any) -> T:
     key = self.next_prng_key() if self.has_prng_key() else None
 
-    def one(carry: Any, variables: NestedDict, state: NestedDict, index: jax.Array) -> tuple[Any, SideOutputs]:
-      # A key that nothing draws from is dead code, so no condition is needed for layers without randomness.
+    def one(carry: T, variables: NestedDict, state: NestedDict, index: jax.Array) -> tuple[T, SideOutputs]:
+      # A key from which nothing is drawn is dead code, so layers without randomness need no condition.
       layer_key = None if key is None else jax.random.fold_in(key, index)
       inputs = () if carry is None else (carry,)
       return self.layers.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)

@@ -1,12 +1,8 @@
-"""Cross entropy of integer labels, in float32; it works on logits that are split over the vocabulary as they are.
+"""Softmax layers: logits over classes, and their cross entropy.
 
-The gradient is written out, softmax(logits) - target: derived from the forward pass, it would keep exp(logits) beside
-the logits and scatter the labels into a third array of that size, which is what takes the most memory of a language
-model's head.
-
-V classes.
-
-Softmax layers: logits over classes, and their cross entropy.
+Cross entropy is of integer labels, in float32, and takes logits that are split over the vocabulary. Its gradient,
+softmax(logits) - target, is written out: automatic differentiation would keep exp(logits) beside the logits, and
+scatter the labels into a third array of that size. These arrays use the most memory of a language model's head.
 
 D model dims, V classes, such as a vocabulary.
 """
@@ -20,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.embeddings import check_lookup_style, embedding_weight, lookup, split_rows
+from praxis_lite.layers.embeddings import LOOKUP_STYLES, embedding_weight, lookup, split_rows
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -35,12 +31,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
       log normalizer z = log sum_v exp(logits_v)
       cross entropy    = z - sum_v target_v logits_v
 
-  The target is one for the label; with smoothing e, 1 - e for the label plus e / V for every class (Szegedy et al.,
-  2016). The log normalizer is what a z-loss, z^2, keeps near zero (Chowdhery et al., 2022).
+  The target is 1 for the label; with smoothing e, 1 - e for the label plus e / V for every class (Szegedy et al.,
+  2016). A z-loss, z^2, keeps the log normalizer near zero (Chowdhery et al., 2022).
 
   Args:
     logits: [..., V] of any float dtype.
-    labels: [...] integers; the cross entropy of those that are not in [0, V) is NaN, so that they show.
+    labels: [...] integers; where a label is not in [0, V), the cross entropy is NaN.
     label_smoothing: e.
   """
   return _cross_entropy(logits.astype(jnp.float32), labels, label_smoothing)
@@ -67,7 +63,7 @@ def _backward(
 ) -> tuple[jax.Array, None]:
   logits, labels, log_normalizer = residuals
   of_xent, of_normalizer = (c[..., None] for c in cotangents)
-  # A comparison, where a one-hot array would be, is computed in the loop that writes the gradient.
+  # Unlike a one-hot array, a comparison is computed in the loop that writes the gradient.
   is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
   target = (1 - label_smoothing) * is_label + label_smoothing / logits.shape[-1]
   probabilities = jnp.exp(logits - log_normalizer[..., None])
@@ -96,10 +92,10 @@ class FullSoftmax(Layer):
     input_dims: D.
     num_classes: V.
     use_bias: whether there is a bias.
-    soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None does not.
+    soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
     label_smoothing: see `cross_entropy`.
     z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
-    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split as its classes.
+    weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split as dimension V.
     activation_split_dims_mapping: `out`: logits, [..., V].
   """
 
@@ -126,14 +122,14 @@ class FullSoftmax(Layer):
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
     """Returns the declaration of `w`, and how the classes are split."""
     weight = WeightHParams((self.input_dims, self.num_classes), tensor_split_dims_mapping=wt)
-    return weight, None if wt is None else tuple(wt)[-1:]
+    return weight, None if wt is None else wt[-1:]
 
   def _project(self, x: jax.Array) -> jax.Array:
     return x @ self.theta.w
 
   def get_logits(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V], float32, of x [..., D]."""
-    # The product itself is in fprop_dtype: in float32, its gradients would be too, and miss the fast matrix units.
+    # The product is in fprop_dtype: if it was in float32, so would be its gradients, which matrix units compute slower.
     logits = self._project(x.astype(self.fprop_dtype))
     if self.use_bias:
       logits += self.theta.b
@@ -146,7 +142,7 @@ class FullSoftmax(Layer):
     Args:
       x: [..., D].
       class_ids: [...] integer labels in [0, V).
-      class_weights: [...] weights of the labels in the mean that the z-loss is; None is ones.
+      class_weights: [...] weights of the labels in the mean of the z-loss; None: all weigh 1.
     """
     logits = self.get_logits(x)
     xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
@@ -159,17 +155,17 @@ class FullSoftmax(Layer):
 
 
 class SharedEmbeddingActivationSplit(ActivationSplit):
-  """`out`: logits, [..., V]; `emb`: vectors, [..., D]."""
+  """`out`: logits, [..., V]; `emb`: embeddings, [..., D]."""
 
   emb: SplitDimsMapping = None
 
 
 class SharedEmbeddingSoftmax(FullSoftmax):
-  """One table w [V, D] for both ends of a model: vectors = w[ids], logits = x w^T (Press and Wolf, 2017).
+  """One table w [V, D] for both ends of a model: embeddings w[ids] and logits x w^T (Press and Wolf, 2017).
 
   Attributes: those of `FullSoftmax`, and
     scale_sqrt_depth, lookup_style: see `Embedding`.
-    weight_split_dims_mapping: `wt`, [V, D]: the other way around than in `FullSoftmax`.
+    weight_split_dims_mapping: `wt`, [V, D], where `FullSoftmax` has [D, V].
   """
 
   scale_sqrt_depth: bool = False
@@ -177,19 +173,18 @@ class SharedEmbeddingSoftmax(FullSoftmax):
   activation_split_dims_mapping: Config = template(SharedEmbeddingActivationSplit)
 
   def setup(self) -> None:
-    check_lookup_style(self.lookup_style, f'{self.path_name}.lookup_style')
+    check_choice(f'{self.path_name}.lookup_style', self.lookup_style, LOOKUP_STYLES)
     super().setup()
 
   def _declare(self, wt: SplitDimsMapping) -> tuple[WeightHParams, SplitDimsMapping]:
-    return embedding_weight(self.num_classes, self.input_dims, wt), None if wt is None else tuple(wt)[:1]
+    return embedding_weight(self.num_classes, self.input_dims, wt), None if wt is None else wt[:1]
 
   def _project(self, x: jax.Array) -> jax.Array:
     return jnp.einsum('...d,vd->...v', x, self.theta.w)
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
-    """Returns vectors [..., D] of integer ids [...]; NaN for ids that are not in [0, V)."""
-    table_VD = split_rows(self, self.theta.w, self.activation_split_dims_mapping.emb)
-    y = lookup(table_VD, ids, self.lookup_style)
+    """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
+    y = lookup(split_rows(self, self.theta.w, self.activation_split_dims_mapping.emb), ids, self.lookup_style)
     if self.scale_sqrt_depth:
       y *= self.input_dims**0.5
     return self.shard(y, 'emb')

@@ -10,15 +10,10 @@ from collections.abc import Callable
 
 import jax
 
-from praxis_lite.errors import ConfigError, ShardingError, did_you_mean
+from praxis_lite.errors import ShardingError, check_choice
 from praxis_lite.layers.linears import Linear, bias_weight
-from praxis_lite.partitioning.explicit import (
-  column_parallel_linear,
-  row_parallel_linear,
-)
+from praxis_lite.partitioning.explicit import column_parallel_linear, row_parallel_linear
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
-
-_STYLES = ('column', 'row')
 
 
 class TensorParallelLinear(Linear):
@@ -27,9 +22,9 @@ class TensorParallelLinear(Linear):
       column   w [I, O / n], b [O / n]   whole x -> this device's part of y
       row      w [I / n, O], b [O]       this device's part of x -> whole y
 
-  Under `partitioning='shard_map'` the batch is not split over the axis, and the layer communicates as
-  `partitioning/explicit.py` says. Elsewhere it is a `Linear` with that split, whose communication XLA
-  places; so a column layer is to be followed, after what is elementwise, by a row layer.
+  Under `partitioning='shard_map'`, where the batch must not be split over that axis, the layer calls the helper of its
+  name in `partitioning/explicit.py`. Otherwise it is a `Linear` with that split, and XLA inserts the communication. A
+  column layer is followed by a row layer, with only elementwise functions in between.
 
   Attributes: those of `Linear`, and
     parallel: 'column' or 'row'.
@@ -39,9 +34,7 @@ class TensorParallelLinear(Linear):
   parallel: str = 'column'
 
   def setup(self) -> None:
-    if self.parallel not in _STYLES:
-      close = did_you_mean(str(self.parallel), _STYLES)
-      raise ConfigError(f"{self.path_name}.parallel: expected 'column' or 'row', got {self.parallel!r}.{close}")
+    check_choice(f'{self.path_name}.parallel', self.parallel, ('column', 'row'))
     wt = self.weight_split_dims_mapping.wt
     split, whole = (1, 0) if self.parallel == 'column' else (0, 1)
     if wt is not None and (len(wt) != 2 or wt[whole] is not None or not isinstance(wt[split], str)):
@@ -51,14 +44,14 @@ class TensorParallelLinear(Linear):
         f'which is split over one mesh axis, as in {right}'
       )
     self._axis: str | None = None if wt is None else wt[split]
-    keep = frozenset({WeightHParamsCollection.KEEP_SPLIT}) if self._axis is not None else frozenset()
+    keep = frozenset() if wt is None else frozenset({WeightHParamsCollection.KEEP_SPLIT})
     shape = (self.input_dims, self.output_dims)
     self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt, collections=keep))
     if self.use_bias:
-      column = self.parallel == 'column' and wt is not None
-      bias = bias_weight(self.output_dims, tuple(wt)[-1:] if wt is not None else None)
-      marks = bias.collections | keep if column else bias.collections
-      self.create_variable('b', dataclasses.replace(bias, collections=marks))
+      bias = bias_weight(self.output_dims, None if wt is None else wt[-1:])
+      if self.parallel == 'column':
+        bias = dataclasses.replace(bias, collections=bias.collections | keep)
+      self.create_variable('b', bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I], or this device's parts of these; see the class."""

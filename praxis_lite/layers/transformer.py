@@ -1,29 +1,24 @@
-"""Transformer blocks, and stacks of them: one after the other, or as a scan over one.
-
-B batch, T length, D model dims.
+"""Transformer: the block, stacks of blocks in sequence or as a scan, and the decoder-only language model.
 
     pre-norm     x = x + attention(norm(x));  x = x + ff(norm(x))
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
 
-TransformerLm: tokens to logits of the next token.
+    TransformerLm: logits = softmax(final_norm(transformer(embedding(ids) + position(pos))))
 
 B batch, T length, D model dims, V vocabulary.
-
-    x = embedding(ids) + position(pos)
-    x = transformer(x)
-    logits = softmax(final_norm(x))
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
@@ -31,6 +26,9 @@ from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.repeat import Repeat, check_remat, remat
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
+from praxis_lite.trees import NestedDict
+
+T = TypeVar('T')
 
 
 class TransformerBlock(Layer):
@@ -60,8 +58,7 @@ class TransformerBlock(Layer):
   dropout_tpl: Config = template(Dropout)
 
   def setup(self) -> None:
-    if self.norm_policy not in ('pre', 'post'):
-      raise ConfigError(f"{self.path_name}.norm_policy: expected 'pre' or 'post', got {self.norm_policy!r}")
+    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post'))
     attention = self.attention_tpl.clone(
       input_dims=self.input_dims,
       num_heads=self.num_heads,
@@ -73,14 +70,14 @@ class TransformerBlock(Layer):
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
 
-  def __call__(self, x_BTD: jax.Array, **attention: Any) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, **attention: jax.Array | None) -> jax.Array:
     """Returns [B, T, D].
 
     Args:
       x_BTD: the residual stream.
       **attention: keyword arguments of `attention`: segment_ids, segment_pos, mask.
     """
-    return self._feed_forward(self._attend('__call__', x_BTD, **attention))
+    return self._block(x_BTD, lambda x: self.attention(x, **attention))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates the cache; see `MultiHeadAttention.init_decode_state`."""
@@ -88,30 +85,24 @@ class TransformerBlock(Layer):
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] for the next tokens; see `MultiHeadAttention.extend_step`."""
-    return self._feed_forward(self._attend('extend_step', x_BTD, pos_BT))
+    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT))
 
-  def _attend(self, method: str, x_BTD: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-    attention = getattr(self.attention, method)
-    if self.norm_policy == 'pre':
-      return self._add(x_BTD, attention(self.attention_norm(x_BTD), *args, **kwargs))
-    return self.attention_norm(self._add(x_BTD, attention(x_BTD, *args, **kwargs)))
-
-  def _feed_forward(self, x_BTD: jax.Array) -> jax.Array:
-    if self.norm_policy == 'pre':
-      return self._add(x_BTD, self.ff(self.ff_norm(x_BTD)))
-    return self.ff_norm(self._add(x_BTD, self.ff(x_BTD)))
-
-  def _add(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-    return self.shard(x_BTD + self.residual_dropout(y_BTD))
+  def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    for norm, sublayer in ((self.attention_norm, attend), (self.ff_norm, self.ff)):
+      y_BTD = sublayer(norm(x_BTD) if self.norm_policy == 'pre' else x_BTD)
+      x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
+      if self.norm_policy == 'post':
+        x_BTD = norm(x_BTD)
+    return x_BTD
 
 
 class StackedTransformer(Layer):
-  """`num_layers` layers of one kind, one after the other, each with variables of its own: `layers_0`, `layers_1`, ...
+  """`num_layers` layers of one kind in sequence, each with its own variables: `layers_0`, `layers_1`, ...
 
   Attributes:
     layers_tpl: of each layer.
-    num_layers: how many there are.
-    remat, remat_save_names: what each layer keeps for the backward pass; see `remat.py`.
+    num_layers: number of layers.
+    remat, remat_save_names: what each layer keeps for the backward pass; see `repeat.py`.
   """
 
   layers_tpl: Config = template(TransformerBlock)
@@ -124,27 +115,27 @@ class StackedTransformer(Layer):
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
     self.create_children('layers', templates=[self.layers_tpl] * self.num_layers)
 
-  def __call__(self, x: Any, **kwargs: Any) -> Any:
-    """Returns the result of the last layer for input `x` of the first; all take the same `kwargs`."""
+  def __call__(self, x: T, **kwargs: Any) -> T:
+    """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
     for layer in self.layers:
       x = self._apply(layer, x, **kwargs)
     return x
 
-  def init_decode_state(self, *args: Any) -> None:
+  def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all layers."""
     for layer in self.layers:
       layer.init_decode_state(*args)
 
-  def extend_step(self, x: Any, *args: Any) -> Any:
+  def extend_step(self, x: T, *args: object) -> T:
     """As `__call__`, with the layers' `extend_step` and caches."""
     for layer in self.layers:
       x = layer.extend_step(x, *args)
     return x
 
-  def _apply(self, layer: Layer, x: Any, **kwargs: Any) -> Any:
+  def _apply(self, layer: Layer, x: T, **kwargs: Any) -> T:
     key = self.next_prng_key() if self.has_prng_key() else None
 
-    def one(variables: Any, x: Any) -> tuple[Any, SideOutputs]:
+    def one(variables: NestedDict, x: T) -> tuple[T, SideOutputs]:
       return layer.apply(variables, x, key=key, **kwargs)
 
     regathers = self.surroundings.reading_gathers
@@ -155,7 +146,7 @@ class StackedTransformer(Layer):
 
 
 class RepeatedTransformer(Repeat):
-  """A scan over transformer blocks with stacked variables: the same function as `StackedTransformer`, compiled once."""
+  """A scan over transformer blocks with stacked variables: computes what `StackedTransformer` does; compiles faster."""
 
   layers_tpl: Config = template(TransformerBlock)
 
@@ -168,14 +159,14 @@ class TransformerLm(Layer):
   Attributes:
     vocab_size: V.
     model_dims: D.
-    num_layers: blocks in the transformer.
+    num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    hidden_dims: hidden dims of the feed-forward layers; None is 4 D.
-    embedding_tpl: of the child `embedding`; None looks ids up in the table of `softmax`.
-    position_tpl: of the child `position`, what is added to the embeddings; None adds nothing, as with rotary positions.
+    hidden_dims: hidden dims of the feed-forward layers; None: 4 D.
+    embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
+    position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
     dropout_tpl: of the child `embedding_dropout`.
     transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block.
-    final_norm_tpl: of the child `final_norm`; None is none, as after post-norm blocks.
+    final_norm_tpl: of the child `final_norm`; None disables it, as after post-norm blocks.
     softmax_tpl: of the child `softmax`.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
   """
@@ -217,7 +208,7 @@ class TransformerLm(Layer):
     if self.embedding_tpl is None and not isinstance(self.softmax, SharedEmbeddingSoftmax):
       raise ConfigError(
         f'{self.path_name}.embedding_tpl: None shares the table of softmax_tpl, but a {type(self.softmax).__name__} '
-        'has none to share; set it to Config(Embedding), or softmax_tpl to Config(SharedEmbeddingSoftmax)'
+        'has none to share; set embedding_tpl=Config(Embedding) or softmax_tpl=Config(SharedEmbeddingSoftmax)'
       )
 
   def __call__(
@@ -234,16 +225,16 @@ class TransformerLm(Layer):
     Args:
       ids_BT: int32 tokens.
       labels_BT: int32 token that follows each of them.
-      weights_BT: weights of the labels in auxiliary losses; None is ones.
-      segment_ids: int32 [B, T], 0 is padding; tokens see those of their own segment. None: all of a row is one.
-      segment_pos: int32 [B, T], position of a token in its segment; None is 0, 1, 2, ...
+      weights_BT: weights of the labels in auxiliary losses; None: all weigh 1.
+      segment_ids: int32 [B, T], 0 is padding; tokens attend within their segment. None: each row is one segment.
+      segment_pos: int32 [B, T], position of a token in its segment; None: 0, 1, 2, ...
     """
     return self.softmax(self._encode(ids_BT, segment_ids, segment_pos), labels_BT, weights_BT)
 
   def logits(
     self, ids_BT: jax.Array, *, segment_ids: jax.Array | None = None, segment_pos: jax.Array | None = None
   ) -> jax.Array:
-    """Returns float32 logits [B, T, V]; arguments as of a call."""
+    """Returns float32 logits [B, T, V]; the arguments are those of `__call__`."""
     return self.softmax.get_logits(self._encode(ids_BT, segment_ids, segment_pos))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
@@ -252,7 +243,7 @@ class TransformerLm(Layer):
     self.transformer.init_decode_state(batch_size, max_len)
 
   def extend_step(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array) -> jax.Array:
-    """Appends tokens to the caches and returns logits [B, V] of what follows token `last_B` of the T in each row.
+    """Appends T tokens to each row of the caches and returns logits [B, V] of the token after number `last_B`.
 
     Args:
       ids_BT: int32 tokens.

@@ -1,14 +1,14 @@
-"""BaseModel: a layer that turns a batch into a loss, and prompts into decoded outputs.
+"""BaseModel: a layer that computes a loss from a batch, and continuations from prompts.
 
-A batch is a dict of arrays with the batch as dimension 0. Its leaf `weights`, [B] or [B, T], says how much each example
-or token counts; what weighs zero is padding and influences nothing, statistics included.
+A batch is a dict of arrays with the batch as dimension 0. Its leaf `weights`, [B] or [B, T], is the weight of each
+example or token; weight zero marks padding, which influences nothing, statistics included.
 
 B batch, T length.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic, TypeVar
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
@@ -16,15 +16,17 @@ from praxis_lite.layer import Layer
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars
 
+PredictionsT = TypeVar('PredictionsT')
 
-class BaseModel(Layer):
+
+class BaseModel(Layer, Generic[PredictionsT]):
   """What a task trains and evaluates: subclasses define the first two methods, and `decode` if they decode."""
 
-  def compute_predictions(self, batch: NestedDict) -> Any:
+  def compute_predictions(self, batch: NestedDict) -> PredictionsT:
     """Returns what the loss is computed from, such as logits: any tree of arrays."""
     raise NotImplementedError(f'{type(self).__name__}.compute_predictions')
 
-  def compute_loss(self, predictions: Any, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+  def compute_loss(self, predictions: PredictionsT, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns (metrics, per-example outputs).
 
     Args:
@@ -42,10 +44,10 @@ class BaseModel(Layer):
     return self.compute_loss(self.compute_predictions(batch), batch)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `UserError` if this model cannot take the batches of `data`.
+    """Raises a `UserError` if this model cannot use the batches of `data`.
 
-    Called on the host before anything is compiled, for what cannot be seen from shapes: JAX reads what is out of
-    bounds from somewhere else, and says nothing.
+    Called on the host before anything is compiled, for errors that shapes do not show, such as ids out of bounds: JAX
+    reads another entry in their place, without an error.
 
     Args:
       data: the input.

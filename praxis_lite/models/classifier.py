@@ -5,8 +5,6 @@ B batch, V classes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,32 +14,20 @@ from praxis_lite.errors import ConfigError, DataError, did_you_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.images import Mlp
-from praxis_lite.layers.softmax import FullSoftmax
+from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 
-class ClassPredictions(NamedTuple):
-  """What a classifier predicts.
-
-  Attributes:
-    logits: [B, V] float32.
-    xent: [B] float32 cross entropy of the labels, in nats.
-  """
-
-  logits: jax.Array
-  xent: jax.Array
-
-
-class ClassificationModel(BaseModel):
+class ClassificationModel(BaseModel[SoftmaxOutput]):
   """Classifies inputs such as images: batches have the leaves `label`, [B] int32, `weights`, [B], and the input.
 
   Attributes:
     num_classes: V.
     network_tpl: of the child `network`, from (input, weights) to features [B, F], with F as property `output_dims`.
     softmax_tpl: of the child `softmax`.
-    input_name: which leaf of the batch the network takes.
+    input_name: the leaf of the batch that is the network's input.
   """
 
   num_classes: int = REQUIRED
@@ -56,21 +42,21 @@ class ClassificationModel(BaseModel):
     self.create_child('softmax', softmax)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a label of the first batch is no class."""
+    """Raises a `ConfigError` if a label of the first batch is not in [0, V)."""
     labels = np.asarray(batch['label']) if 'label' in batch else np.zeros(0)
     bad = labels[(labels < 0) | (labels >= self.num_classes)]
     if bad.size:
       raise ConfigError(
-        f'{data.label}: there is a label {bad[0]}, but task.model.num_classes is {self.num_classes}: labels go from 0 '
+        f'{data.label}: found label {bad[0]}, but task.model.num_classes is {self.num_classes}; labels must be from 0 '
         f'to {self.num_classes - 1}'
       )
 
-  def compute_predictions(self, batch: NestedDict) -> ClassPredictions:
-    """Returns logits and cross entropy."""
+  def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
+    """Returns logits [B, V] and cross entropies [B]."""
     labels, weights = self._leaf(batch, 'label'), self._leaf(batch, 'weights')
-    return ClassPredictions(*self.softmax(self._features(batch), labels, weights))
+    return self.softmax(self._features(batch), labels, weights)
 
-  def compute_loss(self, predictions: ClassPredictions, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+  def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns the metrics `loss`, cross entropy in nats, and `accuracy`; each example's `loss` and `prediction`."""
     predicted = jnp.argmax(predictions.logits, axis=-1).astype(jnp.int32)
     correct = predicted == batch['label']

@@ -2,14 +2,12 @@
 
 B batch, T length, V vocabulary, P length of prompts, M most tokens to decode.
 
-A batch holds, each [B, T]: `ids`, `labels` (the next tokens) int32, `weights` float32, where rows are packed
-`segment_ids` and `segment_pos` int32, and where tokens are not bytes `bytes` float32, the bytes of text of each label.
-Weights [B] are those of all tokens of a row.
+A batch holds arrays [B, T]: `ids` and `labels`, the next tokens, int32; `weights`, float32; if rows are packed,
+`segment_ids` and `segment_pos`, int32; and if tokens are not bytes, `bytes`, float32, the bytes of text of each label.
+Weights may be [B], one for all tokens of a row.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +27,17 @@ from praxis_lite.weighted import WeightedScalars, weighted_mean
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
 
 
-class LanguageModel(BaseModel):
+class LanguageModel(BaseModel[SoftmaxOutput]):
   """A language model over any network with the interface of `TransformerLm`.
 
   Attributes:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head, hidden_dims: sizes of the network, set
-      here or in `lm_tpl`; None leaves what is there.
-    lm_tpl: the network, the child `lm`.
-    packed: rows may hold several segments, told apart by `segment_ids`. False takes each row for one segment with
-      padding at its end only, whatever the batch says; attention then needs no mask but the causal one.
-    tokens_are_bytes: each token is a byte of text; adds the metric `nats_per_byte` to batches without `bytes`.
-    decoder_tpl: how prompts are continued.
+      here or in `lm_tpl`; None: as in `lm_tpl`.
+    lm_tpl: of the network, the child `lm`.
+    packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
+      padding only at its end, and `segment_ids` are ignored; attention then needs only the causal mask.
+    tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
+    decoder_tpl: of the sampler that continues prompts.
   """
 
   vocab_size: int | None = None
@@ -71,30 +69,28 @@ class LanguageModel(BaseModel):
     self.decoder: Sampler = self.decoder_tpl.instantiate()
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if there are ids beyond the vocabulary."""
+    """Raises a `ConfigError` if the data has ids that are not in the vocabulary."""
     size = getattr(data, 'vocab_size', None)
     if size is None:
       size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
     known: int | None = getattr(self.lm, 'vocab_size', self.vocab_size)
     if known is not None and size > known:
       raise ConfigError(
-        f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be {size} at least'
+        f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be at least {size}'
       )
 
   # ---------------------------------------------------------------- training and evaluation
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns logits [B, T, V] and cross entropies [B, T]."""
-    segments: dict[str, Any] = {}
-    if self.packed:
-      segments = {'segment_ids': batch.get('segment_ids'), 'segment_pos': batch.get('segment_pos')}
+    segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
     return self.lm(batch['ids'], batch['labels'], _weights_of_tokens(batch), **segments)
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
 
-    Metrics: `loss`, nats per token; `nats_per_byte` where the bytes are known; in evaluation `accuracy`, the fraction
-    of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
+    Metrics: `loss`, nats per token; `nats_per_byte` if the number of bytes is known; in evaluation `accuracy`, the
+    fraction of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
     """
     xent_BT, weights_BT = predictions.xent, _weights_of_tokens(batch)
     loss, num_tokens = weighted_mean(xent_BT, weights_BT)
@@ -116,17 +112,19 @@ class LanguageModel(BaseModel):
     """Continues prompts.
 
     Args:
-      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, of which 0 is a row of padding.
+      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding.
 
     Returns:
-      Metrics: `decoded_length`, tokens a row, and `log_prob`, nats a token. Outputs: `ids` [B, M], `lengths` [B] and
-      `log_probs` [B, M] as of `Decoded`, and `prompt_ids`, `prompt_lengths` as they came.
+      Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
+      and `log_probs` [B, M] as in `Decoded`, and the given `prompt_ids` and `prompt_lengths`.
     """
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
     batch_size, prompt_length = prompt_ids_BP.shape
     variables = self.lm.variables
 
-    def step(ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def step(
+      ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
+    ) -> tuple[jax.Array, NestedDict]:
       logits_BV, side = self.lm.apply(variables, ids_BT, pos_BT, last_B, decode_state=state, method='extend_step')
       return logits_BV, side.decode_state
 
@@ -142,6 +140,6 @@ class LanguageModel(BaseModel):
 
 
 def _weights_of_tokens(batch: NestedDict) -> jax.Array:
-  """The weights [B, T] of a batch; where it has weights of rows, [B], these are of each of their tokens."""
+  """Returns the weights [B, T] of a batch; a weight of a row, [B], is that of each of its tokens."""
   weights = batch['weights']
   return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['labels'].shape)

@@ -1,14 +1,15 @@
-"""Configs of language models: the usual kinds, and the usual ways to split them over a mesh."""
+"""Configs of language models in two styles, GPT-2 and LLaMA, and the usual ways to split them over a mesh."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypeVar
 
 from jax.typing import DTypeLike
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
+from praxis_lite.layer import Layer
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
@@ -18,6 +19,8 @@ from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.weights import WeightInit
+
+LmT = TypeVar('LmT', bound=Layer)
 
 
 def transformer_lm(
@@ -42,18 +45,18 @@ def transformer_lm(
 
   Args:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head: see `TransformerLm`.
-    hidden_dims: of the feed-forward layers; None is 4 D for 'gpt2', and for 'llama' 8/3 D, which makes as many
-      weights, rounded up to a multiple of 64.
-    style: 'llama' has RMSNorm, rotary positions, a gated feed-forward layer, no biases, and a softmax of its own
-      (Touvron et al., 2023); 'gpt2' has LayerNorm, learned positions, GELU, biases, and a softmax that shares the
-      embedding (Radford et al., 2019).
-    max_len: of the learned positions of 'gpt2'.
+    hidden_dims: of the feed-forward layers; None: 4 D for 'gpt2', and for 'llama' 8/3 D, which gives as many weights,
+      rounded up to a multiple of 64.
+    style: 'llama' has RMSNorm, rotary positions, a gated feed-forward layer, no biases, and separate tables for
+      softmax and embedding (Touvron et al., 2023); 'gpt2' has LayerNorm, learned positions, GELU, biases, and one
+      table for both (Radford et al., 2019).
+    max_len: number of learned positions of 'gpt2'.
     rotary_base: longest wavelength of the rotary positions of 'llama', over 2 pi.
-    tie_embeddings: whether softmax and embedding share a table; None is as the style has it.
+    tie_embeddings: whether softmax and embedding share a table; None: as the style says.
     dropout: rate on embeddings and on what is added to the residual stream.
-    repeat: scan over one block; False makes each block a layer of its own.
-    remat: see `layers/remat.py`.
-    fprop_dtype: dtype to compute in, such as jnp.bfloat16; None is that of the weights, float32.
+    repeat: whether the blocks are a scan; False: each block is a separate layer.
+    remat: see `layers/repeat.py`.
+    fprop_dtype: dtype to compute in, such as jnp.bfloat16; None: that of the weights, float32.
   """
   if style not in ('llama', 'gpt2'):
     raise ConfigError(f"transformer_lm: style is 'llama' or 'gpt2', got {style!r}")
@@ -63,10 +66,10 @@ def transformer_lm(
   lm = Config(TransformerLm, params_init=WeightInit.Gaussian(0.02))
   lm.transformer_tpl = Config(RepeatedTransformer if repeat else StackedTransformer, remat=remat)
   block = lm.transformer_tpl.layers_tpl
-  # Each block adds twice to the residual stream: its variance stays that of one block.
+  # Each block adds to the residual stream twice; scaled like this, all blocks together add the variance of one.
   residual_init = WeightInit.Gaussian(0.02 / math.sqrt(2 * num_layers))
   if gpt2:
-    norm: Config[Any] = Config(LayerNorm, epsilon=1e-5)
+    norm: Config[LayerNorm] | Config[RMSNorm] = Config(LayerNorm, epsilon=1e-5)
     lm.position_tpl = Config(LearnedPositions, max_len=max_len)
     block.attention_tpl.use_bias = True
     block.ff_tpl = Config(FeedForward, activation='gelu_tanh', use_bias=True, out_init=residual_init)
@@ -97,24 +100,24 @@ def transformer_lm(
 
 
 def set_sharding(
-  config: Config[Any],
+  config: Config[LmT],
   *,
   batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
   data_axis: str | None = 'data',
   mdl_axis: str | None = 'mdl',
-) -> Config[Any]:
+) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
       activations of D            batch over `batch_axes`
       of heads, hidden, classes   the same, and heads, hidden dims or classes over `mdl_axis` (tensor parallel)
       weights                     heads, hidden dims or classes over `mdl_axis`, D over `data_axis` (fully sharded)
 
-  A block then has two reductions over `mdl_axis` in its forward pass (Shoeybi et al., 2019), and gathers its weights
-  over `data_axis` where it uses them (Rajbhandari et al., 2020). Norms and learned positions are whole on each device.
+  The forward pass of a block then has two all-reduces over `mdl_axis` (Shoeybi et al., 2019), and gathers weights over
+  `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
 
   Args:
     config: of a `LanguageModel` or a `TransformerLm`.
-    batch_axes, data_axis, mdl_axis: mesh or logical axes; None does not split.
+    batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
   block = lm.transformer_tpl.layers_tpl

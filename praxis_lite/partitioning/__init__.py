@@ -22,6 +22,7 @@ from praxis_lite.partitioning.explicit import (
   fold_rng_over_axis,
   gather_array_with_mean_grads,
   gather_params,
+  shard_module_params,
   shard_params,
 )
 from praxis_lite.partitioning.layout import StateLayout
@@ -41,7 +42,7 @@ from praxis_lite.partitioning.specs import (
 from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding, register_rule
 
 if TYPE_CHECKING:
-  from praxis_lite.explain.parameter_table import format_parameter_table, parameter_table
+  from praxis_lite.explain import format_parameter_table, parameter_table
   from praxis_lite.t5x import (
     AxisNames,
     BasePartitioner,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     PjitPartitioner,
     PjittedFnWithContext,
     bounds_from_last_device,
+    data_partition_spec,
     default_mesh,
     get_coords,
     get_cpu_mesh,
@@ -95,6 +97,7 @@ __all__ = [
   'collectives',
   'complete_spec',
   'create_device_mesh',
+  'data_partition_spec',
   'decode_step',
   'default_mesh',
   'eval_step_single_learner',
@@ -128,6 +131,7 @@ __all__ = [
   'put_on_mesh',
   'register_rule',
   'reshard_input_based_on_rank_fn',
+  'shard_module_params',
   'shard_on_batch_dim_partition_spec',
   'shard_params',
   'slice_to',

@@ -1,10 +1,10 @@
-"""What a compiled program communicates: its collectives, counted with the trip counts of the loops they are in.
+"""Reads the collectives of a compiled program, counted with the trip counts of the loops that contain them.
 
     counts = collectives(step.compiled)
     counts['all-reduce'].count, counts['all-reduce'].bytes
     assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
 
-The program is read as XLA's HLO text. `bytes` is the size of the result on one device, the sum over all executions of
+The program is parsed as XLA's HLO text. `bytes` is the size of the results on one device, summed over all executions of
 the operation in one run of the program.
 """
 
@@ -14,7 +14,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import jax
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute', 'collective-broadcast')
 
@@ -29,7 +31,7 @@ _ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*|c\d+)\[([\d,]*)\]')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """How often one kind of collective runs, and the bytes of its results on one device."""
+  """How often one kind of collective runs, and how many bytes its results have on one device."""
 
   count: int
   bytes: int
@@ -42,19 +44,19 @@ class _Instruction(NamedTuple):
   times: int
 
 
-def collectives(compiled: Any) -> dict[str, Collective]:
+def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   """Returns the collectives of one run of a compiled program, by kind; kinds that do not occur count 0.
 
   Args:
-    compiled: a `jax.stages.Compiled`, anything else with `as_text()`, or HLO text.
+    compiled: the program, or its HLO text.
 
   Raises:
     ValueError: the text has no entry computation.
   """
-  text = compiled if isinstance(compiled, str) else compiled.as_text()
+  text = compiled if isinstance(compiled, str) else compiled.as_text() or ''
   computations, entry = _parse(text)
   if entry is None:
-    raise ValueError('this is not HLO text: it has no ENTRY computation')
+    raise ValueError('not HLO text: there is no ENTRY computation')
   totals = {kind: [0, 0] for kind in KINDS}
   for instruction, times in _executed(computations, entry, 1):
     if instruction.kind is not None:
@@ -63,8 +65,8 @@ def collectives(compiled: Any) -> dict[str, Collective]:
   return {kind: Collective(*total) for kind, total in totals.items()}
 
 
-def assert_collectives(compiled: Any, expected: Mapping[str, int]) -> None:
-  """Raises an AssertionError, listing all collectives, unless each kind in `expected` runs as often as it says.
+def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:
+  """Raises an AssertionError, listing all collectives, unless each kind in `expected` runs that many times.
 
   Raises:
     KeyError: `expected` has a kind that is not in `KINDS`.
@@ -82,7 +84,7 @@ def assert_collectives(compiled: Any, expected: Mapping[str, int]) -> None:
 def _executed(
   computations: Mapping[str, list[_Instruction]], name: str, times: int
 ) -> Iterator[tuple[_Instruction, int]]:
-  """Yields every instruction below a computation with how often it runs."""
+  """Yields every instruction of a computation and those it calls, with the number of times it runs."""
   for instruction in computations.get(name, ()):
     yield instruction, times
     for called in instruction.calls:

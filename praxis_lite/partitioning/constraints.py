@@ -1,12 +1,11 @@
-"""Sharding constraints inside a step, on the ambient mesh if there is one.
+"""Sharding constraints inside a step, on the ambient mesh if there is one, by specs or by logical names.
 
-The same layer code runs with a mesh and without: without, a constraint returns its argument. The ambient mesh is the
-one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set.
+The same layer code runs with a mesh and without: without one, a constraint returns its argument. The ambient mesh is
+the one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set. Logical names are resolved by the rules in
+force, which inside the steps of a task are the task's:
 
-Sharding constraints by logical names, under the rules that are in force.
-
-with axis_rules(standard_logical_axis_rules()):
-  h_BTF = with_logical_constraint(h_BTF, ('batch', 'length', 'mlp'))
+    with axis_rules(standard_logical_axis_rules()):
+      h_BTF = with_logical_constraint(h_BTF, ('batch', 'length', 'mlp'))
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -22,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.errors import ShardingError, did_you_mean
 from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules, resolve_split_mapping
 from praxis_lite.partitioning.specs import (
+  UNCONSTRAINED,
   axes_to_entry,
   check_axes_once,
   complete_spec,
@@ -29,6 +29,8 @@ from praxis_lite.partitioning.specs import (
   spec_axes,
 )
 from praxis_lite.weights import SplitDimsMapping
+
+TreeT = TypeVar('TreeT')
 
 
 def global_mesh_defined() -> bool:
@@ -39,9 +41,10 @@ def global_mesh_defined() -> bool:
 def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | NamedSharding | None) -> jax.Array:
   """Constrains `x` to be split by a spec over the ambient mesh, or by a sharding, which brings its own mesh.
 
-  Returns `x` itself where there is nothing to say: no spec, or a spec and no mesh. Dimensions need not divide. Inside
+  Returns `x` itself where there is no spec, or a spec and no mesh. Dimensions need not divide; one that is
+  UNCONSTRAINED is left to the compiler. Inside
   `shard_map`, `x` is already one device's part along the mapped (Manual) axes, so these are left out of the constraint.
-  Outside of jit, an array cannot be held in uneven parts; there, an uneven constraint leaves it whole.
+  Outside of jit, an array cannot be stored in uneven parts; there, an uneven constraint does not split it.
 
   Raises:
     ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has
@@ -73,14 +76,14 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
 
 
 def reshard_input_based_on_rank_fn(
-  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: Any
-) -> Any:
+  mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: TreeT
+) -> TreeT:
   """Constrains an array, or each array of a tree, to be split by the mapping for its rank.
 
   See `infer_partition_spec_based_on_rank_fn` for the mappings and what is raised.
   """
 
-  def reshard(leaf: Any) -> Any:
+  def reshard(leaf: jax.Array) -> jax.Array:
     return with_sharding_constraint(leaf, infer_partition_spec_based_on_rank_fn(mapping_dict, mesh_names, leaf))
 
   return jax.tree.map(reshard, x)
@@ -99,8 +102,8 @@ def manual_axes() -> frozenset[str]:
   return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual)
 
 
-def _without(entry: Any, axes: frozenset[str]) -> Any:
-  if entry is PartitionSpec.UNCONSTRAINED:
+def _without(entry: object, axes: frozenset[str]) -> object:
+  if entry is UNCONSTRAINED:
     return entry
   return axes_to_entry([axis for axis in spec_axes(entry) if axis not in axes])
 
@@ -123,15 +126,18 @@ def current_axis_rules() -> tuple[LogicalAxisRule, ...]:
   return _rules.get()
 
 
-def with_logical_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-  """Constrains `x` to be split as the rules in force say for these names, of which mesh axes may be some.
+def with_logical_constraint(x: jax.Array, names: Sequence[object] | None) -> jax.Array:
+  """Constrains `x` to be split as the rules in force say for the names of its dimensions.
 
-  Without a mesh, or without rules, returns `x` as it is.
+  Args:
+    x: any array.
+    names: for each dimension a logical name, a mesh axis, None, or UNCONSTRAINED. None in place of all of them, as
+      having no mesh or no rules, leaves `x` as it is.
 
   Raises:
     ShardingError: the names do not fit the rank of `x`, the rules or the mesh.
   """
-  if not global_mesh_defined() or not current_axis_rules():
+  if names is None or not global_mesh_defined() or not current_axis_rules():
     return x
   mesh = jax.sharding.get_abstract_mesh()
   return with_sharding_constraint(

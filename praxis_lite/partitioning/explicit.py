@@ -1,22 +1,21 @@
-"""Randomness inside `shard_map`: what each device draws by itself.
+"""Building blocks of a program for `jax.shard_map`, for those who write the communication down.
 
-Parameters that each device holds a part of, and gathers where it uses them: fully sharded data parallelism.
+Randomness: `fold_rng_over_axis` gives each device a key of its own.
 
-All of it is for use inside `jax.shard_map`, after Rajbhandari et al., 2020 (ZeRO, stage 3).
+Split parameters: each device holds a part of a parameter and gathers it where it uses it, as in fully sharded data
+parallelism (ZeRO, stage 3; Rajbhandari et al., 2020).
 
-    forward    all_gather            part [D / n, F]     -> whole [D, F]
-    backward   mean reduce-scatter   gradient [D, F]     -> its mean over the n devices, part [D / n, F]
+    forward    all_gather            part [D / n, F]   -> whole [D, F]
+    backward   mean reduce-scatter   gradient [D, F]   -> its mean over the n devices, part [D / n, F]
+
+Split linear maps (Megatron-LM, Shoeybi et al., 2019). A column-parallel map, an elementwise function and a row-parallel
+map together take one all-reduce forward and one backward.
+
+    column parallel   w [I, O / n]   whole x -> part of y; backward, an all-reduce of the gradient of x
+    row parallel      w [I / n, O]   part of x -> whole y; forward, an all-reduce of y
 
 A dimension that does not divide is padded with zeros at its end, as everywhere in this package: the parts are those of
-the padded dimension, and what is gathered is cut to the true size.
-
-Linear maps split over a mesh axis inside `shard_map`, after Megatron-LM (Shoeybi et al., 2019).
-
-    column parallel   w [I, O / n]: whole x -> part of y; forward none, backward all-reduce of the gradient of x
-    row parallel      w [I / n, O]: part of x -> whole y; forward all-reduce of y, backward none
-
-A column parallel map, what is elementwise, and a row parallel map together take one all-reduce forward and one
-backward. I input dims, O output dims.
+the padded dimension, and what is gathered is cut to the true size. I input dims, O output dims.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.padding import pad_to
 from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
+from praxis_lite.trees import NestedDict
 
 
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
@@ -46,11 +47,19 @@ def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
     key: a PRNG key, the same on all devices.
     axis: a mesh axis, or several, which count as one with the first the slowest; of none, the key stays as it is.
   """
-  axes = (axis,) if isinstance(axis, str) else tuple(axis)
+  axes = as_axes(axis)
   return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
+TreeT = TypeVar('TreeT')
 Axes = tuple[str, ...]
+
+
+class Module(Protocol):
+  """Parameters and a pure function of them; a `Layer` is one."""
+
+  def init(self, key: jax.Array, /) -> NestedDict: ...
+  def apply(self, params: NestedDict, /, *args: Any, **kwargs: Any) -> object: ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -67,7 +76,8 @@ def gather_array_with_mean_grads(
     dtype: what is gathered is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
   """
   x = x if dtype is None else x.astype(dtype)
-  whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+  with jax.named_scope('gather_array_with_mean_grads'):
+    whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
   return whole if size is None else jax.lax.slice_in_dim(whole, 0, size, axis=dim)
 
 
@@ -85,7 +95,8 @@ def _gather_bwd(
   gradient = gradient.astype(like.dtype)
   padded = list(gradient.shape)
   padded[dim] = like.shape[1] * devices
-  scattered = jax.lax.psum_scatter(pad_to(gradient, tuple(padded)), axis, scatter_dimension=dim, tiled=True)
+  with jax.named_scope('scatter_mean_grads'):
+    scattered = jax.lax.psum_scatter(pad_to(gradient, tuple(padded)), axis, scatter_dimension=dim, tiled=True)
   return (scattered / devices,)
 
 
@@ -111,13 +122,33 @@ class ShardedParam:
 
   def gather(self, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns the whole parameter, in `dtype` if it is given; gradients are averaged over the axes, and scattered."""
-    x = self.value
+    return cast(jax.Array, self.gather_over(None, dtype))
+
+  def gather_over(self, over: Axes | None, dtype: DTypeLike | None = None) -> jax.Array | ShardedParam:
+    """Gathers the parameter over some axes; gradients are averaged over these, and scattered.
+
+    Args:
+      over: mesh axes; None is all that split it. Where others split it too, a `ShardedParam` is returned.
+      dtype: what is gathered is cast to it before it is sent; None keeps the dtype of the part.
+
+    Raises:
+      ShardingError: a dimension is split over one of `over` and, within its parts, over another axis.
+    """
+    x, left = self.value, list(self.axes)
     for i, (axes, size) in enumerate(zip(self.axes, self.shape)):
-      if axes:
+      gathered = axes if over is None else tuple(a for a in axes if a in over)
+      left[i] = axes[: len(axes) - len(gathered)]
+      if (*left[i], *gathered) != axes:
+        raise ShardingError(
+          f'dimension {i} of a parameter of shape {self.shape} is split over {axes}: it can be gathered over the last '
+          f'of these, {axes[-1]!r}, or over all of them, not over {gathered} alone'
+        )
+      if gathered:
         dim = i - len(self.axes) + x.ndim
-        padded = x.shape[dim] * jax.lax.axis_size(axes) != size
-        x = gather_array_with_mean_grads(x, axes, dim, size if padded else None, dtype)
-    return x if dtype is None else x.astype(dtype)
+        padded = not left[i] and x.shape[dim] * jax.lax.axis_size(gathered) != size
+        x = gather_array_with_mean_grads(x, gathered, dim, size if padded else None, dtype)
+    x = x if dtype is None else x.astype(dtype)
+    return ShardedParam(x, tuple(left), self.shape) if any(left) else x
 
   @property
   def spec(self) -> PartitionSpec:
@@ -128,7 +159,7 @@ class ShardedParam:
 jax.tree_util.register_dataclass(ShardedParam, data_fields=['value'], meta_fields=['axes', 'shape'])
 
 
-def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) -> Any:
+def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
   """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
 
   Each is split along its largest dimension that divides by the number of devices (of equal ones, the last), or else
@@ -143,10 +174,10 @@ def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) 
   Raises:
     ShardingError: a parameter is split over the axis already.
   """
-  axes = (axis,) if isinstance(axis, str) else tuple(axis)
+  axes = as_axes(axis)
   devices = jax.lax.axis_size(axes)
 
-  def shard(param: Any) -> Any:
+  def shard(param: jax.Array | ShardedParam) -> jax.Array | ShardedParam:
     boxed = param if isinstance(param, ShardedParam) else ShardedParam(param, ((),) * param.ndim, tuple(param.shape))
     taken = [a for entry in boxed.axes for a in entry]
     if set(taken) & set(axes):
@@ -162,17 +193,46 @@ def shard_params(params: Any, axis: str | Sequence[str], min_size: int = 2**18) 
     split = (*boxed.axes[:dim], axes, *boxed.axes[dim + 1 :])
     return ShardedParam(_own_part(x, axes, dim, devices), split, boxed.shape)
 
-  return jax.tree.map(shard, params, is_leaf=_is_sharded)
+  with jax.named_scope('shard_params'):
+    return jax.tree.map(shard, params, is_leaf=_is_sharded)
 
 
-def gather_params(params: Any, dtype: DTypeLike | None = None) -> Any:
+def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> TreeT:
   """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and all else as it is.
 
   Args:
     params: as `shard_params` returns it.
+    axis: mesh axis, or several, to gather over; what is split over other axes stays split over these. None: all.
     dtype: see `ShardedParam.gather`.
   """
-  return jax.tree.map(lambda p: p.gather(dtype) if _is_sharded(p) else p, params, is_leaf=_is_sharded)
+  over = None if axis is None else as_axes(axis)
+  with jax.named_scope('gather_params'):
+    return jax.tree.map(lambda p: p.gather_over(over, dtype) if _is_sharded(p) else p, params, is_leaf=_is_sharded)
+
+
+class ShardedModule:
+  """What `shard_module_params` returns; itself a module, so that parameters may be split over another axis too."""
+
+  def __init__(self, module: Module, axis: str | Sequence[str], min_size: int):
+    self._module, self._axis, self._min_size = module, axis, min_size
+
+  def init(self, key: jax.Array) -> NestedDict:
+    """Inside `shard_map`: returns this device's parts of first values; `key` is the same on all devices."""
+    return shard_params(self._module.init(key), self._axis, self._min_size)
+
+  def apply(self, params: NestedDict, *args: Any, **kwargs: Any) -> Any:
+    """Inside `shard_map`: returns what the module's `apply` does with the parameters gathered over the axis."""
+    return self._module.apply(gather_params(params, self._axis), *args, **kwargs)
+
+
+def shard_module_params(module: Module, axis: str | Sequence[str], min_size: int = 2**18) -> ShardedModule:
+  """Wraps a layer, or anything with `init(key)` and `apply(params, ...)`, so that its parameters are split.
+
+  Args:
+    module: a pure module.
+    axis, min_size: as for `shard_params`.
+  """
+  return ShardedModule(module, axis, min_size)
 
 
 def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -184,7 +244,7 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return x
 
 
-def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bool:
   """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass.
 
   To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
@@ -199,7 +259,12 @@ def _own_part(x: jax.Array, axes: Sequence[str], dim: int, devices: int) -> jax.
   return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(tuple(axes)) * part, part, axis=dim)
 
 
-def _is_sharded(x: Any) -> bool:
+def as_axes(axis: str | Sequence[str]) -> Axes:
+  """One mesh axis or several, as a tuple."""
+  return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _is_sharded(x: object) -> bool:
   return isinstance(x, ShardedParam)
 
 

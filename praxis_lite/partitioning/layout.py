@@ -1,22 +1,24 @@
-"""Where the arrays of a tree lie on a mesh: specs, padded and true shapes.
+"""How the arrays of a tree are stored on a mesh: specs, padded and true shapes.
 
 The invariant: state is padded where it enters and leaves a step, and nowhere else. Inside, every array has its true
-shape, so no layer, optimizer or metric ever sees padding; what the padding holds is always zero.
+shape, so no layer, optimizer or metric ever sees padding; padding is always zero.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
-from praxis_lite.partitioning.specs import complete_spec
+from praxis_lite.partitioning.specs import complete_spec, stored_spec
+
+T = TypeVar('T')
 
 
 class StateLayout(NamedTuple):
-  """Where the arrays of a whole `TrainState`, or of a part of one, lie: four trees of the same structure.
+  """How the arrays of a whole `TrainState`, or of a part of one, are stored: four trees of the same structure.
 
   Attributes:
     specs: PartitionSpecs of full rank.
@@ -39,15 +41,15 @@ class StateLayout(NamedTuple):
     """The layout of the model's variables alone."""
     return StateLayout(*(tree.mdl_vars for tree in self))
 
-  def unpad(self, tree: Any) -> Any:
+  def unpad(self, tree: T) -> T:
     """Inside a step: slices stored arrays to their true shapes."""
     return self._constrain_padded(slice_to(tree, self.unpadded_shapes))
 
-  def pad(self, tree: Any) -> Any:
+  def pad(self, tree: T) -> T:
     """Inside a step: pads true arrays to their stored shapes."""
     return pad_to(self._constrain_padded(tree), self.padded_shapes)
 
-  def _constrain_padded(self, tree: Any) -> Any:
+  def _constrain_padded(self, tree: T) -> T:
     """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
 
     def constrain(x: jax.Array, padded: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
@@ -56,7 +58,7 @@ class StateLayout(NamedTuple):
     return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
 
 
-def layout_of(shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> StateLayout:
+def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> StateLayout:
   """Returns the layout on `mesh` of any tree.
 
   Args:
@@ -73,15 +75,15 @@ def layout_of(shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> StateLayout
   return StateLayout(full, shardings, padded, unpadded)
 
 
-def broadcast_specs(specs: Any, tree: Any) -> Any:
+def broadcast_specs(specs: object, tree: object) -> Any:
   """Returns a spec of full rank for each leaf of `tree`, from a prefix of it."""
 
-  def spread(spec: PartitionSpec | None, subtree: Any) -> Any:
-    return jax.tree.map(lambda x: complete_spec(spec, len(x.shape)), subtree)
+  def spread(spec: PartitionSpec | None, subtree: object) -> object:
+    return jax.tree.map(lambda x: stored_spec(complete_spec(spec, len(x.shape))), subtree)
 
   return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
 
 
-def is_spec(x: Any) -> bool:
+def is_spec(x: object) -> TypeGuard[PartitionSpec | None]:
   """Whether `x` is a leaf of a tree of specs; None is one."""
   return x is None or isinstance(x, PartitionSpec)

@@ -1,15 +1,16 @@
-"""Making the mesh of an experiment from its ICI and DCN shapes.
+"""The device mesh of an experiment, from its ICI and DCN shapes.
 
-`ici_mesh_shape` is the shape of the mesh within one slice, whose devices are joined by fast links; `dcn_mesh_shape`
-says how many slices there are along each axis, joined by the data-centre network. The mesh has the product of the two
-along each axis, and neighbours along an axis are in the same slice for as long as possible.
+`ici_mesh_shape` is the shape of the mesh within one slice, whose devices are connected by fast links; `dcn_mesh_shape`
+is the number of slices along each axis, connected by the data-centre network. The size of an axis is the product of the
+two, and the devices of a slice are contiguous along each axis.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -18,23 +19,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from praxis_lite.errors import ShardingError
 
+P = ParamSpec('P')
+T = TypeVar('T')
+
 
 def create_device_mesh(
   ici_mesh_shape: Sequence[int],
   dcn_mesh_shape: Sequence[int] | None = None,
   mesh_axis_names: Sequence[str] = ('replica', 'data', 'mdl'),
-  devices: Sequence[Any] | None = None,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
   """Returns a mesh with Auto axes.
 
   Args:
     ici_mesh_shape: size of each axis within a slice.
-    dcn_mesh_shape: number of slices along each axis; None means one slice.
+    dcn_mesh_shape: number of slices along each axis; None: one slice.
     mesh_axis_names: one name per axis.
-    devices: the devices to take, all by default. Where the mesh needs fewer, it takes the first ones.
+    devices: devices to use; None: all. If the mesh needs fewer, the first ones are used.
 
   Raises:
-    ShardingError: the shapes and names do not go together, or there are too few devices.
+    ShardingError: shapes and names differ in length, a size or name is invalid, or there are too few devices.
   """
   names = tuple(mesh_axis_names)
   shape = mesh_sizes(ici_mesh_shape, dcn_mesh_shape, names)
@@ -54,7 +58,12 @@ def create_device_mesh(
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
   else:
     array = place_over_slices(ici, dcn, devices)
-  return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+  return auto_mesh(array, names)
+
+
+def auto_mesh(devices: np.ndarray, mesh_axis_names: Sequence[str]) -> Mesh:
+  """Returns the mesh of an array of devices, with Auto axes."""
+  return Mesh(devices, tuple(mesh_axis_names), axis_types=(AxisType.Auto,) * len(mesh_axis_names))
 
 
 def mesh_sizes(
@@ -63,13 +72,13 @@ def mesh_sizes(
   """Returns the size of each axis of the mesh that `create_device_mesh` would make, without a device.
 
   Raises:
-    ShardingError: the shapes and names do not go together.
+    ShardingError: shapes and names differ in length, or a size or name is invalid.
   """
   names = tuple(mesh_axis_names)
   ici = _checked_shape('ici_mesh_shape', ici_mesh_shape, names)
   dcn = _checked_shape('dcn_mesh_shape', dcn_mesh_shape, names) if dcn_mesh_shape is not None else (1,) * len(names)
   if len(set(names)) != len(names):
-    raise ShardingError(f'mesh_axis_names = {names!r} has a name twice')
+    raise ShardingError(f'mesh_axis_names = {names!r} contains a name twice')
   return {name: i * d for name, i, d in zip(names, ici, dcn)}
 
 
@@ -78,35 +87,41 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def abstract_mesh_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-  """Returns the mesh without its devices."""
-  return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
+  """Returns `fn`, traced with `mesh` as the ambient mesh, so that sharding constraints inside it apply."""
+
+  @functools.wraps(fn)
+  def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return fn(*args, **kwargs)
+
+  return traced
 
 
-def place_within_slice(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+def place_within_slice(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
   """Arranges the devices of one slice: along the torus on a TPU, in the order of `devices` elsewhere."""
   if getattr(devices[0], 'platform', '') == 'tpu':
     return mesh_utils.create_device_mesh(tuple(shape), list(devices), allow_split_physical_axes=True)
   return as_device_array(devices).reshape(tuple(shape))
 
 
-def place_over_slices(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-  """Arranges `devices` as if each run of prod(ici) of them were a slice; on each axis, slices are outermost."""
+def place_over_slices(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+  """Arranges `devices` as if each prod(ici) consecutive ones were a slice; along each axis, slices are outermost."""
   rank = len(ici)
   blocks = as_device_array(devices).reshape((*dcn, *ici))
   interleaved = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)])
   return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
 
 
-def as_device_array(devices: Sequence[Any]) -> np.ndarray:
-  """A one-dimensional object array; NumPy would look into devices that are sequences themselves."""
+def as_device_array(devices: Sequence[jax.Device]) -> np.ndarray:
+  """Returns a one-dimensional object array; `np.array` would unpack devices that are sequences."""
   array = np.empty(len(devices), dtype=object)
   for i, device in enumerate(devices):
     array[i] = device
   return array
 
 
-def _slices_match(devices: Sequence[Any], count: int) -> bool:
+def _slices_match(devices: Sequence[jax.Device], count: int) -> bool:
   """Whether the hardware really has `count` slices."""
   return len({getattr(d, 'slice_index', None) for d in devices} - {None}) == count
 
@@ -114,7 +129,7 @@ def _slices_match(devices: Sequence[Any], count: int) -> bool:
 def _checked_shape(field: str, shape: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:
   if len(shape) != len(names):
     raise ShardingError(
-      f'{field} = {tuple(shape)!r} has {len(shape)} sizes, and mesh_axis_names = {names!r} has {len(names)} names'
+      f'{field} = {tuple(shape)!r} has {len(shape)} sizes, but mesh_axis_names = {names!r} has {len(names)} names'
     )
   for name, size in zip(names, shape):
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:

@@ -1,4 +1,4 @@
-"""Padding: how a dimension that does not divide is split all the same.
+"""Padding: how a dimension that does not divide by its number of parts is split.
 
 JAX refuses arrays whose split dimensions do not divide by their mesh axes where they enter or leave a jitted function,
 so such arrays are zero-padded at the end of each uneven dimension. The invariant: an array is padded outside a
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +20,10 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean
-from praxis_lite.partitioning.specs import complete_spec, spec_axes
+from praxis_lite.partitioning.specs import HasShape, complete_spec, spec_axes
 
+T = TypeVar('T')
+Array = jax.Array | np.ndarray
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 
@@ -30,7 +32,7 @@ def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
   return mesh if isinstance(mesh, Mapping) else mesh.shape
 
 
-def num_parts(entry: Any, mesh: MeshLike) -> int:
+def num_parts(entry: object, mesh: MeshLike) -> int:
   """Into how many parts one entry of a spec splits its dimension.
 
   Raises:
@@ -60,7 +62,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLike
   return tuple(-(-d // n) for d, n in zip(shape, parts))
 
 
-def pad_to(x: Any, shape: Any) -> Any:
+def pad_to(x: T, shape: object) -> T:
   """Appends zeros to each array until it has `shape`; works inside and outside of jit, and on NumPy arrays.
 
   Args:
@@ -73,23 +75,23 @@ def pad_to(x: Any, shape: Any) -> Any:
   return jax.tree.map(_pad_one, x, shape)
 
 
-def slice_to(x: Any, shape: Any) -> Any:
+def slice_to(x: T, shape: object) -> T:
   """The inverse of `pad_to`: drops the end of each dimension down to `shape`."""
   return jax.tree.map(_slice_one, x, shape)
 
 
-def _pad_one(x: Any, shape: Any) -> Any:
+def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
   target = _as_shape(shape)
   if tuple(x.shape) == target:
     return x
   if len(x.shape) != len(target) or any(d > t for d, t in zip(x.shape, target)):
     raise ShardingError(f'an array of shape {tuple(x.shape)} cannot be padded to {target}')
-  if isinstance(x, np.ndarray):  # Stays on the host: whole on one device it may not fit.
+  if isinstance(x, np.ndarray):  # Stays on the host: one device may be too small for it.
     return np.pad(x, [(0, t - d) for d, t in zip(x.shape, target)])
   return lax.pad(x, jnp.zeros((), x.dtype), [(0, t - d, 0) for d, t in zip(x.shape, target)])
 
 
-def _slice_one(x: Any, shape: Any) -> Any:
+def _slice_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
   target = _as_shape(shape)
   if tuple(x.shape) == target:
     return x
@@ -100,5 +102,5 @@ def _slice_one(x: Any, shape: Any) -> Any:
   return lax.slice(x, (0,) * len(target), target)
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
-  return tuple(getattr(shape, 'shape', shape))
+def _as_shape(shape: HasShape | Sequence[int]) -> tuple[int, ...]:
+  return tuple(shape if isinstance(shape, Sequence) else shape.shape)

@@ -1,4 +1,4 @@
-"""Where each variable goes when an experiment declares it in several ways, and which of them decided.
+"""Where each variable is stored when an experiment declares it in several ways, and which of them decided.
 
     mapping on the weight     ('data', None)      wins
     logical names and rules   ('embed', 'mlp')    where the mapping names them
@@ -7,10 +7,15 @@
 
 A mapping may mix mesh axes and logical names; the mesh axes are taken first. The dimensions that a repeating layer adds
 are split as that layer says, also for weights that leave the rest to a strategy.
+
+Where the ops of a pattern include `logical_partitioning`, they also decide over weights whose mapping names logical
+axes. They start from the mesh axes of the mapping; `logical_partitioning` applies the logical axis rules to the names,
+and others may act before and after it, as in 'logical_partitioning | fsdp("data")'.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,17 +23,17 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import located
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes
-from praxis_lite.partitioning.rules import LogicalAxisRules, match_rules, resolve_split_mapping
-from praxis_lite.partitioning.specs import spec_axes
-from praxis_lite.partitioning.strategies import Decision, Strategy, as_variable, decide, parse_strategy
-from praxis_lite.trees import path_names
+from praxis_lite.partitioning.rules import LogicalAxisRules, logical_names, resolve
+from praxis_lite.partitioning.specs import Placement
+from praxis_lite.partitioning.strategies import Strategy, as_variable, decide, first_match, parse_strategy
+from praxis_lite.trees import Path, map_with_path, path_name
 from praxis_lite.weights import WeightHParams
 
 
 def place_variables(
-  weights: Any, mesh: MeshLike, *, rules: LogicalAxisRules | None = None, strategy: Strategy | None = None
+  weights: object, mesh: MeshLike, *, rules: LogicalAxisRules | None = None, strategy: Strategy | None = None
 ) -> Any:
-  """Returns a tree with a `Decision` for each weight declaration.
+  """Returns a tree with a `Placement` for each weight declaration.
 
   Args:
     weights: tree of `WeightHParams`.
@@ -43,37 +48,31 @@ def place_variables(
   with located('task.strategy'):
     parsed = parse_strategy(strategy or ())
 
-  def place(key_path: Any, weight: WeightHParams) -> Decision:
-    path = path_names(key_path)
-    name = '.'.join(path)
+  def place(path: Path, weight: WeightHParams) -> Placement:
     mapping = weight.full_split_dims_mapping
-    spec = resolve_split_mapping(
-      mapping, tuple(sizes), rules, rank=len(weight.full_shape), path=f'{name}.tensor_split_dims_mapping'
+    where = f'{path_name(path)}.tensor_split_dims_mapping'
+    declared = resolve(mapping, tuple(sizes), rules, rank=len(weight.full_shape), path=where).stored()
+    named = [name is not None for name in logical_names(mapping, rules or ())]
+    if strategy is None or (weight.tensor_split_dims_mapping is not None and not any(named)):
+      return declared
+    matched = first_match(path, parsed)
+    if any(named) and not any(op.for_named for op in (matched[1] if matched else ())):
+      return declared
+    # The strategy decides all but the mesh axes that are declared.
+    given = (None if by_name else entry for by_name, entry in zip(named, declared.spec))
+    start = dataclasses.replace(declared, spec=PartitionSpec(*given))
+    with located('task.strategy'):
+      chosen = decide(path, as_variable(path, weight, rules), parsed, sizes, start)
+    stack = len(weight.repeat_prefix)
+    why = tuple(
+      declared.why[dim] if dim < stack and declared.spec[dim] == chosen.spec[dim] else reason
+      for dim, reason in enumerate(chosen.why)
     )
-    sources = _mapping_sources(mapping, spec, rules)
-    remarks: tuple[str, ...] = ()
-    pattern = None
-    if weight.tensor_split_dims_mapping is None and strategy is not None:
-      with located('task.strategy'):
-        chosen = decide(path, as_variable(path, weight), parsed, sizes, tuple(spec))
-      spec, remarks, pattern = chosen.spec, chosen.remarks, chosen.pattern
-      sources = tuple(theirs or own for own, theirs in zip(sources, chosen.sources))
-    return Decision(spec, sources, remarks, pattern)
+    return dataclasses.replace(chosen, why=why)
 
-  return jax.tree_util.tree_map_with_path(place, weights)
+  return map_with_path(place, weights)
 
 
-def placed_specs(decisions: Any) -> Any:
-  """The specs of a tree of decisions."""
-  return jax.tree.map(lambda decision: decision.spec, decisions)
-
-
-def _mapping_sources(mapping: Any, spec: PartitionSpec, rules: LogicalAxisRules | None) -> tuple[str, ...]:
-  logical = {name for name, _ in rules or ()}
-  names = [entry if isinstance(entry, str) and entry in logical else None for entry in mapping]
-  taken = [axis for name, entry in zip(names, spec) if name is None for axis in spec_axes(entry)]
-  deciding = match_rules(names, rules or (), taken)
-  return tuple(
-    '' if entry is None else 'mapping' if index is None else f'rule {tuple((rules or ())[index])!r}'
-    for entry, index in zip(spec, deciding)
-  )
+def placed_specs(placements: object) -> Any:
+  """The specs of a tree of placements."""
+  return jax.tree.map(lambda placement: placement.spec, placements)

@@ -1,8 +1,9 @@
 """Logical axis rules: tensors name what their dimensions mean, and rules say which mesh axes that is.
 
-A rule is a pair (logical name, mesh axes), where mesh axes are an axis, a tuple of axes, or None for 'not split'. Rules
-are tried in order. A rule decides a dimension if the dimension has its name and is not decided yet, and if none of its
-mesh axes splits another dimension of the same array. With the rules
+A rule is a pair (logical name, mesh axes), where mesh axes are an axis, a tuple of axes, None for 'not split', or
+PartitionSpec.UNCONSTRAINED for 'left to the compiler'. Rules are tried in order. A rule decides a dimension if the
+dimension has its name and is not decided yet, and if none of its mesh axes splits another dimension of the same array.
+With the rules
 
     ('mlp', 'model'), ('embed', 'model'), ('embed', 'data')
 
@@ -11,7 +12,7 @@ mesh axes splits another dimension of the same array. With the rules
     ('mlp', None)     a dimension without a name is not split                                      ('model', None)
 
 So the order of rules is their priority, and a name may have several rules, the later ones for when the earlier ones
-cannot be had. A name that has no rule at all is an error; a rule (name, None) says that it is meant to be whole.
+find no free axis. A name that has no rule at all is an error; a rule (name, None) does not split it.
 
 The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
 """
@@ -24,8 +25,15 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean
-from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, to_partition_spec
-from praxis_lite.weights import SplitDimsMapping
+from praxis_lite.partitioning.specs import (
+  UNCONSTRAINED,
+  Placement,
+  axes_to_entry,
+  mapping_entries,
+  spec_axes,
+  to_partition_spec,
+)
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
 
 LogicalAxisRule = tuple[str, Any]
 LogicalAxisRules = Sequence[LogicalAxisRule]
@@ -43,8 +51,7 @@ def standard_logical_axis_rules(
 
   Args:
     activation_partitioning_dims: 1 splits activations over 'model' between the layers' matrices only; 2 also splits
-      their
-      'embed' dimension.
+      their 'embed' dimension.
     parameter_partitioning_dims: 1 splits parameters over 'model'; 2 also over 'data', as fully sharded training does.
     additional_rules: added after the standard ones: they give names a rule that have none, and never win over one.
     override_rules: put before the standard ones: they win.
@@ -71,12 +78,12 @@ def standard_logical_axis_rules(
 
 
 def match_rules(
-  names: Sequence[str | None], rules: LogicalAxisRules, taken: Sequence[str] = (), path: str = ''
+  names: Sequence[object], rules: LogicalAxisRules, taken: Sequence[str] = (), path: str = ''
 ) -> tuple[int | None, ...]:
   """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
 
   Args:
-    names: logical name of each dimension, or None.
+    names: logical name of each dimension, or None or UNCONSTRAINED.
     rules: the rules.
     taken: mesh axes that are not available.
     path: where the names come from, for messages.
@@ -84,7 +91,7 @@ def match_rules(
   Raises:
     ShardingError: a name occurs twice, or no rule has it.
   """
-  named = [name for name in names if name is not None]
+  named = [name for name in names if name is not None and name is not UNCONSTRAINED]
   prefix = f'{path}: ' if path else ''
   known = {name for name, _ in rules}
   for name in named:
@@ -92,21 +99,29 @@ def match_rules(
       raise ShardingError(f'{prefix}logical axis {name!r} occurs twice in {tuple(names)!r}')
     if name not in known:
       raise ShardingError(
-        f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) to leave it '
-        f'whole.{did_you_mean(name, known)}'
+        f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) if it '
+        f'is not split.{did_you_mean(str(name), known)}'
       )
-  decided: dict[str, int] = {}
+  decided: dict[object, int] = {}
   used = set(taken)
   for i, (name, axes) in enumerate(rules):
     if name in named and name not in decided and used.isdisjoint(spec_axes(axes)):
       decided[name] = i
       used.update(spec_axes(axes))
-  return tuple(None if name is None else decided.get(name) for name in names)
+  return tuple(decided.get(name) for name in names)
 
 
-def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
-  """Returns the spec that `rules` give to a tensor with these logical names. See `match_rules` for what is raised."""
-  return PartitionSpec(*(None if i is None else _entry(rules[i]) for i in match_rules(names, rules, path=path)))
+def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
+  """Returns the spec that `rules` give to a tensor with these logical names.
+
+  Args:
+    names: as of `match_rules`, which says what is raised; UNCONSTRAINED stays.
+    rules: the rules.
+    path: where the names come from, for messages.
+  """
+  deciding = match_rules(names, rules, path=path)
+  unnamed = [name if name is UNCONSTRAINED else None for name in names]
+  return PartitionSpec(*(e if i is None else _entry(rules[i]) for e, i in zip(unnamed, deciding)))
 
 
 def resolve_split_mapping(
@@ -117,45 +132,67 @@ def resolve_split_mapping(
   rank: int | None = None,
   path: str = '',
 ) -> PartitionSpec:
-  """As `to_partition_spec`, for mappings that may name logical axes as well as mesh axes.
+  """Returns the spec of `resolve`."""
+  return resolve(split_dims_mapping, mesh_axis_names, rules, rank=rank, path=path).spec
+
+
+def resolve(
+  split_dims_mapping: SplitDimsMapping,
+  mesh_axis_names: Sequence[str],
+  rules: LogicalAxisRules | None = None,
+  *,
+  rank: int | None = None,
+  path: str = '',
+) -> Placement:
+  """As `to_partition_spec`, with its reasons, and for mappings that may name logical axes as well as mesh axes.
 
   Mesh axes that the mapping names itself are taken before any rule is tried. A name that is both is a logical one.
 
+  Args: as of `to_partition_spec`, and
+    rules: the logical axis rules.
+    path: config path of the mapping; a `DeclaredSplit` has its own for each dimension.
+
   Raises:
     ShardingError: as `to_partition_spec`, or a rule that applies names an axis that the mesh does not have, or a name
-      is
-      neither.
+      is neither.
   """
-  logical = {name for name, _ in rules or ()}
-  if split_dims_mapping is None or isinstance(split_dims_mapping, str) or not logical:
-    return to_partition_spec(split_dims_mapping, mesh_axis_names, rank=rank, path=path)
-  assert rules is not None
-  names = [entry if isinstance(entry, str) and entry in logical else None for entry in split_dims_mapping]
-  for entry in split_dims_mapping:
-    if isinstance(entry, str) and entry not in logical and entry not in mesh_axis_names:
+  entries = mapping_entries(split_dims_mapping, rank, path)
+  rules = tuple(rules or ())
+  names = logical_names(entries, rules)
+  for entry, name in zip(entries, names):
+    if rules and isinstance(entry, str) and name is None and entry not in mesh_axis_names:
+      logical = sorted({name for name, _ in rules})
       raise ShardingError(
         f'{path + ": " if path else ""}{entry!r} is neither a mesh axis, of {tuple(mesh_axis_names)!r}, nor a logical '
-        f'axis that a rule has.{did_you_mean(entry, [*mesh_axis_names, *sorted(logical)])}'
+        f'axis that a rule has.{did_you_mean(entry, [*mesh_axis_names, *logical])}'
       )
-  direct = to_partition_spec(
-    tuple(entry if name is None else None for name, entry in zip(names, split_dims_mapping)),
-    mesh_axis_names,
-    rank=rank,
-    path=path,
-  )
-  taken = [axis for entry in direct for axis in spec_axes(entry)]
-  entries = list(direct)
+  direct = tuple(entry if name is None else None for name, entry in zip(names, entries))
+  spec = list(to_partition_spec(direct, mesh_axis_names, path=path))
+  unset = f'{path} is not set' if split_dims_mapping is None else path
+  sources = split_dims_mapping.sources if isinstance(split_dims_mapping, DeclaredSplit) else (unset,) * len(entries)
+  why = list(sources)
+  taken = [axis for entry in spec for axis in spec_axes(entry)]
   for dim, index in enumerate(match_rules(names, rules, taken, path)):
     if index is not None:
-      where = f'{path}: rule {tuple(rules[index])!r}' if path else f'rule {tuple(rules[index])!r}'
-      entries[dim] = to_partition_spec((_entry(rules[index]),), mesh_axis_names, path=where)[0]
-  return PartitionSpec(*entries)
+      rule = f'rule {tuple(rules[index])!r}'
+      where = f'{path}: {rule}' if path else rule
+      spec[dim] = to_partition_spec((_entry(rules[index]),), mesh_axis_names, path=where)[0]
+      why[dim] = f'{rule}, for {names[dim]!r} in {sources[dim]}'
+    elif names[dim] is not None:
+      why[dim] = f'{sources[dim]}: {names[dim]!r}, for which no rule finds a free axis'
+  return Placement(PartitionSpec(*spec), tuple(why))
+
+
+def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[str | None, ...]:
+  """Returns those entries of a mapping that name a logical axis which a rule has; None for the others."""
+  logical = {name for name, _ in rules}
+  return tuple(entry if isinstance(entry, str) and entry in logical else None for entry in entries)
 
 
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
   """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does.
 
-  That is so if the earlier rule has the same name and needs no mesh axis that the later one does not need.
+  That is the case if the earlier rule has the same name and needs no mesh axis that the later one does not need.
   """
   found = []
   for later, (name, axes) in enumerate(rules):
@@ -166,5 +203,5 @@ def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
   return tuple(found)
 
 
-def _entry(rule: LogicalAxisRule) -> Any:
-  return axes_to_entry(spec_axes(rule[1]))
+def _entry(rule: LogicalAxisRule) -> object:
+  return UNCONSTRAINED if rule[1] is UNCONSTRAINED else axes_to_entry(spec_axes(rule[1]))

@@ -20,7 +20,7 @@ known, and otherwise the leftmost match is taken. A wrong guess would cost commu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -50,26 +50,60 @@ def opt_state_specs(
     axes_fn: returns, for slots by path, which dimension of its parameter each of its dimensions runs along, as
       `learner.bind(weights).slot_axes`; called if some slot is of another shape than its parameter.
   """
-  params = leaves_by_path(params_struct)
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
-  slots = leaves_by_path(opt_state_struct)
-  owners = {path: owner_of(path, params) for path in slots}
-  reduced = [p for p, owner in owners.items() if owner is not None and slots[p].shape not in ((), params[owner].shape)]
-  known = axes_fn() if axes_fn is not None and reduced else {}
-  traced = _traced_axes(init_fn, params_struct) if init_fn is not None and not known.keys() >= {*reduced} else {}
+  origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)
 
   def spec_of(path: Path, slot: jax.ShapeDtypeStruct) -> PartitionSpec:
-    owner, rank = owners[path], len(slot.shape)
-    if owner is None or rank == 0:
-      return complete_spec(None, rank)
-    shape, spec = tuple(params[owner].shape), complete_spec(specs[owner], len(params[owner].shape))
-    if tuple(slot.shape) == shape:
-      return spec
-    found = (_valid(axes.get(path), slot.shape, shape) for axes in (known, traced))
-    dims = next(filter(None, found), None) or dims_by_size(path, slot.shape, shape)
-    return PartitionSpec(*(None if dim is None else spec[dim] for dim in dims))
+    origin = origins.get(path)
+    if origin is None:
+      return complete_spec(None, len(slot.shape))
+    spec = complete_spec(specs[origin.owner], origin.rank)
+    return PartitionSpec(*(None if dim is None else spec[dim] for dim in origin.dims))
 
   return map_with_path(spec_of, opt_state_struct)
+
+
+class SlotOrigin(NamedTuple):
+  """Where an array of an optimizer's state comes from.
+
+  Attributes:
+    owner: path of its parameter.
+    rank: number of dimensions of its parameter.
+    dims: for each dimension of the slot, the dimension of the parameter that it comes from; None where there is none.
+  """
+
+  owner: Path
+  rank: int
+  dims: Axes
+
+  @property
+  def whole(self) -> bool:
+    """Whether the slot has the dimensions of its parameter."""
+    return self.dims == tuple(range(self.rank))
+
+
+def slot_origins(
+  params_struct: object,
+  opt_state_struct: object,
+  init_fn: Callable[..., object] | None = None,
+  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+) -> dict[Path, SlotOrigin]:
+  """Returns the origin of each slot that belongs to a parameter and is no scalar; see `opt_state_specs`."""
+  params = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
+  slots = {path: tuple(x.shape) for path, x in leaves_by_path(opt_state_struct).items()}
+  owners = {path: owner for path, shape in slots.items() if shape and (owner := owner_of(path, params)) is not None}
+  reduced = {path for path, owner in owners.items() if slots[path] != params[owner]}
+  known = axes_fn() if axes_fn is not None and reduced else {}
+  traced = _traced_axes(init_fn, params_struct) if init_fn is not None and reduced - known.keys() else {}
+  origins: dict[Path, SlotOrigin] = {}
+  for path, owner in owners.items():
+    shape = params[owner]
+    dims: Axes = tuple(range(len(shape)))
+    if path in reduced:
+      found = [axes for each in (known, traced) if (axes := _valid(each.get(path), slots[path], shape)) is not None]
+      dims = found[0] if found else dims_by_size(path, slots[path], shape)
+    origins[path] = SlotOrigin(owner, len(shape), dims)
+  return origins
 
 
 def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:

@@ -1,32 +1,47 @@
-"""Checkpoints: the train state, the position in the input, and what is needed to read them on any other mesh.
+"""Checkpoints: the train state and the position in the input, stored so that any other mesh can read them.
 
     job_log_dir/checkpoints/<step>/state      arrays, as stored on the mesh that saved them
                                    inputs     JSON, the state of the training input after the same step
                                    about      JSON, the true shape and dtype of each array, version, mesh
 
-Arrays are stored with the padding of their mesh. Their true shapes are stored beside them, and are what a restore
-compares; the padding, zeros at the end, is cut or extended to what the restoring mesh needs.
+Arrays are stored under their names, as nested dicts, so that reading them needs no class of an optimizer library:
 
-Orbax writes them: in the background, into a folder that is renamed when it is complete. What a killed run leaves
-behind is never taken for a checkpoint, and is cleaned up by the next.
+    TrainState(step, mdl_vars={'lm': {'w': ...}}, opt_states=(ScaleByAdamState(mu=...), ...), ...)
+    'step', 'mdl_vars.lm.w', 'opt_states.0.mu.lm.w', ...
+
+They are stored with the padding of their mesh. Their true shapes are stored beside them, and a restore compares those;
+the padding, zeros at the end, is cut or extended to what the restoring mesh needs.
+
+Orbax writes them in the background, into a folder that is renamed when it is complete. So what a killed run leaves
+behind is never taken for a checkpoint, and the next run removes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import logging
 import os
 import re
+import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.runtime.quiet_orbax import quiet_orbax
-from praxis_lite.runtime.state_names import check_same_model, from_nested_dict, records_of, to_nested_dict
+from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
+from praxis_lite.trees import NestedDict, leaves_by_path, lookup, merge, path_name
 
+if TYPE_CHECKING:
+  import orbax.checkpoint as ocp
+
+T = TypeVar('T')
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
 
@@ -39,8 +54,8 @@ class Checkpointer:
   Args:
     job_log_dir: the run's directory.
     max_to_keep: how many of the newest checkpoints are kept; None keeps all.
-    keep_interval_steps: checkpoints of multiples of it are kept for good; None keeps none.
-    read_only: saves nothing and cleans nothing up, for reading while another process trains.
+    keep_interval_steps: checkpoints at multiples of this step are never deleted; None disables it.
+    read_only: never saves or deletes anything, for reading while another process trains.
 
   Raises:
     ConfigError: a number is not positive.
@@ -57,14 +72,11 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
-    import orbax.checkpoint as ocp
-
-    quiet_orbax()
+    ocp = _orbax()
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
-    keep: list[Any] = [policies.LatestN(max_to_keep)]
-    if keep_interval_steps is not None:
-      keep.append(policies.EveryNSteps(keep_interval_steps))
+    newest = policies.LatestN(max_to_keep)
+    keep = [newest] if keep_interval_steps is None else [newest, policies.EveryNSteps(keep_interval_steps)]
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policies.AnyPreservationPolicy(keep),
       cleanup_tmp_directories=not read_only,
@@ -77,7 +89,7 @@ class Checkpointer:
   # ---------------------------------------------------------------- saving
 
   def save(self, step: int, state: TrainState, true_shapes: TrainState, input_state: dict[str, Any] | None) -> bool:
-    """Saves in the background, once the arrays are on the host; the state may be donated after that.
+    """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
 
     Args:
       step: `state.step`.
@@ -91,35 +103,29 @@ class Checkpointer:
     Raises:
       CheckpointError: this save, or the one before, failed.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = _orbax()
     if step in self._manager.all_steps():
       return False
     arrays = jax.tree.map(_as_data, state)
     items = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(to_nested_dict(arrays)),
+      state=ocp.args.PyTreeSave(_to_nested_dict(arrays)),
       inputs=ocp.args.JsonSave({'input_state': input_state}),
       about=ocp.args.JsonSave(_about(state, true_shapes)),
     )
-    try:
-      # force: which steps are saved is the caller's decision.
+    with self._saving():  # force: the caller decides which steps are saved.
       return bool(self._manager.save(step, args=items, force=True))
-    except Exception as error:
-      raise self._failed_to_save(error) from error
 
   def wait(self) -> None:
-    """Waits until what was saved is on disk.
+    """Waits until all saves are on disk.
 
     Raises:
       CheckpointError: saving failed.
     """
-    try:
+    with self._saving():
       self._manager.wait_until_finished()
-    except Exception as error:
-      raise self._failed_to_save(error) from error
 
   def close(self) -> None:
-    """Waits as `wait` does, and releases all threads."""
+    """Waits as `wait` does, and ends all threads."""
     try:
       self.wait()
     finally:
@@ -136,7 +142,7 @@ class Checkpointer:
     return sorted(self._manager.all_steps())
 
   def existing_step(self, step: int | None = None) -> int:
-    """Returns `step`, or the newest one for None.
+    """Returns `step`, or the newest step if it is None.
 
     Raises:
       CheckpointError: there is no checkpoint, or none of this step.
@@ -149,58 +155,55 @@ class Checkpointer:
     return steps[-1] if step is None else step
 
   def restore(self, shapes: TrainState, true_shapes: TrainState, *, step: int | None = None) -> TrainState:
-    """Restores a state onto a mesh, whatever mesh it was saved on.
+    """Restores a state onto a mesh, which may differ from the one it was saved on.
 
     Args:
-      shapes: padded `jax.ShapeDtypeStruct`s with shardings. Fields that are None are not read: evaluation does without
+      shapes: padded `jax.ShapeDtypeStruct`s with shardings. Fields that are None are not read: evaluation needs no
         `opt_states`.
-      true_shapes: the shapes without padding; of fields that are None in `shapes`, nothing is read.
-      step: which checkpoint; None is the newest.
+      true_shapes: the shapes without padding; fields that are None in `shapes` are ignored.
+      step: step of the checkpoint; None restores the newest.
 
     Raises:
       CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = _orbax()
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
     check_same_model(self.about(step)['variables'], records_of(true_shapes), where)
-    data_shapes = to_nested_dict(jax.tree.map(_data_shape, shapes))
+    data_shapes = _to_nested_dict(jax.tree.map(_data_shape, shapes))
     restore_args = jax.tree.map(
       lambda x: ocp.ArrayRestoreArgs(global_shape=x.shape, dtype=x.dtype, sharding=x.sharding, strict=False),
       data_shapes,
     )
     args = ocp.args.PyTreeRestore(item=data_shapes, restore_args=restore_args, partial_restore=True)
     arrays = self._read(step, 'state', args)
-    return jax.tree.map(_from_data, shapes, from_nested_dict(shapes, arrays))
+    return jax.tree.map(_from_data, shapes, _from_nested_dict(shapes, arrays))
 
   def input_state(self, step: int | None = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
-    import orbax.checkpoint as ocp
-
-    return self._read(self.existing_step(step), 'inputs', ocp.args.JsonRestore())['input_state']
+    return self._read(self.existing_step(step), 'inputs', _orbax().args.JsonRestore())['input_state']
 
   def about(self, step: int | None = None) -> dict[str, Any]:
-    """Returns what is recorded of a checkpoint: `variables` (true shape and dtype by name), `mesh`, `praxis_lite`."""
-    import orbax.checkpoint as ocp
+    """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
+    return self._read(self.existing_step(step), 'about', _orbax().args.JsonRestore())
 
-    return self._read(self.existing_step(step), 'about', ocp.args.JsonRestore())
-
-  def _read(self, step: int, item: str, args: Any) -> Any:
-    import orbax.checkpoint as ocp
-
+  def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
     try:
-      return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+      return self._manager.restore(step, args=_orbax().args.Composite(**{item: args}))[item]
     except Exception as error:
       where = os.path.join(self.directory, str(step))
       raise CheckpointError(
         f'{where} cannot be read ({_first_line(error)}); remove this folder to go back to the checkpoint before'
       ) from error
 
-  def _failed_to_save(self, error: Exception) -> CheckpointError:
-    return CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}')
+  @contextlib.contextmanager
+  def _saving(self) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:
+      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}') from error
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
@@ -221,15 +224,15 @@ def _first_line(error: Exception) -> str:
   lines = str(error).strip().splitlines()
   if not lines:
     return type(error).__name__
-  # TensorStore appends how it was asked, thousands of characters in JSON.
-  said = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
-  return f'{type(error).__name__}: {said}'
+  # TensorStore appends its request, thousands of characters of JSON.
+  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
+  return f'{type(error).__name__}: {message}'
 
 
-# PRNG keys, which some optimizers hold, are stored as the integers they are made of.
+# -------------------------------------------------------------------- PRNG keys, stored as the integers in them
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -250,3 +253,135 @@ def _from_data(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
   impls: list[Any] = []
   jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
   return jax.random.wrap_key_data(x, impl=impls[0])
+
+
+# -------------------------------------------------------------------- names of arrays
+
+
+Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
+_SHOWN = 3
+
+
+def _to_nested_dict(tree: object) -> NestedDict:
+  """Returns the leaves of any tree in nested dicts, by their paths."""
+  nested: NestedDict = {}
+  for (*parents, name), leaf in leaves_by_path(tree).items():
+    below = nested
+    for parent in parents:
+      below = below.setdefault(parent, {})
+    below[name] = leaf
+  return nested
+
+
+def _from_nested_dict(like: T, nested: NestedDict) -> T:
+  """Returns the leaves of `nested`, made by `_to_nested_dict`, in a tree of the structure of `like`."""
+  return jax.tree.unflatten(jax.tree.structure(like), [lookup(nested, path) for path in leaves_by_path(like)])
+
+
+def records_of(shapes: object) -> dict[str, Record]:
+  """Returns the shape and dtype of each array of a tree by name, for JSON."""
+  return {
+    path_name(path): {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
+    for path, leaf in leaves_by_path(shapes).items()
+  }
+
+
+def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where: str) -> None:
+  """Checks that a checkpoint has the arrays to restore.
+
+  Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
+  differ: the values are cast.
+
+  Args:
+    saved: records of the true shapes in the checkpoint.
+    wanted: records of the true shapes to restore.
+    where: the checkpoint's path.
+
+  Raises:
+    CheckpointError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
+  """
+  parts = {name.partition('.')[0] for name in wanted}
+  saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
+  names = sorted(saved.keys() | wanted.keys())
+  different = {n: text for n in names if (text := _difference(saved.get(n), wanted.get(n)))}
+  if not different:
+    return
+  only_learner = not any(name.startswith('mdl_vars') for name in different)
+  whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
+  shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
+  more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
+  raise CheckpointError(
+    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}. Set {remedy} back to what it was '
+    'trained with, or start a new run in another --job_log_dir.'
+  )
+
+
+def _difference(saved: Record | None, wanted: Record | None) -> str:
+  if saved and wanted and saved['shape'] == wanted['shape'] and _castable(saved['dtype'], wanted['dtype']):
+    return ''
+  in_it, here = (f'{record["dtype"]}{record["shape"]}' if record else 'not' for record in (saved, wanted))
+  return f'{in_it} in it and {here} here'
+
+
+def _castable(*dtypes: str) -> bool:
+  if dtypes[0] == dtypes[1]:
+    return True
+  return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)
+
+
+# -------------------------------------------------------------------- variables for evaluation
+
+
+def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
+  """Returns the model's variables; with `use_ema`, those that have a moving average are replaced by it."""
+  return merge(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
+
+
+def restore_variables(
+  checkpointer: Checkpointer, partitioned: PartitionedTask, *, use_ema: bool = True, step: int | None = None
+) -> tuple[NestedDict, jax.Array]:
+  """Restores what evaluation and decoding need: no optimizer state.
+
+  Args:
+    checkpointer: the checkpoints of the run.
+    partitioned: the task on the mesh to restore onto, which need not be the one it was trained on.
+    use_ema: use the moving averages if the learner keeps them.
+    step: step of the checkpoint; None restores the newest.
+
+  Returns:
+    The model's variables, padded, and the step, both on the mesh.
+
+  Raises:
+    CheckpointError: there is no checkpoint, or it is of another model.
+  """
+  shapes = partitioned.state_shapes
+  wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
+  state = checkpointer.restore(wanted, partitioned.unpadded_state_shapes, step=step)
+  return eval_variables(state, use_ema=use_ema), state.step
+
+
+# -------------------------------------------------------------------- Orbax
+
+
+@functools.cache
+def _orbax() -> ModuleType:
+  """Imports Orbax, which takes a second, and keeps what it logs off the console: its failures are exceptions as well.
+
+  On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks, and its event loop
+  reports every read and write that returns after the first failure.
+  """
+  import orbax.checkpoint
+
+  folder = f'{os.sep}orbax{os.sep}'
+  logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
+  # asyncio names the coroutine whose exception was never retrieved, and its file.
+  logging.getLogger('asyncio').addFilter(lambda record: folder not in record.getMessage())
+  report = sys.unraisablehook
+
+  def report_others(unraisable: sys.UnraisableHookArgs) -> None:
+    late = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == 'Event loop is closed'
+    if not late:
+      report(unraisable)
+
+  sys.unraisablehook = report_others
+  return orbax.checkpoint

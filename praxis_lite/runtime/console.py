@@ -1,32 +1,47 @@
-"""What a run prints: plain lines in a pipe, a live progress bar on a terminal.
+"""What a run reports while it trains: lines in a pipe, a live progress bar on a terminal, and curves on disk.
 
     step 120/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81 12.3 step/s 50.3k tok/s
     step 120 eval/valid loss 2.401 accuracy 0.4120 (57 batches, 3.1 s)
 
-On a terminal the figures of training stand below the bar, and only the other lines scroll.
+On a terminal the figures of training are below the bar, and only the other lines scroll.
+
+The log never waits for the step just dispatched: it reads the metrics of a step after a few more have been dispatched,
+so that the devices always have work. Reading them also bounds how far the host runs ahead.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+import jax
 import numpy as np
+from jax.typing import ArrayLike
 
-from praxis_lite.runtime.throughput import Rates
+from praxis_lite.call import Summary
+from praxis_lite.errors import UserError
+from praxis_lite.inputs.rows import Struct
+from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, count_flops, peak_flops
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.steps import TrainStepOutput
 
-# The metrics of a training line and what they are called there; the others are in the summaries only.
+if TYPE_CHECKING:
+  from rich.console import Group
+
+# Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
 
 
 class Console:
-  """Prints a run, one line an event.
+  """Prints a run, one line per event.
 
   Args:
     total_steps: steps of the whole run.
-    stream: where to; standard output by default.
-    enabled: False prints nothing: with several processes one prints.
+    stream: where to print; standard output by default.
+    enabled: False prints nothing; of several processes one prints.
   """
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, enabled: bool = True):
@@ -34,7 +49,7 @@ class Console:
     self._stream = stream or sys.stdout
     self._enabled = enabled
 
-  def train_step(self, step: int, metrics: Mapping[str, Any], rates: Rates | None) -> None:
+  def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     """Shows the figures of a training step."""
     self.line(train_line(step, self._total, metrics, rates))
 
@@ -44,11 +59,11 @@ class Console:
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Leaves the screen as it should stay."""
+    """Ends live output; the last state stays on the screen."""
 
 
 class LiveConsole(Console):
-  """As `Console`, on a terminal: a bar with the time left, and below it the latest figures, are redrawn in place."""
+  """A `Console` on a terminal: a bar with the time left, and the latest figures below it, are redrawn in place."""
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, first_step: int = 0):
     super().__init__(total_steps, stream=stream)
@@ -68,7 +83,7 @@ class LiveConsole(Console):
     self._live.start()
     self._screen.show_cursor(True)  # It would stay hidden after a kill.
 
-  def train_step(self, step: int, metrics: Mapping[str, Any], rates: Rates | None) -> None:
+  def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     self._progress.update(self._bar, completed=step)
     self._live.update(self._rows(train_figures(metrics, rates)))
 
@@ -78,7 +93,7 @@ class LiveConsole(Console):
   def close(self) -> None:
     self._live.stop()
 
-  def _rows(self, figures: list[str]) -> Any:
+  def _rows(self, figures: list[str]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -86,19 +101,19 @@ class LiveConsole(Console):
 
 
 def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True) -> Console:
-  """Returns the console that suits standard output: live on a terminal, plain in a pipe, silent if not `enabled`."""
+  """Returns the console for standard output: live on a terminal, plain in a pipe, silent if not `enabled`."""
   if enabled and sys.stdout.isatty():
     return LiveConsole(total_steps, first_step=first_step)
   return Console(total_steps, enabled=enabled)
 
 
-def train_line(step: int, total: int, metrics: Mapping[str, Any], rates: Rates | None) -> str:
-  """Returns the line of a training step: it fits into 80 columns, with MFU a little more."""
+def train_line(step: int, total: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> str:
+  """Returns the line of a training step: at most 80 columns, a few more with MFU."""
   return ' '.join([f'step {step}/{total}', *train_figures(metrics, rates)])
 
 
-def train_figures(metrics: Mapping[str, Any], rates: Rates | None) -> list[str]:
-  """Returns what a training line shows beside the step."""
+def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list[str]:
+  """Returns the figures of a training line after the step."""
   figures = [f'{label} {_format(name, metrics[name])}' for name, label in _TRAIN_COLUMNS.items() if name in metrics]
   if rates is not None:
     figures.append(f'{short_number(rates.steps_per_second)} step/s')
@@ -111,15 +126,15 @@ def train_figures(metrics: Mapping[str, Any], rates: Rates | None) -> list[str]:
   return figures
 
 
-def metrics_line(step: int, split: str, metrics: Mapping[str, Any], note: str = '') -> str:
+def metrics_line(step: int, split: str, metrics: Mapping[str, ArrayLike], note: str = '') -> str:
   """Returns the line of an evaluation: the loss first, then the other scalars by name."""
   names = sorted((n for n in metrics if np.ndim(metrics[n]) == 0), key=lambda n: (n != 'loss', n))
-  shown = [f'{name} {_digits(float(metrics[name]), 4)}' for name in names]
+  shown = [f'{name} {_digits(float(np.asarray(metrics[name])), 4)}' for name in names]
   return ' '.join([f'step {step} {split}', *shown, *([f'({note})'] if note else [])])
 
 
 def short_number(value: float) -> str:
-  """Three digits: 0.123, 12.3, 50.0k, 1.23M."""
+  """Returns a number with three digits: 0.123, 12.3, 50.0k, 1.23M."""
   for size, suffix in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
     if value >= 0.9995 * size:
       return f'{_digits(value / size, 3)}{suffix}'
@@ -127,14 +142,125 @@ def short_number(value: float) -> str:
 
 
 def _digits(value: float, count: int) -> str:
-  """So many digits, zeros at the end among them: a figure is as long as the one in the line above it."""
+  """Returns a number with `count` digits, final zeros included, so that figures in successive lines align."""
   return f'{value:#.{count}g}'.removesuffix('.')
 
 
-def _format(name: str, value: Any) -> str:
+def _format(name: str, value: ArrayLike) -> str:
   number = float(np.mean(value))
   if name == 'learning_rate':
     return f'{number:.1e}'
   if name == 'loss' and abs(number) < 1000:
     return f'{number:.3f}'
   return _digits(number, 2 if abs(number) < 9.95 else 3)
+
+
+# The learner's metric of updates skipped because the loss or a gradient was not finite: 0 or 1 for one step.
+SKIPPED = 'skipped'
+
+
+class NonFiniteError(UserError):
+  """The loss or the gradients of a step are not finite, and the learner is set to raise."""
+
+
+class _Step(NamedTuple):
+  number: int
+  metrics: dict[str, tuple[jax.Array, jax.Array]]
+  summaries: dict[str, Summary]
+
+
+class TrainLog:
+  """Logs every `log_interval_steps`-th step, the first and the last one, and any step that was not finite.
+
+  Args:
+    partitioned: the task that is trained.
+    batch_struct: shapes of one global batch.
+    console, writer: receive the logged steps.
+    startup: reported with the first step of this process.
+    first_step: steps taken before.
+  """
+
+  def __init__(
+    self,
+    partitioned: PartitionedTask,
+    batch_struct: Struct,
+    console: Console,
+    writer: SummaryWriter,
+    startup: StartupTimes,
+    *,
+    first_step: int,
+  ):
+    settings = partitioned.jax_task.train
+    self._interval: int = settings.log_interval_steps
+    self._last_step: int = settings.num_train_steps
+    self._raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
+    self._console = console
+    self._writer = writer
+    self._startup = startup
+    self._first_step = first_step
+    self._in_flight: deque[_Step] = deque()
+    self._throughput = Throughput(
+      batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
+    )
+
+  def add(self, step: int, out: TrainStepOutput) -> None:
+    """Takes the outputs of a step that has just been dispatched; `step` counts it.
+
+    Raises:
+      NonFiniteError: an earlier step was not finite and the learner is set to raise.
+    """
+    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
+    if step == self._first_step + 1:
+      jax.block_until_ready(out.weighted_loss)
+      self._startup.mark('first step')
+      self._console.line(self._startup.report())
+      self.drain()
+      self.restart_clock(step)
+    while len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
+      self._look_at(self._in_flight.popleft())
+
+  def drain(self) -> None:
+    """Waits for all dispatched steps, and logs them.
+
+    Raises:
+      NonFiniteError: a step was not finite and the learner is set to raise.
+    """
+    while self._in_flight:
+      self._look_at(self._in_flight.popleft())
+
+  def restart_clock(self, step: int) -> None:
+    """Excludes the time since the last step, such as that of an evaluation, from the speeds; call after `drain`."""
+    self._throughput.restart(step)
+
+  def _is_logged(self, step: int) -> bool:
+    return step % self._interval == 0 or step in (self._first_step + 1, self._last_step)
+
+  def _look_at(self, done: _Step) -> None:
+    if SKIPPED in done.metrics and float(done.metrics[SKIPPED][0]) > 0:
+      self._report_nonfinite(done.number)
+    elif SKIPPED not in done.metrics:
+      jax.block_until_ready(done.metrics)
+    if not self._is_logged(done.number):
+      return
+    metrics = mean_values(done.metrics)
+    rates = self._throughput.rates(done.number)
+    self._console.train_step(done.number, metrics, rates)
+    speeds = rates.as_metrics() if rates else {}
+    self._writer.write(done.number, 'train', {**metrics, **speeds}, jax.device_get(done.summaries))
+
+  def _report_nonfinite(self, step: int) -> None:
+    if self._raises:
+      raise NonFiniteError(
+        f'step {step}: the loss or a gradient is not finite, and task.train.learner is set to raise; lower the '
+        'learning rate, clip gradients, or let it skip such steps. The checkpoints before this step are kept'
+      )
+    self._console.line(f'step {step}: the loss or a gradient is not finite; the update was skipped')
+
+
+def _model_flops(partitioned: PartitionedTask) -> float | None:
+  """Operations of a training step: the forward pass, and twice that backward; None if a device's peak is unknown."""
+  # Counting needs a trace, so it is done only if the count will be compared to a peak.
+  if not all(peak_flops(device) for device in partitioned.mesh.devices.flat):
+    return None
+  step = partitioned.eval_step
+  return 3 * count_flops(step.jitted.trace(*step.arguments).jaxpr)

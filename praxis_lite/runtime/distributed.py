@@ -1,27 +1,39 @@
-"""Process start-up: simulated devices, several hosts, and the cache of compiled programs.
+"""The processes of a run: devices, several hosts, the cache of compiled programs, and stopping.
 
-All of it has to happen before JAX starts its backends, so a program calls these first.
+Simulated devices, the other processes and the cache must be set up before JAX starts its backends.
+
+SIGTERM (sent by a scheduler that needs the machine) and SIGINT (Ctrl-C) only set a flag, which the training loop reads
+between steps: it finishes the step, saves and exits. A second signal ends the process at once.
+
+With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
+preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from praxis_lite.errors import ConfigError
 
-# A program that compiles faster than this is not worth a file.
+# Programs that compile faster than this are not cached.
 _MIN_CACHED_COMPILE_SECONDS = 0.1
 
 
 def simulate_cpu_devices(count: int) -> None:
-  """Makes JAX run on `count` simulated CPU devices; an accelerator, if there is one, is left alone.
+  """Makes JAX run on `count` simulated CPU devices, even if there is an accelerator.
 
   Raises:
-    ConfigError: `count` is not positive, or JAX already runs on something else.
+    ConfigError: `count` is not positive, or JAX already runs on other devices.
   """
   if count < 1:
     raise ConfigError(f'devices = {count}: the number of simulated CPU devices must be at least 1')
@@ -37,7 +49,7 @@ def simulate_cpu_devices(count: int) -> None:
 
 
 def leave_accelerators_alone() -> None:
-  """Makes JAX run on the CPU, for what only looks at shapes; does nothing where JAX already runs."""
+  """Makes JAX run on the CPU, for commands that need only shapes; does nothing if JAX already runs."""
   if not _backends_have_started():
     jax.config.update('jax_platforms', 'cpu')
 
@@ -45,19 +57,19 @@ def leave_accelerators_alone() -> None:
 def initialize_distributed(
   coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-  """Joins the processes of a run on several hosts; without arguments and settings to that effect, does nothing.
+  """Joins the processes of a run on several hosts. Does nothing if neither arguments nor variables are set.
 
-  Each argument falls back to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`.
-  On a cluster that JAX knows (Cloud TPU, Slurm, Open MPI, Kubernetes), `coordinator_address='auto'` asks the cluster
-  for all three.
+  Each argument defaults to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`.
+  On a cluster that JAX knows (Cloud TPU, Slurm, Open MPI, Kubernetes), `coordinator_address='auto'` gets all three from
+  the cluster.
 
   Args:
     coordinator_address: `host:port` of process 0, the same in all processes, or 'auto'.
     num_processes: number of processes.
-    process_id: which of them this is, from 0.
+    process_id: index of this process, from 0.
 
   Raises:
-    ConfigError: some of the three are given and others not, they do not fit, or JAX has already started.
+    ConfigError: only some of the three are given, a value is invalid, or JAX has already started.
   """
   address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
   processes = _from_environment(num_processes, 'JAX_NUM_PROCESSES')
@@ -87,27 +99,28 @@ def initialize_distributed(
 
 
 def set_up_compilation_cache(directory: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> Path | None:
-  """Keeps compiled programs on disk, so that the second start of the same run need not compile.
+  """Stores compiled programs on disk, so that a second start of the same run need not compile.
 
   Args:
-    directory: where; by default what JAX is already set to (`JAX_COMPILATION_CACHE_DIR`), else `praxis_lite` under
+    directory: the cache; by default the one JAX is set to (`JAX_COMPILATION_CACHE_DIR`), else `praxis_lite` under
       `$XDG_CACHE_HOME` or `~/.cache`.
     enabled: False turns the cache off.
 
   Returns:
-    The directory, or None where the cache is off or the directory cannot be written.
+    The directory, or None if the cache is off or the directory is not writable.
   """
   jax.config.update('jax_enable_compilation_cache', enabled)
   if not enabled:
     return None
-  cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or _default_cache_directory())
+  default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
+  cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
   try:
     cache.mkdir(parents=True, exist_ok=True)
     writable = os.access(cache, os.W_OK | os.X_OK)
   except OSError:
     writable = False
   if not writable:
-    # A read-only home costs the cache, not the run.
+    # With a read-only home the run continues without a cache.
     jax.config.update('jax_enable_compilation_cache', False)
     return None
   jax.config.update('jax_compilation_cache_dir', str(cache))
@@ -117,13 +130,15 @@ def set_up_compilation_cache(directory: str | os.PathLike[str] | None = None, *,
 
 
 def is_primary_process() -> bool:
-  """Whether this process writes logs and summaries: one does."""
+  """Whether this process is the one that writes logs and summaries."""
   return jax.process_index() == 0
 
 
-def _default_cache_directory() -> Path:
-  base = os.environ.get('XDG_CACHE_HOME')
-  return (Path(base) if base else Path.home() / '.cache') / 'praxis_lite'
+def decided_by_primary_process(value: bool) -> bool:
+  """Returns the value of process 0 in every process; all of them must call this."""
+  if jax.process_count() == 1:
+    return value
+  return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
 def _from_environment(value: int | None, name: str) -> int | None:
@@ -139,3 +154,69 @@ def _backends_have_started() -> bool:
   from jax._src import xla_bridge  # JAX has no public way to ask.
 
   return xla_bridge.backends_are_initialized()
+
+
+# -------------------------------------------------------------------- stopping
+
+
+class StopSignals:
+  """Context manager that catches the signals that end a run.
+
+      with StopSignals() as stop:
+        while not stop.requested_at(step):
+          ...
+
+  Outside the main thread, where Python allows no handlers, it catches nothing.
+
+  Attributes:
+    received: name of the signal that this process received, or None.
+  """
+
+  def __init__(self) -> None:
+    self.received: str | None = None
+    self._agreed = False
+    self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+    self._several_processes = jax.process_count() > 1
+
+  def requested_at(self, step: int) -> bool:
+    """Whether to stop after `step`; with several processes, each must call this at every step."""
+    if self._several_processes and multihost_utils.reached_preemption_sync_point(step):
+      self._agreed = True
+      self.received = self.received or signal.SIGTERM.name
+    return self.requested
+
+  @property
+  def requested(self) -> bool:
+    """Whether to stop: with several processes, what all of them agreed on when `requested_at` was last called."""
+    return self._agreed if self._several_processes else self.received is not None
+
+  def interrupts(self) -> bool:
+    """Whether to end an evaluation early; never with several processes, which have not agreed on it."""
+    return self.received is not None and not self._several_processes
+
+  def __enter__(self) -> StopSignals:
+    if threading.current_thread() is threading.main_thread():
+      # The preemption service has its own handler of SIGTERM, which ours would replace.
+      caught = (signal.SIGINT,) if self._several_processes else (signal.SIGTERM, signal.SIGINT)
+      self._previous = {s: signal.signal(s, self._handle) for s in caught}
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    for s, handler in self._previous.items():
+      signal.signal(s, handler)
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    if self.received is not None:
+      if os.isatty(1):
+        os.write(1, b'\x1b[?25h')  # Show the cursor: the progress bar has hidden it.
+      signal.signal(number, signal.SIG_DFL)
+      os.kill(os.getpid(), number)
+      return
+    self.received = signal.Signals(number).name
+    text = f'{self.received}: finishing the step and saving; once more ends the run at once\n'
+    if os.isatty(2):
+      text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.
+    # os.write: a handler that prints may interrupt another print, and buffered files are not re-entrant.
+    os.write(2, text.encode())
+    if self._several_processes:
+      os.kill(os.getpid(), signal.SIGTERM)

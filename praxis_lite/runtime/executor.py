@@ -1,11 +1,11 @@
 """The executor: restore, train, evaluate, decode, checkpoint.
 
-A run is a function of its config and its directory. Whatever ends it, the same call goes on from the newest checkpoint,
-and on the same mesh arrives at the same parameters to the bit: the PRNG key of a step is the run's key folded with the
-step, and a checkpoint holds the position in the input as of its own step.
+A run is a function of its config and its directory. However it ends, the same call continues from the newest
+checkpoint, and on the same mesh ends with bitwise the same parameters: the PRNG key of a step is the run's key folded
+with the step, and a checkpoint holds the position in the input at its own step.
 
-    host     dispatch 8 | dispatch 9, look at 7 | dispatch 10, look at 8 | ...
-    devices     step 7  |        step 8         |         step 9         |
+    host     dispatch 8 | dispatch 9, read 7 | dispatch 10, read 8 | ...
+    devices     step 7  |       step 8       |        step 9       |
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from praxis_lite.inputs import PrefetchIterator
+from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.checkpoints import Checkpointer
-from praxis_lite.runtime.console import make_console
-from praxis_lite.runtime.datasets import build_datasets
-from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.job_dir import held_for_training, job_directory
-from praxis_lite.runtime.metrics import HostMetrics
-from praxis_lite.runtime.program_schedule import Programs
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks
-from praxis_lite.runtime.run_config import RunConfig, check_intervals, is_due, run_keys
-from praxis_lite.runtime.signals import StopSignals
-from praxis_lite.runtime.startup import StartupTimes
-from praxis_lite.runtime.summaries import SummaryWriter
-from praxis_lite.runtime.train_log import TrainLog
+from praxis_lite.runtime.console import TrainLog, make_console
+from praxis_lite.runtime.distributed import StopSignals, is_primary_process
+from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Programs
+from praxis_lite.runtime.run_config import (
+  RunConfig,
+  build_datasets,
+  check_intervals,
+  held_for_training,
+  is_due,
+  job_directory,
+  run_keys,
+)
+from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 
 # (the built task, shapes and dtypes of a training batch) -> lines to print.
-Advice = Callable[[Any, Any], Iterable[str]]
+Advice = Callable[[SingleTask, Struct], Iterable[str]]
 
 
 class TrainResult(NamedTuple):
   """How a training run ended.
 
   Attributes:
-    step: steps taken in all.
+    step: total number of steps taken.
     state: the last train state, on the mesh.
-    metrics: of the last evaluation, by split ('eval/valid') and name.
-    ended_by: 'done'; 'data', when the input was over before the last step; or the name of a signal.
+    metrics: metrics of the last evaluation, by split ('eval/valid') and name.
+    ended_by: 'done'; 'data' if the input ended before the last step; or the name of a signal.
   """
 
   step: int
@@ -63,23 +67,23 @@ def run_train(
   restore_input: bool = True,
   advise: Advice | None = None,
 ) -> TrainResult:
-  """Trains, or goes on where an earlier run of the same directory stopped.
+  """Trains, or continues where an earlier run in the same directory stopped.
 
   Args:
     config: configs of the task and its datasets, exactly one of them with `is_training=True`.
     job_log_dir: directory of checkpoints, summaries and decoded outputs.
     devices: the devices to build the mesh from; all by default.
-    seed: of the first values and of everything drawn in training.
-    restore_input: False starts the training data anew instead of where the checkpoint left it, for a changed dataset.
-    advise: says what about the task may not be meant so; it is asked before anything is compiled.
+    seed: seed of the initial values and of all random numbers in training.
+    restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
+    advise: returns warnings about the task, to print before anything is compiled.
 
   Raises:
-    UserError: the config, the data, the directory or the checkpoint in it will not do.
+    UserError: the config, the data, the directory or the checkpoint in it is not usable.
     NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
   """
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
-    # ---- what is trained, where, and on what; what cannot be is told before anything is compiled or written
+    # ---- what is trained, where, and on which data; errors of the user are raised before anything is compiled or saved
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
@@ -102,9 +106,9 @@ def run_train(
       tasks.taking(data).eval_step.trace()
     startup.mark('trace')
 
-    # ---- where it starts: the first that applies of
+    # ---- where it starts: the first of these that applies
     #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-    #   2. first values from the seed, and the input from its beginning
+    #   2. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
       directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
     )
@@ -121,18 +125,15 @@ def run_train(
       startup.mark('init')
     step, total = int(state.step), settings.num_train_steps
 
-    # ---- what it reports, and what runs beside training
+    # ---- what it reports, evaluates and decodes
     console = make_console(total, first_step=step, enabled=is_primary_process())
     to_close.callback(console.close)
     writer = SummaryWriter(directory, resumed_step=step, enabled=is_primary_process())
     to_close.callback(writer.close)
     log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=step)
     stop = StopSignals()
-    evaluation = [EvalProgram(tasks.taking(i).eval_step, i, keys.evaluate, task.evaluate) for i in datasets.evaluation]
-    decoding = [
-      DecodeProgram(tasks.taking(i).decode_step, i, keys.evaluate, task.decode, directory)
-      for i in decode_datasets.inputs
-    ]
+    evaluation = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
+    decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
     programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
     console.line(_introduction(task.name, partitioned))
     if advise is not None and is_primary_process():
@@ -148,18 +149,15 @@ def run_train(
       checkpointer.save(step, state, partitioned.unpadded_state_shapes, batches.get_state())
 
     def do_what_is_due() -> None:
-      # Saving comes first: the disk is busy while the devices evaluate, and a run killed in an evaluation loses no
-      # training.
+      # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
       if is_due(step, settings.save_interval_steps):
         save()
-      if is_due(step, settings.eval_interval_steps):
-        log.drain()
-        programs.evaluate(step, state)
-        log.restart_clock(step)
-      if is_due(step, settings.decode_interval_steps):
-        log.drain()
-        programs.decode(step, state)
-        log.restart_clock(step)
+      intervals = (programs.evaluate, settings.eval_interval_steps), (programs.decode, settings.decode_interval_steps)
+      for run, interval in intervals:
+        if is_due(step, interval):
+          log.drain()
+          run(step, state)
+          log.restart_clock(step)
 
     # ---- train
     ended_by = 'done'
@@ -174,7 +172,7 @@ def run_train(
       try:
         batch = next(batches, None)
       except Exception:
-        if jax.process_count() == 1:  # Saving takes all processes, and the others have no reason to.
+        if jax.process_count() == 1:  # Saving takes all processes, and the others do not know of the error.
           save()
         raise
       if batch is None:
@@ -187,14 +185,15 @@ def run_train(
       do_what_is_due()
 
     # ---- the end
+    stop.requested_at(step)  # After the last step too: a signal that only some processes got must not part them.
     save()
-    if stop.received is None:
+    if not stop.requested:
       programs.evaluate(step, state)
       if settings.decode_interval_steps is not None:
         programs.decode(step, state)
     checkpointer.wait()
     console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
-    return TrainResult(step, state, programs.metrics, stop.received or ended_by)
+    return TrainResult(step, state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
 
 
 def _introduction(name: str, partitioned: PartitionedTask) -> str:

@@ -1,24 +1,25 @@
-"""Evaluating and decoding a checkpoint without training: on any mesh, without the optimizer; a run may be training."""
+"""Evaluating, decoding and continuing prompts with a checkpoint: on any mesh, without the optimizer.
+
+Another process may be training in the same directory meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs import BaseInput
-from praxis_lite.runtime.checkpoints import Checkpointer
-from praxis_lite.runtime.datasets import Datasets, build_datasets
+from praxis_lite.inputs import ArrayInput, BaseInput
+from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.job_dir import job_directory
 from praxis_lite.runtime.metrics import HostMetrics
-from praxis_lite.runtime.program_schedule import Program, result_line
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks
-from praxis_lite.runtime.run_config import RunConfig, run_keys
-from praxis_lite.runtime.variables import restore_variables
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Program
+from praxis_lite.runtime.run_config import Datasets, RunConfig, build_datasets, job_directory, run_keys
+from praxis_lite.trees import NestedDict
 
 
 def run_eval(
@@ -35,22 +36,21 @@ def run_eval(
     config: configs of the task and its datasets.
     job_log_dir: directory of the run.
     devices: the devices to build the mesh from; all by default.
-    step: which checkpoint; None is the newest.
-    seed: for models that draw while they evaluate.
+    step: step of the checkpoint; None uses the newest.
+    seed: for models that draw random numbers while they evaluate.
 
   Returns:
     The metrics by split and name.
 
   Raises:
-    UserError: the config, the data, or the checkpoint will not do, or there is none.
+    UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
   """
   datasets = build_datasets(config.datasets)
   inputs = datasets.evaluation
   if not inputs:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
-  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'evaluate', datasets)
-  settings = model.tasks.jax_task.evaluate
-  return _run([EvalProgram(model.tasks.taking(i).eval_step, i, model.key, settings) for i in inputs], model)
+  model = _restore(config, job_log_dir, devices, step, seed, inputs, 'evaluate', datasets)
+  return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
 
 
 def run_decode(
@@ -66,23 +66,64 @@ def run_decode(
   inputs = datasets.inputs
   if not inputs:
     raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
-  model = restore_for_inference(config, job_log_dir, devices, step, seed, inputs, 'decode', datasets)
-  settings = model.tasks.jax_task.decode
+  model = _restore(config, job_log_dir, devices, step, seed, inputs, 'decode', datasets)
   with job_directory(job_log_dir) as directory:
-    programs = [DecodeProgram(model.tasks.taking(i).decode_step, i, model.key, settings, directory) for i in inputs]
-    return _run(programs, model)
+    return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in inputs], model)
 
 
-class RestoredModel(NamedTuple):
-  """A model ready to run: its steps, its variables and the step of its checkpoint, and a key to draw with."""
+# Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
+_LENGTH_MULTIPLE = 16
+
+
+def decode_prompts(
+  config: RunConfig,
+  job_log_dir: str | Path,
+  prompts: Sequence[Sequence[int]],
+  *,
+  devices: Sequence[jax.Device] | None = None,
+  step: int | None = None,
+  seed: int = 0,
+) -> list[list[int]]:
+  """Returns the tokens that follow each prompt.
+
+  Args:
+    config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
+    prompts: token ids, at least one each.
+    job_log_dir, devices, step, seed: as for `run_eval`.
+
+  Raises:
+    ConfigError: a prompt is empty.
+    UserError: the config or the checkpoint is not usable, or there is no checkpoint.
+  """
+  batch = _batch(prompts)
+  source = ArrayInput(name='prompts', arrays=batch, batch_size=len(prompts))
+  model = _restore(config, job_log_dir, devices, step, seed, [source], 'decode')
+  decode_step = model.tasks.taking(source).decode_step
+  decoded = jax.device_get(decode_step(model.variables, model.key, model.step, source.get_next()).decoded)
+  return [ids[:length].tolist() for ids, length in zip(decoded['ids'], decoded['lengths'])]
+
+
+def _batch(prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  if not lengths.all():
+    raise ConfigError('a prompt is empty; it needs at least one token')
+  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+  ids = np.zeros((len(prompts), width), np.int32)
+  for row, prompt in zip(ids, prompts):
+    row[: len(prompt)] = prompt
+  return {'ids': ids, 'prompt_lengths': lengths}
+
+
+class _RestoredModel(NamedTuple):
+  """A model ready to run: its steps, its variables, the step of its checkpoint, and a PRNG key."""
 
   tasks: PartitionedTasks
-  variables: Any
+  variables: NestedDict
   step: jax.Array
   key: jax.Array
 
 
-def restore_for_inference(
+def _restore(
   config: RunConfig,
   job_log_dir: str | Path,
   devices: Sequence[jax.Device] | None,
@@ -91,13 +132,13 @@ def restore_for_inference(
   inputs: Sequence[BaseInput],
   section: str,
   datasets: Datasets | None = None,
-) -> RestoredModel:
-  """Restores a checkpoint for the batches of `inputs`; `section` of the task, 'evaluate' or 'decode', says of what.
+) -> _RestoredModel:
+  """Restores a checkpoint for the batches of `inputs`; `section` of the task, 'evaluate' or 'decode', has the settings.
 
-  Where `datasets` are given, which the inputs are from, they are checked before anything slow.
+  If `datasets` are given, to which the inputs belong, their first batches are checked.
   """
   checkpointer = Checkpointer(job_log_dir, read_only=True)
-  checkpointer.existing_step(step)  # Before anything slow.
+  checkpointer.existing_step(step)  # Raises before anything slow.
   task = config.task.instantiate()
   tasks = PartitionedTasks(task, task.create_mesh(devices))
   if datasets is not None:
@@ -105,15 +146,15 @@ def restore_for_inference(
   use_ema: bool = getattr(task, section).use_ema
   variables, global_step = restore_variables(checkpointer, tasks.taking(inputs[0]), use_ema=use_ema, step=step)
   checkpointer.close()
-  return RestoredModel(tasks, variables, global_step, run_keys(seed, tasks.mesh).evaluate)
+  return _RestoredModel(tasks, variables, global_step, run_keys(seed, tasks.mesh).evaluate)
 
 
-def _run(programs: Sequence[Program], model: RestoredModel) -> dict[str, HostMetrics]:
+def _run(programs: Sequence[Program], model: _RestoredModel) -> dict[str, HostMetrics]:
   metrics: dict[str, HostMetrics] = {}
   for program in programs:
     result = program.run(model.variables, model.step)
     assert result is not None  # Nothing interrupts it.
     metrics[program.split] = result.metrics
     if is_primary_process():
-      print(result_line(int(model.step), program, result), flush=True)
+      print(program.result_line(int(model.step), result), flush=True)
   return metrics

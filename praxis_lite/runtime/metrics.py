@@ -1,30 +1,55 @@
-"""Averaging metrics over batches on the host, exactly by weight."""
+"""Metrics on the host: averages over batches, and curves on disk.
+
+    job_log_dir/metrics.jsonl        {"step": 10, "split": "train", "time": 1760000000.0, "metrics": {"loss": 2.3, ...}}
+    job_log_dir/summaries/<split>/   event files for TensorBoard; it overlays the splits, since each has its own folder
+
+A run that resumes at step s drops what was written for later steps: curves continue, and nothing is in them twice.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
+
+from praxis_lite.call import Summary
+from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  import tensorboardX
 
 HostMetrics = dict[str, np.ndarray]
+DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
+# Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
+MAX_STEPS_IN_FLIGHT = 2
+_MAX_IMAGES = 4
+
+
+# -------------------------------------------------------------------- averages
 
 
 class MetricsAverage:
-  """Running weighted means of named metrics, in float64.
+  """Weighted means of named metrics over batches of any sizes, equal to those of one batch of all examples.
 
-  A batch contributes `value * weight` to the sum of values and `weight` to the sum of weights, so unequal batches, the
-  short last one and the padded rows of each, average as one big batch would. Where the weight is zero the value does
-  not count, whatever it is.
+  The algebra of `praxis_lite.weighted` with sums in float64: a mean of weight zero does not count, NaN too. Unlike
+  there, a metric of total weight zero is NaN, so that it shows.
   """
 
   def __init__(self) -> None:
     self._sums: dict[str, np.ndarray] = {}
     self._weights: dict[str, np.ndarray] = {}
 
-  def add(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-    """Adds one batch's (mean, weight) pairs; arrays that layers have stacked are averaged by element."""
+  def add(self, metrics: DeviceMetrics) -> None:
+    """Adds one batch's (mean, weight) pairs; the elements of arrays, such as one per layer, are averaged separately."""
     for name, (value, weight) in jax.device_get(dict(metrics)).items():
       values = np.asarray(value, np.float64)
       weights = np.broadcast_to(np.asarray(weight, np.float64), values.shape)
@@ -32,7 +57,7 @@ class MetricsAverage:
       self._weights[name] = self._weights.get(name, 0.0) + weights
 
   def means(self) -> HostMetrics:
-    """Returns the mean of each metric; NaN where nothing with a weight was added."""
+    """Returns the mean of each metric; NaN if its total weight is zero."""
     with np.errstate(invalid='ignore', divide='ignore'):
       return {name: self._sums[name] / self._weights[name] for name in self._sums}
 
@@ -41,6 +66,138 @@ class MetricsAverage:
     return dict(self._weights)
 
 
-def mean_values(metrics: Mapping[str, tuple[Any, Any]]) -> HostMetrics:
-  """Returns the values of one step's (mean, weight) pairs, as float64 on the host."""
+def mean_values(metrics: DeviceMetrics) -> HostMetrics:
+  """Returns the means of one step's (mean, weight) pairs, float64 on the host."""
   return {name: np.asarray(value, np.float64) for name, (value, _) in jax.device_get(dict(metrics)).items()}
+
+
+# -------------------------------------------------------------------- files
+
+
+class SummaryWriter:
+  """Writes the metrics of all splits of a run.
+
+  Args:
+    directory: the run's job_log_dir, which exists.
+    resumed_step: the step of the restored checkpoint; 0 for a new run.
+    enabled: False writes nothing; of several processes one writes.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str], *, resumed_step: int = 0, enabled: bool = True):
+    self._directory = Path(directory)
+    self._resumed_step = resumed_step
+    self._enabled = enabled
+    self._event_writers: dict[str, tensorboardX.SummaryWriter] = {}
+    self._at_resumed_step: set[str] = set()
+    if enabled:
+      path = self._directory / 'metrics.jsonl'
+      self._at_resumed_step = _truncate_jsonl(path, resumed_step)
+      self._jsonl = open(path, 'a', encoding='utf-8')  # noqa: SIM115
+
+  def was_written(self, split: str) -> bool:
+    """Whether the resumed run had written `split` at the restored step."""
+    return split in self._at_resumed_step
+
+  def write(
+    self, step: int, split: str, metrics: Mapping[str, ArrayLike], summaries: Mapping[str, Summary] | None = None
+  ) -> None:
+    """Writes scalars, and summaries of any kind, for one step.
+
+    Args:
+      step: number of steps taken.
+      split: 'train', 'eval/<input>' or 'decode/<input>'.
+      metrics: numbers, or arrays whose leading dimensions are layers: `name` becomes `name/0`, `name/1`, ...
+      summaries: summaries added by layers, with values on the host or the device. Scalars go to both files, other
+        kinds to the event files only.
+
+    Raises:
+      UserError: writing failed, for example because the disk is full.
+    """
+    if not self._enabled:
+      return
+    try:
+      self._write(step, split, metrics, summaries or {})
+    except OSError as error:
+      raise UserError(f'metrics cannot be written to {self._directory}: {error.strerror or error}') from error
+
+  def close(self) -> None:
+    """Closes all files."""
+    if not self._enabled:
+      return
+    # All that could be written has been flushed; errors have been raised by `write`.
+    for file in (self._jsonl, *self._event_writers.values()):
+      with contextlib.suppress(OSError):
+        file.close()
+
+  def _write(self, step: int, split: str, metrics: Mapping[str, ArrayLike], summaries: Mapping[str, Summary]) -> None:
+    scalars = expand_scalars(metrics)
+    scalars |= expand_scalars({name: s.value for name, s in summaries.items() if s.kind == 'scalar'})
+    # JSON has no NaN: a value that is not finite is null.
+    finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+    record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
+    self._jsonl.write(json.dumps(record, allow_nan=False) + '\n')
+    self._jsonl.flush()
+    events = self._events(split)
+    for name, value in scalars.items():
+      events.add_scalar(name, value, step)
+    for name, summary in summaries.items():
+      if summary.kind != 'scalar':
+        _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
+    events.flush()
+
+  def _events(self, split: str) -> tensorboardX.SummaryWriter:
+    if split not in self._event_writers:
+      import tensorboardX
+
+      # TensorBoard hides the entries of earlier files from purge_step on. File names contain whole seconds: without the
+      # suffix, a run that resumes at once would overwrite the previous file.
+      self._event_writers[split] = tensorboardX.SummaryWriter(
+        str(self._directory / 'summaries' / split),
+        purge_step=self._resumed_step + 1,
+        filename_suffix=f'.{time.time_ns()}',
+      )
+    return self._event_writers[split]
+
+
+def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
+  """Returns one number per name: an array over layers becomes `name/0`, `name/1`, ...; with two axes, `name/0/0`."""
+  expanded: dict[str, float] = {}
+  for name, value in metrics.items():
+    array = np.asarray(value, np.float64)
+    for index in np.ndindex(array.shape):
+      expanded['/'.join([name, *map(str, index)])] = float(array[index])
+  return expanded
+
+
+def _truncate_jsonl(path: Path, step: int) -> set[str]:
+  """Drops the lines of steps after `step` and incomplete lines; returns the splits written at `step` itself."""
+  if not path.exists():
+    return set()
+  kept, splits = [], set()
+  with open(path, encoding='utf-8') as lines:
+    for line in lines:
+      try:
+        record = json.loads(line)
+        line_step, split = record['step'], record['split']
+      except (json.JSONDecodeError, TypeError, KeyError):
+        continue
+      if line_step <= step:
+        kept.append(line if line.endswith('\n') else line + '\n')
+      if line_step == step:
+        splits.add(split)
+  # By a second file, so that a run killed here still has the complete old one.
+  shortened = path.with_suffix('.jsonl.tmp')
+  shortened.write_text(''.join(kept), encoding='utf-8')
+  os.replace(shortened, path)
+  return splits
+
+
+def _add_summary(events: tensorboardX.SummaryWriter, name: str, kind: str, value: np.ndarray, step: int) -> None:
+  if kind == 'histogram':
+    events.add_histogram(name, value.astype(np.float32).ravel(), step)
+  elif kind == 'image':
+    images = value.reshape((-1, *value.shape[-3:]))[:_MAX_IMAGES]  # [..., H, W, C]
+    events.add_images(name, images.astype(np.float32), step, dataformats='NHWC')
+  elif kind == 'text':
+    # A summary is an array, so text is stored as the codes of its bytes.
+    events.add_text(name, bytes(value.astype(np.uint8).ravel()).decode('utf-8', 'replace'), step)

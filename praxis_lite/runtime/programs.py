@@ -1,16 +1,17 @@
-"""Running the eval and the decode step over a whole input.
+"""Evaluating and decoding whole inputs: the programs, and when a training run runs them.
 
 Steps are dispatched ahead of the host, a few at a time, and the metrics of all batches are averaged on the host.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,47 +20,33 @@ from jax.sharding import Mesh
 
 from praxis_lite.call import Summary
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.metrics import HostMetrics, MetricsAverage
-from praxis_lite.runtime.state_names import records_of
+from praxis_lite.runtime.checkpoints import eval_variables, records_of
+from praxis_lite.runtime.console import Console, metrics_line
+from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
+from praxis_lite.runtime.metrics import (
+  MAX_STEPS_IN_FLIGHT,
+  DeviceMetrics,
+  HostMetrics,
+  MetricsAverage,
+  SummaryWriter,
+)
+from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
+from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
+from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 
-# Steps dispatched and not yet known to be done: enough to keep devices busy, few enough to bound memory.
-MAX_STEPS_IN_FLIGHT = 2
-
-
-Interrupts = Callable[[], bool]
-
-
-def never() -> bool:
-  """Interrupts nothing."""
-  return False
-
-
-class ProgramResult(NamedTuple):
-  """What one pass over an input gave.
-
-  Attributes:
-    metrics: weighted means over all batches, on the host.
-    num_batches: how many batches there were.
-    seconds: how long it took, compiling included.
-    summaries: what layers have added in the first batch, scalars left out, which one batch does not stand for.
-  """
-
-  metrics: HostMetrics
-  num_batches: int
-  seconds: float
-  summaries: dict[str, Summary]
+Out = TypeVar('Out')
 
 
 class PartitionedTasks:
-  """One task on one mesh, partitioned for each shape of batches it meets: inputs of one shape share compiled steps."""
+  """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps."""
 
-  def __init__(self, jax_task: Any, mesh: Mesh):
+  def __init__(self, jax_task: SingleTask, mesh: Mesh):
     self.jax_task = jax_task
     self.mesh = mesh
-    self._by_shape: dict[Any, PartitionedTask] = {}
+    self._by_shape: dict[str, PartitionedTask] = {}
 
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
@@ -70,109 +57,201 @@ class PartitionedTasks:
     return self._by_shape[shape]
 
 
-class EvalProgram:
+class ProgramResult(NamedTuple):
+  """The result of one pass over an input.
+
+  Attributes:
+    metrics: weighted means over all batches, on the host.
+    num_batches: number of batches.
+    seconds: duration, compiling included.
+    summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them.
+  """
+
+  metrics: HostMetrics
+  num_batches: int
+  seconds: float
+  summaries: dict[str, Summary]
+
+
+class Program(Generic[Out]):
+  """Runs a step over one input: `EvalProgram` or `DecodeProgram`.
+
+  Attributes:
+    split: 'eval/<input>' or 'decode/<input>'.
+    use_ema: run with the moving averages if the learner keeps them.
+  """
+
+  def __init__(
+    self, split: str, step: PartitionedStep, data: BaseInput, prng_key: jax.Array, settings: EvalParams | DecodeParams
+  ):
+    self.split = split
+    self.use_ema = settings.use_ema
+    self._step = step
+    self._data = data
+    self._key = prng_key
+    self._max_batches = settings.max_batches
+
+  def run(
+    self, mdl_vars: NestedDict, global_step: jax.Array, interrupts: Callable[[], bool] = lambda: False
+  ) -> ProgramResult | None:
+    """Runs from the start of the input; returns None if `interrupts()` becomes true before the end."""
+    start = time.perf_counter()
+    average, in_flight, num_batches = MetricsAverage(), deque[DeviceMetrics](), 0
+    self._start()
+    with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
+      for batch in itertools.islice(batches, self._max_batches):
+        if interrupts():
+          return None
+        num_batches += 1
+        in_flight.append(self._take(self._step(mdl_vars, self._key, global_step, batch), batch))
+        if len(in_flight) > MAX_STEPS_IN_FLIGHT:
+          average.add(in_flight.popleft())
+    for metrics in in_flight:
+      average.add(metrics)
+    summaries = self._finish(int(global_step))
+    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, summaries)
+
+  def result_line(self, step: int, result: ProgramResult) -> str:
+    """Returns what the console shows of a result."""
+    batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
+    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{self._note(step)}')
+
+  def _start(self) -> None:
+    """Forgets the last pass."""
+    raise NotImplementedError
+
+  def _take(self, out: Out, batch: Mapping[str, Any]) -> DeviceMetrics:
+    """Keeps what is needed of a batch's outputs, and returns its metrics."""
+    raise NotImplementedError
+
+  def _finish(self, step: int) -> dict[str, Summary]:
+    """Ends a pass, and returns its summaries."""
+    raise NotImplementedError
+
+  def _note(self, step: int) -> str:
+    return ''
+
+
+class EvalProgram(Program[EvalStepOutput]):
   """Evaluates variables on one input.
 
   Args:
-    step: the eval step for the batches of `data`.
+    tasks: the task on the mesh.
     data: the input.
-    prng_key: for models that draw while they evaluate; on the mesh.
-    settings: `task.evaluate`.
+    prng_key: for models that draw random numbers while they evaluate; on the mesh.
   """
 
-  def __init__(self, step: PartitionedStep, data: BaseInput, prng_key: jax.Array, settings: Any):
-    self.split = f'eval/{data.label}'
-    self.use_ema: bool = settings.use_ema
-    self._step = step
-    self._data = data
-    self._key = prng_key
-    self._max_batches: int | None = settings.max_batches
+  def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array):
+    super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
 
-  def run(self, mdl_vars: Any, global_step: jax.Array, interrupts: Interrupts = never) -> ProgramResult | None:
-    """Evaluates from the start of the input; returns None if it was asked to stop before the end."""
-    start = time.perf_counter()
-    average, in_flight, num_batches = MetricsAverage(), deque[Any](), 0
-    summaries: dict[str, Summary] = {}
-    for batch in _batches(self._data, self._step.put_inputs, self._max_batches):
-      if interrupts():
-        return None
-      out = self._step(mdl_vars, self._key, global_step, batch)
-      if num_batches == 0:
-        summaries = {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
-      num_batches += 1
-      in_flight.append(out.mean_metrics)
-      if len(in_flight) > MAX_STEPS_IN_FLIGHT:
-        average.add(in_flight.popleft())
-    for metrics in in_flight:
-      average.add(metrics)
-    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, summaries)
+  def _start(self) -> None:
+    self._summaries: dict[str, Summary] | None = None
+
+  def _take(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
+    if self._summaries is None:
+      self._summaries = {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
+    return out.mean_metrics
+
+  def _finish(self, step: int) -> dict[str, Summary]:
+    return self._summaries or {}
 
 
-class DecodeProgram:
-  """Decodes one input and writes what comes out, an example a line.
+class DecodeProgram(Program[DecodeStepOutput]):
+  """Decodes one input and writes the outputs, one example per line.
 
   Args:
-    step: the decode step for the batches of `data`.
-    data, prng_key: as of `EvalProgram`.
-    settings: `task.decode`.
-    job_log_dir: outputs go to `decoded/<input>/step_<n>.jsonl` in it.
+    tasks, data, prng_key: as for `EvalProgram`.
+    job_log_dir: outputs go to `decoded/<input>/step_<n>.jsonl` in this directory.
   """
 
-  def __init__(self, step: PartitionedStep, data: BaseInput, prng_key: jax.Array, settings: Any, job_log_dir: Path):
-    self.split = f'decode/{data.label}'
-    self.use_ema: bool = settings.use_ema
-    self._step = step
-    self._data = data
-    self._key = prng_key
-    self._max_batches: int | None = settings.max_batches
+  def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
+    super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
     self._directory = job_log_dir / 'decoded' / data.label
 
-  def output_path(self, step: int) -> Path:
-    """The file that decoding at `step` writes."""
-    return self._directory / f'step_{step:08d}.jsonl'
+  def _start(self) -> None:
+    self._lines: list[str] = []
 
-  def run(self, mdl_vars: Any, global_step: jax.Array, interrupts: Interrupts = never) -> ProgramResult | None:
-    """Decodes from the start of the input; returns None if it was asked to stop before the end."""
-    start = time.perf_counter()
-    average, num_batches = MetricsAverage(), 0
-    lines: list[str] = []
-    for batch in _batches(self._data, self._step.put_inputs, self._max_batches):
-      if interrupts():
-        return None
-      out = self._step(mdl_vars, self._key, global_step, batch)
-      average.add(out.metrics)
-      lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
-      num_batches += 1
+  def _take(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
+    self._lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
+    return out.metrics
+
+  def _finish(self, step: int) -> dict[str, Summary]:
     if is_primary_process():
       self._directory.mkdir(parents=True, exist_ok=True)
-      path = self.output_path(int(global_step))
-      path.write_text(''.join(f'{line}\n' for line in lines), encoding='utf-8')
-    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, {})
+      self._output_path(step).write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
+    return {}
+
+  def _note(self, step: int) -> str:
+    return f', {self._output_path(step)}'
+
+  def _output_path(self, step: int) -> Path:
+    return self._directory / f'step_{step:08d}.jsonl'
 
 
-def _batches(data: BaseInput, put_inputs: Callable[[Any], Any], limit: int | None) -> Iterator[Any]:
-  with PrefetchIterator(data.reset(), put_inputs) as batches:
-    for count, batch in enumerate(batches, start=1):
-      yield batch
-      if count == limit:
-        return
-
-
-def _examples(decoded: Any, batch: Any) -> Iterator[dict[str, Any]]:
-  """The rows of `decoded` that stand for examples, as JSON holds them; rows that fill up a batch weigh zero."""
+def _examples(decoded: NestedDict, batch: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+  """The rows of `decoded` that are examples, for JSON. Rows of padding have zero weight."""
   weights = batch['weights']
   if jax.process_count() > 1:
     weights = multihost_utils.process_allgather(weights, tiled=True)
   weights = np.asarray(weights)
-  leaves = jax.tree_util.tree_flatten_with_path(jax.device_get(decoded))[0]
-  names = [jax.tree_util.keystr(path, simple=True, separator='.') for path, _ in leaves]
-  rows = min((len(x) for _, x in leaves), default=0)
-  for row in range(rows):
+  arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
+  # NumPy does not know bfloat16 and similar types, and calls them void.
+  arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}
+  for row in range(min(map(len, arrays.values()), default=0)):
     if np.any(weights[row] != 0):
-      yield {name: _as_json(x[row]) for name, (_, x) in zip(names, leaves)}
+      yield {name: x[row].tolist() for name, x in arrays.items()}
 
 
-def _as_json(x: Any) -> Any:
-  array = np.asarray(x)
-  # NumPy does not know bfloat16 and its like, and calls them void.
-  return (array.astype(np.float32) if array.dtype.kind == 'V' else array).tolist()
+class Programs:
+  """The eval and decode programs of a training run. Each runs at most once per step, also over restarts.
+
+  Args:
+    evaluation, decoding: the programs, run in this order.
+    console, writer: receive the results.
+    stop: an interrupt ends a running program early.
+    first_step: steps taken before this process; results that the writer already has for this step are not made again.
+
+  Attributes:
+    metrics: the latest results by split.
+  """
+
+  def __init__(
+    self,
+    evaluation: Sequence[EvalProgram],
+    decoding: Sequence[DecodeProgram],
+    console: Console,
+    writer: SummaryWriter,
+    stop: StopSignals,
+    *,
+    first_step: int,
+  ):
+    self.metrics: dict[str, HostMetrics] = {}
+    self._evaluation = evaluation
+    self._decoding = decoding
+    self._console = console
+    self._writer = writer
+    self._stop = stop
+    # Only process 0 has read the files; all must run the same programs.
+    splits = [p.split for p in evaluation] + [p.split for p in decoding]
+    self._done_at = {s: first_step for s in splits if decided_by_primary_process(writer.was_written(s))}
+
+  def evaluate(self, step: int, state: TrainState) -> None:
+    """Evaluates all inputs, except those evaluated at this step already."""
+    self._run(self._evaluation, step, state)
+
+  def decode(self, step: int, state: TrainState) -> None:
+    """Decodes all inputs, except those decoded at this step already."""
+    self._run(self._decoding, step, state)
+
+  def _run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
+    for program in programs:
+      if self._done_at.get(program.split) == step:
+        continue
+      variables = eval_variables(state, use_ema=program.use_ema)
+      result = program.run(variables, state.step, self._stop.interrupts)
+      if result is None:
+        return
+      self._done_at[program.split] = step
+      self.metrics[program.split] = result.metrics
+      self._console.line(program.result_line(step, result))
+      self._writer.write(step, program.split, result.metrics, result.summaries)

@@ -1,14 +1,23 @@
-"""What a run is given: its configs, and the keys that its seed makes."""
+"""What a run is given: its configs, the inputs they describe, a directory, and the keys that its seed makes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, DataError, UserError, located
+from praxis_lite.inputs import BaseInput
+from praxis_lite.models.base import BaseModel
+from praxis_lite.task import TrainParams
 
 
 class RunConfig(Protocol):
@@ -23,7 +32,7 @@ class RunConfig(Protocol):
 
 
 class RunKeys(NamedTuple):
-  """PRNG keys, replicated over the mesh. Steps fold theirs with the step, so a resumed run draws the same numbers."""
+  """PRNG keys, replicated over the mesh. Steps fold them with the step, so a resumed run draws the same numbers."""
 
   init: jax.Array
   train: jax.Array
@@ -36,12 +45,12 @@ def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   def make() -> RunKeys:
     return RunKeys(*jax.random.split(jax.random.key(seed), 3))
 
-  # Made by a program on the mesh: with several processes none of them could put an array on all of it.
+  # Made by a program on the mesh: with several processes none of them could put an array on all its devices.
   return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
 
-def check_intervals(settings: Any) -> None:
-  """Checks the numbers of `task.train`.
+def check_intervals(settings: TrainParams) -> None:
+  """Checks the numbers of steps in `task.train`.
 
   Raises:
     ConfigError: a number of steps is not positive.
@@ -57,5 +66,136 @@ def check_intervals(settings: Any) -> None:
 
 
 def is_due(step: int, interval: int | None) -> bool:
-  """Whether something that is done every `interval` steps is done after `step` of them."""
+  """Whether what happens every `interval` steps happens after `step` of them; never if it is None."""
   return interval is not None and step > 0 and step % interval == 0
+
+
+class Datasets(NamedTuple):
+  """The inputs of an experiment's `datasets()` or `decode_datasets()`.
+
+  Attributes:
+    name: 'datasets' or 'decode_datasets'.
+    inputs: in the order of their configs.
+  """
+
+  name: str
+  inputs: list[BaseInput]
+
+  @property
+  def evaluation(self) -> list[BaseInput]:
+    """The inputs to evaluate on."""
+    return [i for i in self.inputs if not i.is_training]
+
+  def the_training_input(self) -> BaseInput:
+    """Returns the one input to train on.
+
+    Raises:
+      ConfigError: there is none, or more than one.
+    """
+    training = [i for i in self.inputs if i.is_training]
+    if len(training) != 1:
+      raise ConfigError(
+        f'{self.name}(): exactly one input must have is_training=True, and {len(training)} of {len(self.inputs)} have '
+        'it; to train on several, mix them in a MixtureInput'
+      )
+    return training[0]
+
+  def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
+    """Reads a batch of each of `inputs`, for `model.check_input`, before anything is compiled.
+
+    Raises:
+      UserError: data is missing, empty or unreadable, or the model does not accept it.
+    """
+    for i, data in enumerate(self.inputs):
+      if not any(data is wanted for wanted in inputs):
+        continue
+      with located(f'{self.name}[{i}]'):
+        try:
+          batch = data.get_next()
+        except StopIteration:
+          raise DataError(f'{data.label}: there is no batch in it') from None
+        data.reset()
+        model.check_input(data, batch)
+
+
+def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
+  """Builds inputs that each read this process's share of a batch.
+
+  Args:
+    configs: configs of the inputs.
+    name: 'datasets' or 'decode_datasets', for messages.
+
+  Raises:
+    ConfigError: two evaluation inputs have the same name, so that their metrics could not be distinguished.
+  """
+  inputs: list[BaseInput] = []
+  for i, config in enumerate(configs):
+    with located(f'{name}[{i}]'):
+      inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
+  labels = [i.label for i in inputs if not i.is_training]
+  twice = [label for label in labels if labels.count(label) > 1]
+  if twice:
+    raise ConfigError(f'{name}(): {len(twice)} inputs are called {twice[0]!r}; set the name of each')
+  return Datasets(name, inputs)
+
+
+@contextlib.contextmanager
+def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
+  """Creates the directory if it does not exist, and tests that it is writable, before anything is compiled.
+
+  If an error ends the block before anything was written, created directories are removed again.
+
+  Raises:
+    UserError: the directory cannot be created, or is not writable.
+  """
+  path = Path(job_log_dir).expanduser().absolute()
+  created: list[Path] = []
+  try:
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+      pass
+  except OSError as error:
+    raise UserError(f'job_log_dir {path} is not writable: {_reason(path, error)}') from None
+  try:
+    yield path
+  except BaseException:
+    with contextlib.suppress(OSError):  # A directory that is not empty stays.
+      for folder in created:
+        folder.rmdir()
+    raise
+
+
+@contextlib.contextmanager
+def held_for_training(path: Path) -> Iterator[None]:
+  """Locks a directory for one training run: a second run would delete the checkpoints that the first is writing.
+
+  The system releases the lock in whatever way the process ends. A file system without locks is not an error.
+
+  Raises:
+    UserError: another run is training there.
+  """
+  directory = os.open(path, os.O_RDONLY)
+  try:
+    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(directory)
+    raise UserError(
+      f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
+    ) from None
+  except OSError:
+    pass  # The file system has no locks.
+  try:
+    yield
+  finally:
+    os.close(directory)
+
+
+def _reason(path: Path, error: OSError) -> str:
+  """Returns which path component is a file, or else the message of the system."""
+  for folder in (path, *path.parents):
+    if folder.is_dir():
+      break
+    if folder.exists():
+      return f'{folder} is a file'
+  return error.strerror or str(error)

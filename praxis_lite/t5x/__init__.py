@@ -10,7 +10,7 @@ from praxis_lite.t5x.meshes import (
   get_gpu_mesh,
   get_mesh,
 )
-from praxis_lite.t5x.moe import MoePjitPartitioner
+from praxis_lite.t5x.moe import MoePjitPartitioner, data_partition_spec
 from praxis_lite.t5x.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner, PjittedFnWithContext
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
   'PjitPartitioner',
   'PjittedFnWithContext',
   'bounds_from_last_device',
+  'data_partition_spec',
   'default_mesh',
   'get_coords',
   'get_cpu_mesh',

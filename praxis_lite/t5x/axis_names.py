@@ -2,115 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.slots import owner_of
-from praxis_lite.trees import Path, leaves_by_path, path_matches, path_names
+from praxis_lite.partitioning.slots import slot_origins
+from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches, path_name
+
+if TYPE_CHECKING:
+  from praxis_lite.training.state import TrainState
 
 AxisNamesOverrides = Sequence[tuple[str, Sequence[str | None]]]
+# The names that a slot without the shape of its parameter keeps, given a path that begins with the parameter and ends
+# with the slot, such as 'mlp/expert/kernel/v_row'.
+KeptNames = Callable[[str], Collection[str]]
+Tree = TypeVar('Tree')
 
 
 class AxisNames(tuple[Any, ...]):
   """The names of an array's axes: `AxisNames('embed', 'mlp')`. A leaf of trees, unlike the tuple it is otherwise."""
 
-  def __new__(cls, *names: Any) -> Self:
+  def __new__(cls, *names: object) -> Self:
     return super().__new__(cls, names)
 
   def __repr__(self) -> str:
     return f'AxisNames{super().__repr__()}'
 
 
-def declared_axis_names(weights: Any) -> Any:
-  """Returns the names that a tree of weight declarations gives to its arrays, repeat prefixes included.
+def declared_axis_names(weights: Tree) -> Tree:
+  """Returns the AxisNames that a tree of weight declarations gives to its arrays, repeat prefixes included.
 
   Args:
-    weights: tree of `WeightHParams`, or of things that carry their names as `logical_axes`.
+    weights: tree of `WeightHParams`, or of objects that carry their names as `logical_axes`.
 
   Raises:
     ShardingError: a leaf is neither, so that nothing is known about its axes.
   """
-  return jax.tree_util.tree_map_with_path(_declared, weights)
+
+  def declared(path: Path, weight: object) -> AxisNames:
+    for attribute in ('logical_axes', 'full_split_dims_mapping'):
+      names = getattr(weight, attribute, None)
+      if names is not None:
+        return AxisNames(*names)
+    raise ShardingError(
+      f'{path_name(path)}: a {type(weight).__name__} does not name its axes; pass the declarations of the variables, '
+      "model.abstract_init(), as the state's mdl_vars"
+    )
+
+  return map_with_path(declared, weights)
 
 
-def override_axis_names(axes: Any, overrides: AxisNamesOverrides) -> Any:
+def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
   """Returns `axes` with the names of the arrays replaced whose path a pattern matches.
 
   Args:
     axes: tree of AxisNames.
     overrides: pairs (pattern, names). A pattern matches a whole path, 'lm.softmax.w' or 'lm/softmax/w'; each array
-      takes
-      the first that matches it.
+      takes the first that matches it.
 
   Raises:
     ShardingError: an override replaces nothing, or has not as many names as an array it matches has axes.
   """
   by_path = leaves_by_path(axes)
-  deciding = {path: _first_match(path, overrides) for path in by_path}
+  deciding = {
+    path: next((i for i, (pattern, _) in enumerate(overrides) if path_matches(pattern, path)), None) for path in by_path
+  }
   for i, (pattern, names) in enumerate(overrides):
     matched = [path for path, index in deciding.items() if index == i]
     if not matched:
-      earlier = next((deciding[p] for p in by_path if path_matches(pattern, p)), None)
+      earlier = next((deciding[path] for path in by_path if path_matches(pattern, path)), None)
       why = f'; {overrides[earlier][0]!r} comes first' if earlier is not None else ''
-      raise ShardingError(
-        f'the axis names override {pattern!r} changes nothing{why}; the paths are {_some(list(by_path))}'
-      )
+      more = f', ... ({len(by_path)} in all)' if len(by_path) > 8 else ''
+      shown = ', '.join(map(path_name, list(by_path)[:8])) + more
+      raise ShardingError(f'the axis names override {pattern!r} changes nothing{why}; the paths are {shown}')
     for path in matched:
       if len(names) != len(by_path[path]):
         raise ShardingError(
-          f'the axis names override {pattern!r} has {len(names)} names {tuple(names)!r}, and {".".join(path)} has '
+          f'the axis names override {pattern!r} has {len(names)} names {tuple(names)!r}, and {path_name(path)} has '
           f'{len(by_path[path])} axes {tuple(by_path[path])!r}'
         )
 
-  def replace(key_path: Any, names: AxisNames) -> AxisNames:
-    index = deciding[path_names(key_path)]
+  def replaced(path: Path, names: AxisNames) -> AxisNames:
+    index = deciding[path]
     return names if index is None else AxisNames(*overrides[index][1])
 
-  return jax.tree_util.tree_map_with_path(replace, axes)
+  return map_with_path(replaced, axes)
 
 
-def slot_axis_names(params_struct: Any, params_axes: Any, state_struct: Any) -> Any:
-  """Returns the names of the arrays of an optimizer's state.
-
-  A slot with the shape of its parameter inherits its names. Any other, a factored slot or a counter, has none, so
-  that it is replicated unless an override names its axes.
+def state_axis_names(
+  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: Callable[[object], KeptNames]
+) -> TrainState[AxisNames]:
+  """Returns the names of the arrays of a train state.
 
   Args:
-    params_struct: tree of things with a shape.
+    train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
+    params: overrides for `mdl_vars`, which slots and averages inherit.
+    state: overrides for paths such as 'opt_states/0/v_row/.*'.
+    kept: of an optimizer state, the names that its slots keep; see `slot_axis_names`.
+  """
+  structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
+  axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
+  changes: dict[str, Any] = {'mdl_vars': axes, **({} if train_state.step is None else {'step': AxisNames()})}
+  opt_states, ema_vars = (getattr(train_state, name, None) for name in ('opt_states', 'ema_vars'))
+  if opt_states is not None:
+    slots = slot_axis_names(structs, axes, opt_states, kept(opt_states))
+    changes |= override_axis_names({'opt_states': slots}, state)
+  if ema_vars is not None:
+    changes['ema_vars'] = slot_axis_names(structs, axes, ema_vars)
+  return dataclasses.replace(train_state, **changes)
+
+
+def slot_axis_names(
+  params_struct: object, params_axes: object, state_struct: Tree, kept: KeptNames = lambda path: ()
+) -> Tree:
+  """Returns the AxisNames of the arrays of an optimizer's state.
+
+  A slot with the shape of its parameter inherits its names. Any other, a factored slot or a counter, has none but those
+  that are kept, so that it is replicated unless an override names its axes.
+
+  Args:
+    params_struct: tree of shapes.
     params_axes: the same tree of AxisNames.
     state_struct: the state, as arrays or shapes.
+    kept: the names that slots of another shape keep.
   """
-  shapes = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
-  names = leaves_by_path(params_axes)
+  names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
 
-  def inherit(key_path: Any, slot: Any) -> AxisNames:
-    owner = owner_of(path_names(key_path), shapes)
-    if owner is not None and tuple(slot.shape) == shapes[owner]:
-      return names[owner]
-    return AxisNames(*(None,) * len(slot.shape))
+  def inherited(path: Path, slot: Any) -> AxisNames:
+    origin = origins.get(path)
+    if origin is None:
+      return AxisNames(*(None,) * len(slot.shape))
+    names = names_of[origin.owner]
+    if origin.whole:
+      return names
+    keeps = kept('/'.join((*origin.owner, *path[: len(path) - len(origin.owner)][-1:])))
+    return AxisNames(*(names[d] if d is not None and names[d] in keeps else None for d in origin.dims))
 
-  return jax.tree_util.tree_map_with_path(inherit, state_struct)
-
-
-def _declared(key_path: Any, weight: Any) -> AxisNames:
-  names = getattr(weight, 'logical_axes', None)
-  if names is None:
-    names = getattr(weight, 'full_split_dims_mapping', None)
-  if names is None:
-    raise ShardingError(
-      f'{".".join(path_names(key_path))}: a {type(weight).__name__} does not name its axes; pass the declarations '
-      "of the variables, model.abstract_init(), as the state's mdl_vars"
-    )
-  return AxisNames(*names)
-
-
-def _first_match(path: Path, overrides: AxisNamesOverrides) -> int | None:
-  return next((i for i, (pattern, _) in enumerate(overrides) if path_matches(pattern, path)), None)
-
-
-def _some(paths: list[Path]) -> str:
-  shown = ', '.join('.'.join(path) for path in paths[:8])
-  return shown + (f', ... ({len(paths)} in all)' if len(paths) > 8 else '')
+  return map_with_path(inherited, state_struct)

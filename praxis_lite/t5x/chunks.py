@@ -1,4 +1,4 @@
-"""Which part of a split array the devices of one host hold.
+"""Which part of a split array the devices of one host hold, and which part of each batch the host reads.
 
 The devices of a host form a contiguous block of the mesh, its chunk. Along each mesh axis there are `num_chunks` of
 them, and a host has a `chunk_id` on each. From these follow the slice of any array that the host holds, how many
@@ -8,23 +8,26 @@ devices each:
     host 1, chunk ids {'data': 2, 'model': 0}
     array (128, 16) split ('data', 'model'):   rows 64:96, all 16 columns, replica 0
     array (128, 16) split (None, 'model'):     everything, replica 2 of 4
-
-Which part of each global batch one host has to read.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.padding import num_parts
 from praxis_lite.partitioning.specs import spec_axes
+
+# One entry of a spec: the mesh axes that split a dimension.
+Entry = str | tuple[str, ...] | None
+MeshAxes = PartitionSpec | Sequence[Entry]
 
 
 class LocalChunkInfo(NamedTuple):
@@ -55,22 +58,23 @@ class LocalChunker:
   """
 
   def __init__(self, global_mesh: Mesh, process_index: int | None = None):
-    process_index = jax.process_index() if process_index is None else process_index
     self.global_mesh = global_mesh
-    owner = np.vectorize(lambda d: d.process_index, otypes=[int])(global_mesh.devices)
-    places = np.argwhere(owner == process_index)
+    self.process_index = jax.process_index() if process_index is None else process_index
+    owners = _owners(global_mesh)
+    places = np.argwhere(owners == self.process_index)
     if not len(places):
-      raise ShardingError(f'process {process_index} has no devices in the mesh {dict(global_mesh.shape)}')
+      raise ShardingError(f'process {self.process_index} has no devices in the mesh {dict(global_mesh.shape)}')
     low, sides = places.min(axis=0), np.ptp(places, axis=0) + 1
-    if math.prod(sides.tolist()) != len(places) or any(low % sides) or any(owner.shape % sides):
+    if math.prod(sides.tolist()) != len(places) or any(low % sides) or any(owners.shape % sides):
       raise ShardingError(
-        f'the devices of process {process_index} are not a contiguous block of the mesh {dict(global_mesh.shape)}; '
-        'arrange the mesh so that each host holds one, as get_mesh does'
+        f'the devices of process {self.process_index} are not a contiguous block of the mesh '
+        f'{dict(global_mesh.shape)}; each host must hold one: arrange it as get_mesh does with tile_by_host_if_needed'
       )
-    self.num_chunks = {a: int(n) for a, n in zip(global_mesh.axis_names, owner.shape // sides)}
-    self.chunk_ids = {a: int(i) for a, i in zip(global_mesh.axis_names, low // sides)}
+    self._sides, self.num_chunks, self.chunk_ids = (
+      dict(zip(global_mesh.axis_names, values.tolist())) for values in (sides, owners.shape // sides, low // sides)
+    )
 
-  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: Sequence[Any]) -> LocalChunkInfo:
+  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: MeshAxes) -> LocalChunkInfo:
     """Returns the host's part of an array.
 
     Args:
@@ -78,29 +82,37 @@ class LocalChunker:
       mesh_axes: a spec: for each dimension a mesh axis, a tuple of them or None.
 
     Raises:
-      ShardingError: a dimension does not divide by the number of its chunks.
+      ShardingError: a dimension does not divide by its chunks, or what the host holds of it is not contiguous.
     """
     return LocalChunkInfo(
       tuple(self._slice(size, entry, i) for i, (size, entry) in enumerate(zip(global_shape, mesh_axes, strict=True))),
       self.get_replica_id(mesh_axes),
     )
 
-  def get_shard_id(self, mesh_axes: Any) -> int:
-    """The host's number, row-major, among the different parts of an array split over these axes."""
+  def get_shard_id(self, mesh_axes: str | MeshAxes) -> int:
+    """Returns the host's number, row-major, among the different parts of an array split over these axes."""
     return self._number(self._flatten(mesh_axes))
 
-  def get_replica_id(self, mesh_axes: Any) -> int:
-    """The host's number among the hosts with the same part: its number over the axes that are not used."""
+  def get_replica_id(self, mesh_axes: str | MeshAxes) -> int:
+    """Returns the host's number among the hosts with the same part: its number over the axes that are not used."""
     used = self._flatten(mesh_axes)
     return self._number([axis for axis in self.num_chunks if axis not in used])
 
-  def get_num_shards(self, mesh_axes: Any) -> int:
-    """How many different parts hosts hold of an array split over these axes."""
+  def get_num_shards(self, mesh_axes: str | MeshAxes) -> int:
+    """Returns how many different parts hosts hold of an array split over these axes."""
     return math.prod(self.num_chunks[axis] for axis in self._flatten(mesh_axes))
 
-  def _slice(self, size: int, entry: Any, dim: int) -> slice:
-    if not spec_axes(entry):
+  def _slice(self, size: int, entry: Entry, dim: int) -> slice:
+    axes = self._flatten([entry])
+    if not axes:
       return slice(None)
+    # Parts are numbered row-major: a host that holds several along one axis must hold all along those after it.
+    several = [i for i, axis in enumerate(axes) if self._sides[axis] > 1]
+    if several and any(self.num_chunks[axis] > 1 for axis in axes[several[0] + 1 :]):
+      raise ShardingError(
+        f'the rows of process {self.process_index} in dimension {dim}, split over {tuple(axes)}, are not contiguous; '
+        'put first the axes along which hosts are split'
+      )
     chunks = self.get_num_shards([entry])
     if size % chunks:
       raise ShardingError(
@@ -115,15 +127,17 @@ class LocalChunker:
       number = number * self.num_chunks[axis] + self.chunk_ids[axis]
     return number
 
-  def _flatten(self, mesh_axes: Any) -> list[str]:
+  def _flatten(self, mesh_axes: str | MeshAxes) -> list[str]:
     entries = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
     axes = [axis for entry in entries for axis in spec_axes(entry)]
-    for axis in axes:
-      if axis not in self.num_chunks:
-        raise ShardingError(
-          f'{axis!r} is not an axis of the mesh {dict(self.global_mesh.shape)}.{did_you_mean(axis, self.num_chunks)}'
-        )
+    num_parts(tuple(axes), self.global_mesh)  # Raises where the mesh does not have one.
     return axes
+
+
+@functools.lru_cache(maxsize=8)
+def _owners(mesh: Mesh) -> np.ndarray:
+  """The process of each device."""
+  return np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
 
 
 class DataLayout(NamedTuple):
@@ -148,18 +162,18 @@ def get_data_layout(chunker: LocalChunker, data_axes: Sequence[str], batch_size:
   Args:
     chunker: the host's chunk of the mesh.
     data_axes: the mesh axes that the batch dimension is split over.
-    batch_size: size of the global batch; by default one example for each part of the mesh's data axes.
+    batch_size: size of the global batch; by default one example for each part of the data axes.
 
   Raises:
-    ShardingError: the batch size does not divide by the parts of the data axes, or by the shares of hosts.
+    ShardingError: the batch size does not divide by the parts of the data axes, and so by the shares of hosts.
   """
   data_mesh_size = num_parts(tuple(data_axes), chunker.global_mesh)
   num_shards = chunker.get_num_shards(data_axes)
   batch_size = data_mesh_size if batch_size is None else batch_size
-  for divisor, what in ((data_mesh_size, 'the size of the data axes'), (num_shards, 'the number of data shards')):
-    if batch_size < 1 or batch_size % divisor:
-      raise ShardingError(
-        f'batch size {batch_size} must be a positive multiple of {divisor}, {what} {tuple(data_axes)!r}; the nearest '
-        f'is {max(divisor, round(batch_size / divisor) * divisor)}, or pad the batch with examples of zero weight'
-      )
+  if batch_size < 1 or batch_size % data_mesh_size:
+    nearest = max(data_mesh_size, round(batch_size / data_mesh_size) * data_mesh_size)
+    raise ShardingError(
+      f'batch size {batch_size} must be a positive multiple of {data_mesh_size}, the size of the data axes '
+      f'{tuple(data_axes)!r}; the nearest is {nearest}, or pad the batch with examples of zero weight'
+    )
   return DataLayout(batch_size, chunker.get_shard_id(data_axes), num_shards, chunker.get_replica_id(data_axes) == 0)

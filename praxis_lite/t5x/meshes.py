@@ -1,30 +1,25 @@
-"""Placing model-parallel boxes on a torus of devices.
+"""Meshes for a number of model partitions, placed along the links of the hardware.
 
-The slice is a box of devices, the submesh a smaller box that tiles it. Each tile becomes one row of 'model'; what
-remains is the order of the tiles, 'data', and of the devices in a tile. Both are row-major, except that the devices
-of one host have to end up contiguous, for each host feeds and stores one block of the data. Tiles are therefore
-ordered host by host: along each side, with g devices in the slice, m in the submesh and l on a host,
-
-    m >= l, whole hosts in a tile:  g = (g / m tiles)              * (m / l hosts) * (l devices)
-    m <  l, several tiles on one:   g = (g / l hosts) * (l / m tiles)              * (m devices)
-
-and the mesh is all of the first factors, then all of the second, and so on, over the sides. Where the submesh spans a
-whole side of the torus, or a whole plane, making z the slower side is enough to keep hosts contiguous; their rings are
-then left in one piece, on which collectives are faster.
-
-Meshes for a number of model partitions, placed along the links of the hardware.
-
-A mesh from here has the axes ('data', 'model'), or ('replica', 'data', 'model') where slices are joined. Which devices
-share a row of 'model' matters on hardware whose devices form a torus: they exchange activations in every layer, so each
-row is a compact box of chips, the model-parallel submesh, and the boxes are laid out such that the devices of one host
-form a contiguous block of the mesh. `submesh.py` does the placement; here is what to ask it for.
-
-Devices are a parameter everywhere, and may be described ones:
+A mesh from here has the axes ('data', 'model'), or ('replica', 'data', 'model') where slices are joined. Devices are a
+parameter everywhere, and may be described ones:
 
     chips = [DescribedDevice(id=2 * x + 8 * y + c, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0),
                              core_on_chip=c, platform='tpu', device_kind='TPU v3')
              for y in range(4) for x in range(4) for c in range(2)]
     default_mesh(4, devices=chips).shape                        # {'data': 8, 'model': 4}
+
+Devices that share a row of 'model' exchange activations in every layer. On hardware whose devices form a torus, each
+row is therefore a compact box of chips, the model-parallel submesh, which tiles the box of all devices. The order of
+the tiles, 'data', and of the devices in a tile, 'model', is row-major, except that the devices of one host have to form
+a contiguous block of the mesh, for each host feeds and stores one block of the data. Tiles are therefore ordered host
+by host: along each side, with g devices in the slice, m in the submesh and l on a host,
+
+    m >= l, whole hosts in a tile:  g = (g / m tiles)              * (m / l hosts) * (l devices)
+    m <  l, several tiles on one:   g = (g / l hosts) * (l / m tiles)              * (m devices)
+
+and the mesh is all of the first factors, then all of the second, and so on, over the sides. Where the submesh spans a
+whole side of the torus, or a whole plane, and hosts are flat, making z the slower side is enough to keep hosts
+contiguous; their rings are then left in one piece, on which collectives are faster.
 
 The vocabulary and the default submeshes are those of T5X (Roberts et al., Scaling Up Models and Data with t5x and
 seqio, 2022).
@@ -32,57 +27,147 @@ seqio, 2022).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.mesh import create_device_mesh, place_over_slices
-
-Sides = tuple[int, ...]
+from praxis_lite.partitioning.mesh import as_device_array, auto_mesh, create_device_mesh
+from praxis_lite.t5x.chunks import LocalChunker
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
 
+# By number of partitions. Chips of the second and third generation have two cores, closer to each other than to any
+# other; on later ones, a ring that is closed is preferred to a box: the first one that the slice has room for.
+_TWO_CORES = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
+_ONE_CORE = {
+  1: [(1, 1, 1, 1)],
+  2: [(1, 2, 1, 1)],
+  4: [(4, 1, 1, 1), (2, 2, 1, 1)],
+  8: [(1, 1, 8, 1), (4, 2, 1, 1)],
+  16: [(1, 1, 16, 1), (8, 2, 1, 1), (4, 4, 1, 1), (2, 2, 4, 1)],
+}
 
-def bounds_from_last_device(last_device: Any, devices: Sequence[Any] | None = None) -> Sides:
+
+@dataclasses.dataclass(frozen=True)
+class DescribedDevice:
+  """A device that need not exist: what a mesh needs to know about one.
+
+  Attributes:
+    id: unique number.
+    process_index: the host it is attached to.
+    coords: (x, y, z) of its chip in the torus; None where devices have no places.
+    core_on_chip: which core of the chip; None without `coords`.
+    platform: 'tpu', 'gpu' or 'cpu'.
+    device_kind: the hardware, such as 'TPU v4'.
+  """
+
+  id: int
+  process_index: int = 0
+  coords: tuple[int, int, int] | None = None
+  core_on_chip: int | None = None
+  platform: str = 'cpu'
+  device_kind: str = 'cpu'
+
+
+Device: TypeAlias = 'jax.Device | DescribedDevice'
+Sides = tuple[int, ...]
+# Sides of the box of devices of one row of 'model'; None where it is not given.
+Submesh: TypeAlias = Sequence[int] | None
+
+
+def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
   """Returns the sides of the box whose far corner is `last_device`.
 
   Args:
     last_device: a device; with coordinates, (x, y, z) and a core, the box reaches from the origin to it.
     devices: without coordinates, the box is (number of hosts, devices per host) of these; all devices by default.
   """
-  if getattr(last_device, 'coords', None) is not None:
-    return (*(c + 1 for c in last_device.coords), last_device.core_on_chip + 1)
-  devices = jax.devices() if devices is None else devices
-  num_hosts = len({d.process_index for d in devices})
-  return num_hosts, len(devices) // num_hosts
+  coords = _torus_coords(last_device)
+  return _hosts(_all_devices(devices)) if coords is None else tuple(c + 1 for c in coords)
 
 
-def get_coords(device: Any, local_device_count: int | None = None) -> Sides:
+def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
   """Returns where a device is: (x, y, z, core) on a TPU, otherwise (host, index on the host).
 
-  Args:
-    device: a device.
-    local_device_count: number of devices of each host; that of this process by default.
+  All hosts have `local_device_count` devices, by default as many as this process.
   """
-  if getattr(device, 'coords', None) is not None:
-    return (*device.coords, device.core_on_chip)
+  coords = _torus_coords(device)
+  if coords is not None:
+    return coords
   return device.process_index, device.id % (local_device_count or jax.local_device_count())
 
 
-def place_submesh(devices: Sequence[Any], submesh: Sides, tile_by_host: bool = True) -> np.ndarray:
-  """Returns the devices as an array [data, model] with a tile of the shape `submesh` in each row.
+def default_mesh(
+  num_partitions: int | None = None,
+  model_parallel_submesh: Submesh = None,
+  backend: str | None = None,
+  ici_mesh_shape: Sequence[int] | None = None,
+  dcn_mesh_shape: Sequence[int] | None = None,
+  devices: Sequence[Device] | None = None,
+) -> Mesh:
+  """Returns the mesh for a degree of model parallelism on whatever devices there are.
+
+  Args:
+    num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
+    model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere.
+    backend: the JAX backend to take the devices of.
+    ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
+      num_partitions may only repeat the size of 'model'.
+    dcn_mesh_shape: number of slices along each of them.
+    devices: the devices; all of `backend` by default.
 
   Raises:
-    ShardingError: the devices do not fill a box, or `submesh` does not tile it, or cuts hosts in unequal parts.
+    ShardingError: both or neither of num_partitions and model_parallel_submesh, or something that does not divide.
   """
-  box, host = device_box(devices)
-  names = _SIDE_NAMES[box.ndim]
+  devices = _all_devices(devices, backend)
+  if ici_mesh_shape is not None:
+    mesh = create_device_mesh(ici_mesh_shape, dcn_mesh_shape, ('replica', 'data', 'model'), devices)
+    if model_parallel_submesh is not None or num_partitions not in (None, mesh.shape['model']):
+      raise ShardingError(
+        f'ici_mesh_shape and dcn_mesh_shape give {mesh.shape["model"]} model partitions; '
+        f'num_partitions={num_partitions}, model_parallel_submesh={model_parallel_submesh} do not agree; leave them out'
+      )
+    return mesh
+  if dcn_mesh_shape is not None:
+    raise ShardingError('dcn_mesh_shape needs ici_mesh_shape, the shape within each slice')
+  num = num_model_partitions(num_partitions, model_parallel_submesh)
+  if model_parallel_submesh is not None:
+    return get_mesh(model_parallel_submesh, devices=devices)
+  if _torus_coords(devices[-1]) is None:
+    return get_gpu_mesh(num, devices)
+  last = max(devices, key=get_coords)
+  return get_mesh(default_submesh(num, last.device_kind, bounds_from_last_device(last)), devices=devices)
+
+
+def get_mesh(
+  model_parallel_submesh: Sequence[int],
+  *,
+  devices: Sequence[Device] | None = None,
+  tile_by_host_if_needed: bool = True,
+  backend: str | None = None,
+) -> Mesh:
+  """Returns a mesh ('data', 'model') whose rows of 'model' are boxes of the shape of the submesh.
+
+  Args:
+    model_parallel_submesh: (x, y, z, core) on a TPU, (hosts, devices per host) elsewhere.
+    devices: the devices; they must fill a box.
+    tile_by_host_if_needed: arrange the boxes host by host where a host's devices would otherwise not be contiguous.
+    backend: the JAX backend to take the devices of.
+
+  Raises:
+    ShardingError: the devices do not fill a box, a side of the submesh does not divide that of the box, the hosts
+      cannot be tiled, or without tiling they are not contiguous.
+  """
+  devices = _all_devices(devices, backend)
+  box, host = _device_box(devices)
+  names, submesh = _SIDE_NAMES[box.ndim], tuple(model_parallel_submesh)
   if len(submesh) != box.ndim:
     raise ShardingError(f'model_parallel_submesh={submesh} has {len(submesh)} sides; these devices need {names}')
   for name, whole, part in zip(names, box.shape, submesh):
@@ -91,38 +176,84 @@ def place_submesh(devices: Sequence[Any], submesh: Sides, tile_by_host: bool = T
         f'model_parallel_submesh={submesh}: side {name} = {part} does not divide the {whole} of the devices, '
         f'whose sides are {dict(zip(names, box.shape))}'
       )
-  order = _z_major(box.shape, submesh) if box.ndim == 4 else None
+  order = _z_major(box.shape, submesh) if box.ndim == 4 and host[2] == 1 else None
   if order is not None:
-    box, submesh, tile_by_host = box.transpose(order), tuple(submesh[i] for i in order), False
-  if tile_by_host:
-    factors = [_host_factors(name, *sides) for name, *sides in zip(names, box.shape, submesh, host)]
-  else:
-    factors = [(whole // part, part) for whole, part in zip(box.shape, submesh)]
-  split = box.reshape([f for side in factors for f in side])
-  per_side = len(factors[0])
-  return split.transpose([per_side * s + f for f in range(per_side) for s in range(box.ndim)]).reshape(
-    -1, math.prod(submesh)
-  )
+    box, submesh = box.transpose(order), tuple(submesh[i] for i in order)
+  tiled = tile_by_host_if_needed and order is None
+  factors = [
+    _host_factors(name, *sides) if tiled else (sides[0] // sides[1], 1, 1, sides[1])
+    for name, *sides in zip(names, box.shape, submesh, host)
+  ]
+  split = box.reshape([factor for side in factors for factor in side])
+  placed = split.transpose([4 * side + factor for factor in range(4) for side in range(box.ndim)])
+  mesh = auto_mesh(placed.reshape(-1, math.prod(submesh)), ('data', 'model'))
+  for process in () if tiled else {d.process_index for d in devices}:
+    LocalChunker(mesh, process)  # Raises where the devices of a host are not a contiguous block.
+  return mesh
 
 
-def device_box(devices: Sequence[Any]) -> tuple[np.ndarray, Sides]:
-  """Returns the devices as an array indexed by their coordinates, and the sides of the box of the first host's devices.
+def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -> Mesh:
+  """Returns a mesh ('data', 'model') of devices without coordinates; 'model' fills one host's devices first.
 
   Raises:
-    ShardingError: the devices do not fill a box.
+    ShardingError: num_partitions neither divides nor is a multiple of the number of devices of a host.
   """
-  per_host = len(devices) // len({d.process_index for d in devices})
-  coords = {get_coords(d, per_host): d for d in devices}
-  low = np.min(list(coords), axis=0)
-  sides = tuple(int(s) for s in np.max(list(coords), axis=0) - low + 1)
-  if len(coords) != len(devices) or math.prod(sides) != len(devices):
+  devices = _all_devices(devices)
+  num_hosts, per_host = _hosts(devices)
+  in_host = max(1, min(num_partitions, per_host))
+  model_hosts = num_partitions // in_host
+  if num_partitions < 1 or per_host % in_host or num_partitions % in_host or num_hosts % model_hosts:
+    raise ShardingError(
+      f'num_partitions={num_partitions} must divide the {per_host} devices of each host, or be a multiple of it '
+      f'that divides all {num_hosts * per_host} devices'
+    )
+  return get_mesh((model_hosts, in_host), devices=devices)
+
+
+def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
+  """Returns the mesh of 'data' over processes and 'model' over the devices of each."""
+  devices = _all_devices(devices)
+  return get_gpu_mesh(_hosts(devices)[1], devices)
+
+
+def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]) -> Sides:
+  """Returns the sides (x, y, z, core) of a submesh of `num_partitions` cores in a TPU slice with the sides `bounds`.
+
+  Raises:
+    ShardingError: there is no default for these.
+  """
+  x, _, z, cores = bounds
+  known = _TWO_CORES if device_kind in ('TPU v2', 'TPU v3') else _ONE_CORE if cores == 1 else {}
+  if num_partitions not in known:
+    raise ShardingError(
+      f'there is no default submesh for num_partitions={num_partitions} on {device_kind} with sides {tuple(bounds)}; '
+      'the defaults are for 1, 2, 4, 8 and 16. Pass model_parallel_submesh=(x, y, z, core)'
+    )
+  submeshes = known[num_partitions]
+  return next((s for s in submeshes if s[0] <= x and s[2] <= z), submeshes[-1])
+
+
+def num_model_partitions(num_partitions: int | None, model_parallel_submesh: Submesh) -> int:
+  """Returns the size of the 'model' axis; raises ShardingError unless exactly one of the two is given."""
+  if (num_partitions is None) == (model_parallel_submesh is None):
+    given = 'neither is' if num_partitions is None else 'both are'
+    raise ShardingError(f'pass num_partitions or model_parallel_submesh: exactly one of them; {given} given')
+  return math.prod(model_parallel_submesh or ()) if num_partitions is None else num_partitions
+
+
+def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
+  """Returns the devices as an array by their coordinates, or [host, device], and the sides of one host's box."""
+  num_hosts, per_host = _hosts(devices)
+  ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+  if _torus_coords(devices[0]) is None:
+    return as_device_array(ordered).reshape(num_hosts, per_host), (1, per_host)
+  coords = np.array([get_coords(d) for d in ordered])
+  low, sides = coords.min(axis=0), tuple((np.ptp(coords, axis=0) + 1).tolist())
+  if len(np.unique(coords, axis=0)) != len(devices) or math.prod(sides) != len(devices):
     raise ShardingError(f'{len(devices)} devices do not fill the box {sides} that their coordinates span')
   box = np.empty(sides, dtype=object)
-  for at, device in coords.items():
-    box[tuple(np.subtract(at, low))] = device
-  first_host = min(d.process_index for d in devices)
-  of_host = [at for at, device in coords.items() if device.process_index == first_host]
-  return box, tuple(int(s) for s in np.max(of_host, axis=0) - np.min(of_host, axis=0) + 1)
+  box[tuple((coords - low).T)] = as_device_array(ordered)
+  return box, tuple((np.ptp(coords[:per_host], axis=0) + 1).tolist())
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:
@@ -149,194 +280,19 @@ def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
   )
 
 
-HYBRID_AXES = ('replica', 'data', 'model')
-
-
-@dataclasses.dataclass(frozen=True)
-class DescribedDevice:
-  """A device that need not exist: what a mesh needs to know about one.
-
-  Attributes:
-    id: unique number.
-    process_index: the host it is attached to.
-    coords: (x, y, z) of its chip in the torus; None where devices have no places.
-    core_on_chip: which core of the chip; None without `coords`.
-    platform: 'tpu', 'gpu' or 'cpu'.
-    device_kind: the hardware, such as 'TPU v4'.
-  """
-
-  id: int
-  process_index: int = 0
-  coords: tuple[int, int, int] | None = None
-  core_on_chip: int | None = None
-  platform: str = 'cpu'
-  device_kind: str = 'cpu'
-
-
-def default_mesh(
-  num_partitions: int | None = None,
-  model_parallel_submesh: Sequence[int] | None = None,
-  *,
-  ici_mesh_shape: Sequence[int] | None = None,
-  dcn_mesh_shape: Sequence[int] | None = None,
-  devices: Sequence[Any] | None = None,
-  backend: str | None = None,
-) -> Mesh:
-  """Returns the mesh for a degree of model parallelism on whatever devices there are.
-
-  Args:
-    num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
-    model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere.
-    ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the two above are not needed, and
-      num_partitions may only repeat the size of 'model'.
-    dcn_mesh_shape: number of slices along each of them.
-    devices: the devices; all of `backend` by default.
-    backend: the JAX backend to take the devices of.
-
-  Raises:
-    ShardingError: both or neither of num_partitions and model_parallel_submesh, or something that does not divide.
-  """
-  devices = _all_devices(devices, backend)
-  if ici_mesh_shape is not None:
-    mesh = create_device_mesh(ici_mesh_shape, dcn_mesh_shape, HYBRID_AXES, devices)
-    if model_parallel_submesh is not None or num_partitions not in (None, mesh.shape['model']):
-      raise ShardingError(
-        f'ici_mesh_shape and dcn_mesh_shape give {mesh.shape["model"]} model partitions; '
-        f'num_partitions={num_partitions}, model_parallel_submesh={model_parallel_submesh} do not agree; leave them out'
-      )
-    return mesh
-  if dcn_mesh_shape is not None:
-    raise ShardingError('dcn_mesh_shape needs ici_mesh_shape, the shape within each slice')
-  check_one_of(num_partitions, model_parallel_submesh)
-  if model_parallel_submesh is not None:
-    return get_mesh(model_parallel_submesh, devices=devices)
-  assert num_partitions is not None
-  if not _has_coords(devices[-1]):
-    return get_gpu_mesh(num_partitions, devices)
-  last = max(devices, key=lambda d: (*d.coords, d.core_on_chip))
-  return get_mesh(default_submesh(num_partitions, last.device_kind, bounds_from_last_device(last)), devices=devices)
-
-
-def get_mesh(
-  model_parallel_submesh: Sequence[int],
-  *,
-  devices: Sequence[Any] | None = None,
-  tile_by_host_if_needed: bool = True,
-  backend: str | None = None,
-) -> Mesh:
-  """Returns a mesh ('data', 'model') whose rows of 'model' are boxes of the shape of the submesh.
-
-  Args:
-    model_parallel_submesh: (x, y, z, core) on a TPU, (hosts, devices per host) elsewhere.
-    devices: the devices; they must fill a box.
-    tile_by_host_if_needed: arrange the boxes host by host where a host's devices would otherwise not be contiguous.
-    backend: the JAX backend to take the devices of.
-
-  Raises:
-    ShardingError: a side of the submesh does not divide that of the slice, or the hosts cannot be tiled.
-  """
-  placed = place_submesh(_all_devices(devices, backend), tuple(model_parallel_submesh), tile_by_host_if_needed)
-  return _auto_mesh(placed, ('data', 'model'))
-
-
-def get_gpu_mesh(num_partitions: int, devices: Sequence[Any] | None = None) -> Mesh:
-  """Returns a mesh ('data', 'model') of devices without coordinates; 'model' fills one host's devices first.
-
-  Raises:
-    ShardingError: num_partitions neither divides nor is a multiple of the number of devices of a host.
-  """
-  by_host = _by_host(_all_devices(devices, None))
-  num_hosts, per_host = by_host.shape
-  model_in_host = min(num_partitions, per_host)
-  model_hosts = num_partitions // model_in_host if num_partitions > 0 else 0
-  if num_partitions < 1 or per_host % model_in_host or num_partitions % model_in_host or num_hosts % model_hosts:
-    raise ShardingError(
-      f'num_partitions={num_partitions} must divide the {per_host} devices of each host, or be a multiple of it '
-      f'that divides all {num_hosts * per_host} devices'
-    )
-  ici, dcn = (per_host // model_in_host, model_in_host), (num_hosts // model_hosts, model_hosts)
-  return _auto_mesh(place_over_slices(ici, dcn, list(by_host.reshape(-1))), ('data', 'model'))
-
-
-def get_cpu_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-  """Returns the mesh of 'data' over processes and 'model' over the devices of each."""
-  return _auto_mesh(_by_host(_all_devices(devices, None)), ('data', 'model'))
-
-
-def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]) -> tuple[int, int, int, int]:
-  """Returns the sides (x, y, z, core) of a TPU submesh of `num_partitions` cores.
-
-  Args:
-    num_partitions: 1, 2, 4, 8 or 16.
-    device_kind: the hardware. Chips of the second and third generation have two cores that are closer to each other
-      than to any other; on later ones, the longest ring that is closed is preferred to a box.
-    bounds: sides of the whole slice.
-
-  Raises:
-    ShardingError: there is no default for these; pass model_parallel_submesh.
-  """
-  x, _, z, cores = bounds
-  submesh: tuple[int, int, int, int] | None = None
-  if device_kind in ('TPU v2', 'TPU v3'):
-    submesh = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16: (4, 2, 1, 2)}.get(num_partitions)
-  elif cores == 1:
-    match num_partitions:
-      case 1:
-        submesh = (1, 1, 1, 1)
-      case 2:
-        submesh = (1, 2, 1, 1)
-      case 4:
-        submesh = (4, 1, 1, 1) if x >= 4 else (2, 2, 1, 1)
-      case 8:
-        submesh = (1, 1, 8, 1) if z >= 8 else (4, 2, 1, 1)
-      case 16:
-        submesh = (1, 1, 16, 1) if z >= 16 else (8, 2, 1, 1) if x >= 8 else (4, 4, 1, 1) if x >= 4 else (2, 2, 4, 1)
-  if submesh is None:
-    raise ShardingError(
-      f'there is no default submesh for num_partitions={num_partitions} on {device_kind} with sides {tuple(bounds)}; '
-      'the defaults are for 1, 2, 4, 8 and 16. Pass model_parallel_submesh=(x, y, z, core)'
-    )
-  return submesh
-
-
-def check_one_of(num_partitions: int | None, model_parallel_submesh: Sequence[int] | None) -> None:
-  """Raises ShardingError unless exactly one of the two is given."""
-  if (num_partitions is None) == (model_parallel_submesh is None):
-    given = 'neither is' if num_partitions is None else 'both are'
-    raise ShardingError(f'pass num_partitions or model_parallel_submesh: exactly one of them; {given} given')
-
-
-def _all_devices(devices: Sequence[Any] | None, backend: str | None) -> list[Any]:
+def _all_devices(devices: Sequence[Device] | None, backend: str | None = None) -> list[Device]:
   return list(jax.devices(backend) if devices is None else devices)
 
 
-def _has_coords(device: Any) -> bool:
-  return getattr(device, 'coords', None) is not None
+def _torus_coords(device: Device) -> Sides | None:
+  """(x, y, z, core), or None where devices have no places."""
+  coords = getattr(device, 'coords', None)
+  return None if coords is None else (*coords, device.core_on_chip or 0)
 
 
-def _by_host(devices: Sequence[Any]) -> np.ndarray:
-  """Devices as an array [hosts, devices per host]."""
-  hosts: dict[int, list[Any]] = {}
-  for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
-    hosts.setdefault(device.process_index, []).append(device)
-  sizes = {len(host) for host in hosts.values()}
-  if len(sizes) != 1:
-    raise ShardingError(f'hosts must have equally many devices; they have {[len(h) for h in hosts.values()]}')
-  return place_over_slices((1, sizes.pop()), (len(hosts), 1), [d for host in hosts.values() for d in host])
-
-
-def _auto_mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
-  return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
-
-
-__all__ = [
-  'DescribedDevice',
-  'bounds_from_last_device',
-  'check_one_of',
-  'default_mesh',
-  'default_submesh',
-  'get_coords',
-  'get_cpu_mesh',
-  'get_gpu_mesh',
-  'get_mesh',
-]
+def _hosts(devices: Sequence[Device]) -> tuple[int, int]:
+  """Number of hosts, and of devices of each."""
+  sizes = collections.Counter(d.process_index for d in devices)
+  if len(set(sizes.values())) != 1:
+    raise ShardingError(f'hosts must have equally many devices; they have {list(sizes.values())}')
+  return len(sizes), len(devices) // len(sizes)

@@ -4,151 +4,150 @@ Experts are split over 'data': each device along it holds some of them, and toke
 experts than devices and no model parallelism, devices would be left without an expert. The mesh then gets a 'model'
 axis of devices // experts all the same, and that axis serves as a second data axis:
 
-                         usual          two data axes
-    'batch'              'data'         ('data', 'model')
-    'expert'             'data'         'data'
-    rules to 'model'     'model'        None
-    'expert_replicas'    None           'model'
-    spec ('data',)       ('data',)      (('data', 'model'),)
-    spec ('model',)      ('model',)     None
-    data is split over   ('data',)      (('data', 'model'),)
+                                usual          two data axes
+    'batch'                     'data'         ('data', 'model')
+    'expert'                    'data'         'data'
+    rules to 'model'            'model'        None
+    'expert_replicas'           None           'model'
+    data is split over          ('data',)      (('data', 'model'),)
+    a spec in itself passed to `partition`, not one in a tree of parameters, which the rules have decided:
+      ('data',)                 ('data',)      (('data', 'model'),)
+      ('model',)                ('model',)     None
 
 After the mixture-of-experts partitioner of T5X (Roberts et al., 2022).
-
-The partitioner for mixtures of experts; `moe.py` explains what it changes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.layout import is_spec
-from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules, standard_logical_axis_rules
-from praxis_lite.partitioning.slots import dims_by_size, owner_of
-from praxis_lite.partitioning.specs import complete_spec
-from praxis_lite.t5x.axis_names import AxisNames
-from praxis_lite.t5x.meshes import check_one_of
-from praxis_lite.t5x.partitioners import PjitPartitioner, PjittedFnWithContext
-from praxis_lite.trees import Path, leaves_by_path, path_matches, path_names
+from praxis_lite.partitioning import rules as base_rules
+from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules
+from praxis_lite.t5x.axis_names import AxisNames, KeptNames
+from praxis_lite.t5x.meshes import Device, Submesh, num_model_partitions
+from praxis_lite.t5x.partitioners import PjitPartitioner
+from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches
+
+if TYPE_CHECKING:
+  from praxis_lite.training.state import TrainState
+
+T = TypeVar('T')
+# What tells whether an optimizer slot keeps the expert axis: a pattern on its path, or a function of it.
+StateFilter = str | Callable[[str], bool]
 
 TWO_DATA_AXES = ('data', 'model')
-FACTORED_EXPERT_STATE = r'.*expert.*/kernel/v_.*'
+FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
 
-_EXPERT_RULES: tuple[LogicalAxisRule, ...] = (
-  ('expert', 'data'),
-  ('expert_mlp', 'model'),
-  ('expert_group', None),
-  ('expert_replicas', None),
-  ('unmodeled', None),
+_EXPERT_RULES = (
+  *(('expert', 'data'), ('expert_mlp', 'model')),
+  *((name, None) for name in ('expert_group', 'expert_replicas', 'unmodeled')),
 )
 
 
 def uses_two_data_axes(
-  num_experts: int,
-  num_devices: int,
-  num_partitions: int | None = None,
-  model_parallel_submesh: Sequence[int] | None = None,
+  num_experts: int, num_devices: int, num_partitions: int | None = None, model_parallel_submesh: Submesh = None
 ) -> bool:
-  """Whether the 'model' axis serves as a second data axis: fewer experts than devices, and no model parallelism.
+  """Returns whether 'model' serves as a second data axis: fewer experts than devices, and no model parallelism.
 
   Raises:
     ShardingError: neither or both of num_partitions and model_parallel_submesh are given.
   """
-  check_one_of(num_partitions, model_parallel_submesh)
-  model_parallelism = num_partitions if num_partitions is not None else math.prod(model_parallel_submesh or ())
-  return model_parallelism <= 1 and 0 < num_experts < num_devices
+  return num_model_partitions(num_partitions, model_parallel_submesh) <= 1 and 0 < num_experts < num_devices
 
 
-def moe_logical_axis_rules(
-  two_data_axes: bool = False,
+def standard_logical_axis_rules(
+  num_experts: int,
+  num_partitions: int | None = None,
+  model_parallel_submesh: Submesh = None,
   activation_partitioning_dims: int = 1,
   parameter_partitioning_dims: int = 1,
   additional_rules: LogicalAxisRules | None = None,
   override_rules: LogicalAxisRules | None = None,
+  *,
+  num_devices: int | None = None,
 ) -> tuple[LogicalAxisRule, ...]:
-  """Returns the standard rules and those for experts; see `standard_logical_axis_rules` for the arguments.
+  """Returns the standard rules and those for experts, with two data axes where `uses_two_data_axes` says so.
+
+  Args:
+    num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
+    activation_partitioning_dims, parameter_partitioning_dims, additional_rules, override_rules: as for the standard
+      rules.
+    num_devices: all of JAX by default.
 
   Raises:
-    ShardingError: parameter_partitioning_dims is not 1: experts take 'data'.
+    ShardingError: parameter_partitioning_dims is not 1: experts take 'data'; or as `uses_two_data_axes`.
   """
   if parameter_partitioning_dims != 1:
     raise ShardingError(
       f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts, which are themselves '
       "split over 'data'; it must be 1"
     )
-  rules = standard_logical_axis_rules(
+  rules = base_rules.standard_logical_axis_rules(
     activation_partitioning_dims, 1, (*_EXPERT_RULES, *(additional_rules or ())), override_rules
   )
-  return tuple(_with_two_data_axes(rule) for rule in rules) if two_data_axes else rules
+  num_devices = jax.device_count() if num_devices is None else num_devices
+  two_data_axes = uses_two_data_axes(num_experts, num_devices, num_partitions, model_parallel_submesh)
+  return tuple(map(_with_two_data_axes, rules)) if two_data_axes else rules
 
 
-def override_partition_spec(spec: PartitionSpec | None) -> PartitionSpec | None:
-  """Returns a spec as it is with two data axes. Only specs of exactly one dimension change; see the table above."""
-  if spec == PartitionSpec('data'):
-    return PartitionSpec(TWO_DATA_AXES)
-  return None if spec == PartitionSpec('model') else spec
+def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
+  """Returns the spec of the batch dimension."""
+  return PartitionSpec(TWO_DATA_AXES if two_data_axes else 'data')
 
 
-def moe_data_partition_spec(two_data_axes: bool) -> PartitionSpec:
-  """The spec of the batch dimension."""
-  return PartitionSpec(TWO_DATA_AXES) if two_data_axes else PartitionSpec('data')
+def override_partition_specs(resources: object) -> object:
+  """Returns the specs of arguments or results as they are with two data axes; see the table above.
 
-
-def prepend_expert(axes: Any, pattern: str | None) -> Any:
-  """Returns a tree of AxisNames with 'expert' put before those of the arrays whose path `pattern` matches.
-
-  Optimizer state that is factored per expert has one more axis than its rules name. None matches nothing.
+  Only a spec that stands for a whole argument changes: trees of specs are those of parameters and optimizer state.
   """
-
-  def prepend(key_path: Any, names: AxisNames) -> AxisNames:
-    matches = pattern is not None and path_matches(pattern, path_names(key_path))
-    return AxisNames('expert', *names) if matches else names
-
-  return jax.tree_util.tree_map_with_path(prepend, axes)
+  if isinstance(resources, tuple | list):
+    return jax.tree.map(_override_partition_spec, resources, is_leaf=lambda x: x is not resources)
+  return _override_partition_spec(resources)
 
 
-def infer_state_filter(opt_states: Any) -> str | None:
-  """Returns the pattern of the optimizer state that has an expert axis of its own, by the optimizer that it shows.
+def prepend_expert(axes: T, state_filter: StateFilter | None) -> T:
+  """Returns a tree of AxisNames, or None, with 'expert' put before those of the arrays that the filter accepts.
+
+  Optimizer state that is factored per expert has one more axis than its rules name. None accepts nothing.
+  """
+  accepts = _as_function(state_filter)
+
+  def prepended(path: Path, names: AxisNames | None) -> AxisNames | None:
+    return AxisNames('expert', *(names or ())) if accepts('/'.join(path)) else names
+
+  return map_with_path(prepended, axes, is_leaf=lambda x: x is None)
+
+
+def infer_state_filter(opt_states: object) -> str | None:
+  """Returns the pattern of the optimizer state that keeps an expert axis of its own, by the optimizer that it shows.
 
   Args:
     opt_states: state of the optimizer, as arrays or shapes.
 
   Returns:
-    `.*expert.*/kernel/v_.*` for Adafactor with factored statistics, None for Adafactor without; it matches paths that
-    begin with the parameter and end with the slot, 'mlp/expert/kernel/v_row'; see `slot_path`.
+    For Adafactor with factored statistics, the pattern of those of experts, such as 'mlp/expert/w/v_row'. None for any
+    other transformation of optax: its state inherits the axes of the parameters.
 
   Raises:
-    ShardingError: another optimizer, whose state one has to know to write the pattern.
+    ShardingError: the state is not one of optax.
   """
   rows = [slot for path, slot in leaves_by_path(opt_states).items() if 'v_row' in path]
-  if not rows:
+  if rows:
+    return FACTORED_EXPERT_STATE if any(slot.shape[-1:] != (1,) for slot in rows) else None
+  # Every transformation of optax keeps a tuple, which a learner may have several of in a dict.
+  if any(not isinstance(state, tuple) for state in jax.tree.leaves(opt_states, is_leaf=lambda x: isinstance(x, tuple))):
     raise ShardingError(
-      'the optimizer state with an expert axis can be inferred for Adafactor only; pass state_filter=, a pattern such '
-      f'as {FACTORED_EXPERT_STATE!r}, or None for no such state'
+      'the optimizer state with an expert axis can be inferred for Adafactor only, and for what inherits all axes, as '
+      f'the other optimizers of optax do; pass state_filter=, a pattern such as {FACTORED_EXPERT_STATE!r}, or None'
     )
-  return FACTORED_EXPERT_STATE if any(tuple(row.shape) != (1,) for row in rows) else None
-
-
-def slot_path(path: Path, owner: Path) -> Path:
-  """('mlp', 'expert', 'kernel', 'v_row') of the slot ('0', 'v_row', 'mlp', 'expert', 'kernel'): owner first."""
-  before = path[: len(path) - len(owner)]
-  return (*owner, *before[-1:])
-
-
-def _with_two_data_axes(rule: LogicalAxisRule) -> LogicalAxisRule:
-  name, axes = rule
-  if name == 'batch':
-    return name, TWO_DATA_AXES
-  if name == 'expert_replicas':
-    return name, 'model'
-  return (name, None) if axes == 'model' else rule
+  return None
 
 
 class MoePjitPartitioner(PjitPartitioner):
@@ -157,10 +156,10 @@ class MoePjitPartitioner(PjitPartitioner):
   Args:
     num_experts: number of experts; 0 for none.
     num_partitions, model_parallel_submesh: as for `PjitPartitioner`.
-    logical_axis_rules: the rules; by default `moe_logical_axis_rules`.
-    state_filter: pattern of the optimizer slots that keep the expert axis of their parameter, though they do not have
-      its
-      shape, on paths such as 'mlp/expert/kernel/v_row'; 'infer' finds it for Adafactor.
+    logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module.
+    state_filter: which optimizer slots keep the expert axis of their parameter, though they do not have its shape: a
+      pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
+      None for none.
     **kwargs: as for `PjitPartitioner`.
 
   Raises:
@@ -171,75 +170,60 @@ class MoePjitPartitioner(PjitPartitioner):
     self,
     num_experts: int,
     num_partitions: int | None = None,
-    model_parallel_submesh: Sequence[int] | None = None,
+    model_parallel_submesh: Submesh = None,
     *,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     backend: str | None = None,
     logical_axis_rules: LogicalAxisRules | None = None,
-    state_filter: str | None = None,
+    state_filter: StateFilter | None = 'infer',
     **kwargs: Any,
   ):
     devices = jax.devices(backend) if devices is None else devices
-    self.two_data_axes = uses_two_data_axes(num_experts, len(devices), num_partitions, model_parallel_submesh)
-    if self.two_data_axes:
-      num_partitions, model_parallel_submesh = len(devices) // num_experts, None
+    where = num_partitions, model_parallel_submesh
+    self.two_data_axes = uses_two_data_axes(num_experts, len(devices), *where)
     if logical_axis_rules is None:
-      logical_axis_rules = moe_logical_axis_rules(self.two_data_axes)
-    super().__init__(
-      num_partitions, model_parallel_submesh, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs
-    )
+      logical_axis_rules = standard_logical_axis_rules(num_experts, *where, num_devices=len(devices))
+    if self.two_data_axes:
+      where = len(devices) // num_experts, None
+    super().__init__(*where, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs)
     self._state_filter = state_filter
 
   @property
   def data_axes(self) -> tuple[str, ...]:
     return TWO_DATA_AXES if self.two_data_axes else super().data_axes
 
-  def get_logical_axes(self, train_state: Any) -> Any:
+  def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     axes = super().get_logical_axes(train_state)
-    pattern = self._state_filter
-    if pattern == 'infer':
-      pattern = infer_state_filter(train_state.opt_states)
-    if pattern is None:
+    if not hasattr(train_state, 'as_logical_axes') or getattr(axes, 'opt_states', None) is None:
       return axes
-    if hasattr(train_state, 'as_logical_axes'):
-      return axes.replace(opt_states=prepend_expert(axes.opt_states, pattern))
-    return axes.replace(opt_states=_keep_expert(train_state, axes, pattern))
+    state_filter = self._filter_of(getattr(train_state, 'opt_states', None))
+    return dataclasses.replace(axes, opt_states=prepend_expert(axes.opt_states, state_filter))
 
-  def get_mesh_axes(self, train_state: Any) -> Any:
-    specs = super().get_mesh_axes(train_state)
-    if not self.two_data_axes:
-      return specs
-    return jax.tree.map(lambda spec: complete_spec(override_partition_spec(spec), len(spec)), specs)
+  def _overridden(self, resources: object) -> object:
+    return override_partition_specs(resources) if self.two_data_axes else resources
 
-  def partition(
-    self,
-    fn: Callable[..., Any],
-    in_axis_resources: Any,
-    out_axis_resources: Any,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-    arg_shapes: Sequence[Any] | None = None,
-  ) -> PjittedFnWithContext:
-    if self.two_data_axes:
-      override = functools.partial(jax.tree.map, override_partition_spec, is_leaf=is_spec)
-      in_axis_resources, out_axis_resources = override(in_axis_resources), override(out_axis_resources)
-    return super().partition(fn, in_axis_resources, out_axis_resources, static_argnums, donate_argnums, arg_shapes)
+  def _kept_names(self, opt_states: object) -> KeptNames:
+    # Inferred only if there is a slot that does not inherit all names.
+    accepts = functools.cache(lambda: _as_function(self._filter_of(opt_states)))
+    return lambda path: ('expert',) if accepts()(path) else ()
+
+  def _filter_of(self, opt_states: object) -> StateFilter | None:
+    return infer_state_filter(opt_states) if self._state_filter == 'infer' else self._state_filter
 
 
-def _keep_expert(train_state: Any, axes: Any, pattern: str) -> Any:
-  """Names 'expert' in each slot that matches, the axis that comes from its parameter's."""
-  params = {path: weight.full_shape for path, weight in leaves_by_path(train_state.mdl_vars).items()}
-  names_of = leaves_by_path(axes.mdl_vars)
+def _as_function(state_filter: StateFilter | None) -> Callable[[str], bool]:
+  if callable(state_filter):
+    return state_filter
+  return lambda path: state_filter is not None and path_matches(state_filter, tuple(path.split('/')))
 
-  def keep(key_path: Any, names: AxisNames, slot: Any) -> AxisNames:
-    path = path_names(key_path)
-    owner = owner_of(path, params)
-    if owner is None or 'expert' in names or 'expert' not in names_of[owner]:
-      return names
-    if not path_matches(pattern, slot_path(path, owner)):
-      return names
-    expert = names_of[owner].index('expert')
-    dims = dims_by_size(path, slot.shape, params[owner])
-    return AxisNames(*('expert' if dim == expert else name for name, dim in zip(names, dims)))
 
-  return jax.tree_util.tree_map_with_path(keep, axes.opt_states, train_state.opt_states)
+def _override_partition_spec(spec: object) -> object:
+  if not isinstance(spec, PartitionSpec) or len(spec) != 1:
+    return spec
+  return {'data': PartitionSpec(TWO_DATA_AXES), 'model': None}.get(spec[0], spec)
+
+
+def _with_two_data_axes(rule: LogicalAxisRule) -> LogicalAxisRule:
+  name, axes = rule
+  fixed = {'batch': TWO_DATA_AXES, 'expert_replicas': 'model'}
+  return name, fixed.get(name, None if axes == 'model' else axes)

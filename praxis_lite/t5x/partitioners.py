@@ -1,12 +1,4 @@
-"""A function jitted for a mesh by specs of its arguments and results, any dimension of which may be uneven.
-
-    fn(true arrays) -> true arrays              what the user writes
-    jitted(padded arrays) -> padded arrays      slice to true shapes, fn, pad
-
-Whether an array of 8 rows holds 8 or 5 padded to 8 cannot be seen from it, so the true shapes of arguments that may be
-uneven are given as `arg_shapes`. What `fn` returns has true shapes, and is padded to its specs on the way out.
-
-Partitioners: an object that knows the mesh, the data layout and the logical axis rules, and jits functions for them.
+"""Partitioners: objects that know the mesh, the data layout and the logical axis rules, and jit functions for them.
 
     partitioner = PjitPartitioner(num_partitions=2)
     state = TrainState(step=..., mdl_vars=model.abstract_init(), opt_states=...)     # declarations and shapes
@@ -14,171 +6,178 @@ Partitioners: an object that knows the mesh, the data layout and the logical axi
     step = partitioner.partition(train_step, (axes, partitioner.data_partition_spec), (axes, None),
                                  arg_shapes=(partitioner.get_layout(state).unpadded_shapes, None))
 
-The classes have the surface of T5X's (Roberts et al., 2022). Dimensions need not divide: see `pjitted.py`.
+The classes have the surface of T5X's (Roberts et al., 2022), and dimensions need not divide:
+
+    train_step(true arrays) -> true arrays      what the user writes
+    step(padded arrays) -> padded arrays        slice to true shapes, train_step, pad
+
+Whether an array of 8 rows holds 8 or 5 padded to 8 cannot be seen from it, so the true shapes of arguments that may be
+uneven are given as `arg_shapes`. What the function returns has true shapes, and is padded to its specs on the way out.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
+from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
 from praxis_lite.partitioning.rules import (
-  LogicalAxisRule,
   LogicalAxisRules,
+  resolve,
   resolve_split_mapping,
   standard_logical_axis_rules,
 )
-from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
-from praxis_lite.t5x.axis_names import (
-  AxisNames,
-  AxisNamesOverrides,
-  declared_axis_names,
-  override_axis_names,
-  slot_axis_names,
-)
-from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, get_data_layout
-from praxis_lite.t5x.meshes import check_one_of, default_mesh
-from praxis_lite.trees import path_names
+from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
+from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
+from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
+from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
+from praxis_lite.trees import Path, map_with_path, path_name
+
+if TYPE_CHECKING:
+  from praxis_lite.training.state import TrainState
+
+T = TypeVar('T')
 
 
-def put_padded(tree: Any, layout: StateLayout) -> Any:
+def put_padded(tree: T, layout: StateLayout) -> T:
   """Pads the arrays of `tree` that have their true shapes, and puts all on the mesh.
 
   Raises:
     ShardingError: an array has neither its true nor its padded shape.
   """
 
-  def put(key_path: Any, x: Any, true: Any, padded: Any) -> Any:
+  def put(path: Path, x: Any, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct) -> object:
     if tuple(x.shape) not in (true.shape, padded.shape):
       raise ShardingError(
-        f'{".".join(path_names(key_path))} has shape {tuple(x.shape)}; expected {true.shape}'
+        f'{path_name(path)} has shape {tuple(x.shape)}; expected {true.shape}'
         + (f', or {padded.shape} with its padding' if padded.shape != true.shape else '')
       )
     if isinstance(x, jax.ShapeDtypeStruct):
       return padded
-    return jax.device_put(x if x.shape == padded.shape else pad_to(x, padded), padded.sharding)
+    return jax.device_put(pad_to(x, padded), padded.sharding)
 
-  return jax.tree_util.tree_map_with_path(put, tree, layout.unpadded_shapes, layout.padded_shapes)
+  return map_with_path(put, tree, layout.unpadded_shapes, layout.padded_shapes)
 
 
-class PjittedFnWithContext:
+class PjittedFnWithContext(Generic[T]):
   """A partitioned function. It is traced with the mesh as the ambient one and the logical axis rules in force.
 
   Args:
     fn: function of true arrays.
     mesh: the mesh.
     in_axis_resources: for each argument that is not static, a PartitionSpec, None for replicated, or a tree of those
-      that
-      is a prefix of the argument.
+      that is a prefix of the argument; or one PartitionSpec or None for all of them.
     out_axis_resources: the same for the result.
     static_argnums, donate_argnums: as for `jax.jit`.
     logical_axis_rules: the rules in force while `fn` is traced.
     arg_shapes: for each argument that is not static, the tree of its true shapes, or None if it does not need padding.
+
+  Raises:
+    ShardingError: there are not as many specs as arguments, or an argument without true shapes is uneven.
   """
 
   def __init__(
     self,
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     mesh: Mesh,
-    in_axis_resources: Sequence[Any],
-    out_axis_resources: Any,
-    *,
-    static_argnums: Sequence[int] = (),
-    donate_argnums: Sequence[int] = (),
+    in_axis_resources: object,
+    out_axis_resources: object,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
     logical_axis_rules: LogicalAxisRules = (),
-    arg_shapes: Sequence[Any] | None = None,
+    arg_shapes: Sequence[object] | None = None,
   ):
     self.mesh = mesh
     self.logical_axis_rules = tuple(logical_axis_rules)
-    self._static = frozenset(static_argnums)
-    self._in_specs = tuple(in_axis_resources)
-    shapes = (None,) * len(self._in_specs) if arg_shapes is None else tuple(arg_shapes)
-    if len(shapes) != len(self._in_specs):
-      raise ShardingError(f'{len(self._in_specs)} in_axis_resources are given, and {len(shapes)} arg_shapes')
-    self._even: set[tuple[Any, ...]] = set()
-    self._layouts = [None if s is None else layout_of(s, spec, mesh) for s, spec in zip(shapes, self._in_specs)]
+    self._static = frozenset([static_argnums] if isinstance(static_argnums, int) else static_argnums)
+    self._in_specs = tuple(in_axis_resources) if isinstance(in_axis_resources, tuple | list) else in_axis_resources
+    if isinstance(self._in_specs, tuple) and arg_shapes is not None and len(arg_shapes) != len(self._in_specs):
+      raise ShardingError(f'{len(self._in_specs)} in_axis_resources are given, and {len(arg_shapes)} arg_shapes')
+    shapes = enumerate(arg_shapes or ())
+    self._layouts = {i: layout_of(tree, self._spec(i), mesh) for i, tree in shapes if tree is not None}
+    self._even: set[tuple[object, ...]] = set()
 
-    def on_mesh(*args: Any) -> Any:
-      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), axis_rules(self.logical_axis_rules):
+    @functools.wraps(fn)
+    def padded(*args: object) -> T:
+      with axis_rules(self.logical_axis_rules):
         out = jax.tree.map(jnp.asarray, fn(*self._map_arguments(self._unpad, args)))
-        return layout_of(out, out_axis_resources, mesh).pad(out)
+      return layout_of(out, out_axis_resources, mesh).pad(out)
 
-    on_mesh.__name__ = on_mesh.__qualname__ = getattr(fn, '__name__', 'fn')
     self.jitted = jax.jit(
-      on_mesh,
+      on_mesh(padded, mesh),
       in_shardings=self._shardings(self._in_specs),
       out_shardings=self._shardings(out_axis_resources),
-      static_argnums=tuple(static_argnums),
-      donate_argnums=tuple(donate_argnums),
+      static_argnums=static_argnums,
+      donate_argnums=donate_argnums,
     )
 
-  def __call__(self, *args: Any) -> Any:
+  def __call__(self, *args: object) -> T:
     """Calls the function with arrays of true or padded shapes, on the mesh or on the host; returns padded arrays."""
     return self.jitted(*self._map_arguments(self._put, args))
 
-  def lower(self, *args: Any) -> Any:
+  def lower(self, *args: object) -> jax.stages.Lowered:
     """Lowers the function for arguments like these, which may be `jax.ShapeDtypeStruct`s."""
     return self.jitted.lower(*self._map_arguments(self._put, args))
 
-  def _shardings(self, specs: Any) -> Any:
-    return jax.tree.map(lambda s: NamedSharding(self.mesh, s or PartitionSpec()), specs, is_leaf=is_spec)
+  def _spec(self, i: int) -> object:
+    return self._in_specs[i] if isinstance(self._in_specs, tuple) else self._in_specs
 
-  def _map_arguments(self, fn: Callable[[int, Any], Any], args: Sequence[Any]) -> list[Any]:
+  def _shardings(self, specs: object) -> object:
+    return jax.tree.map(lambda s: NamedSharding(self.mesh, stored_spec(s or PartitionSpec())), specs, is_leaf=is_spec)
+
+  def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
     """Applies `fn` to each argument that is not static, with its number among these."""
-    dynamic = [i for i in range(len(args)) if i not in self._static]
-    if len(dynamic) != len(self._in_specs):
-      raise ShardingError(f'{len(self._in_specs)} in_axis_resources are given for {len(dynamic)} arguments')
-    return [fn(dynamic.index(i), arg) if i in dynamic else arg for i, arg in enumerate(args)]
+    dynamic = len(args) - len(self._static)
+    if isinstance(self._in_specs, tuple) and dynamic != len(self._in_specs):
+      raise ShardingError(f'{len(self._in_specs)} in_axis_resources are given for {dynamic} arguments')
+    numbers = itertools.count()
+    return [arg if i in self._static else fn(next(numbers), arg) for i, arg in enumerate(args)]
 
-  def _put(self, i: int, arg: Any) -> Any:
-    layout = self._layouts[i]
-    if layout is not None:
-      return put_padded(arg, layout)
+  def _put(self, i: int, arg: object) -> object:
+    if i in self._layouts:
+      return put_padded(arg, self._layouts[i])
     shapes = (i, *(jnp.shape(leaf) for leaf in jax.tree.leaves(arg)))
     if shapes not in self._even:
       self._check_even(i, arg)
       self._even.add(shapes)
     return arg
 
-  def _unpad(self, i: int, arg: Any) -> Any:
-    layout = self._layouts[i]
-    return arg if layout is None else layout.unpad(arg)
+  def _unpad(self, i: int, arg: object) -> object:
+    return self._layouts[i].unpad(arg) if i in self._layouts else arg
 
-  def _check_even(self, i: int, arg: Any) -> None:
-    layout = layout_of(jax.eval_shape(lambda x: x, arg), self._in_specs[i], self.mesh)
+  def _check_even(self, i: int, arg: object) -> None:
+    layout = layout_of(jax.eval_shape(lambda x: x, arg), self._spec(i), self.mesh)
 
-    def check(key_path: Any, true: Any, padded: Any, spec: PartitionSpec) -> None:
+    def check(path: Path, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct, spec: PartitionSpec) -> None:
       if true.shape != padded.shape:
-        where = '.'.join(path_names(key_path))
         raise ShardingError(
-          f'argument {i}{f", {where}," if where else ""} of shape {true.shape} does not divide by {spec} on the mesh '
-          f'{dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], so that it is padded'
+          f'argument {i}{f", {path_name(path)}," if path else ""} of shape {true.shape} does not divide by {spec} on '
+          f'the mesh {dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], so that it is padded'
         )
 
-    jax.tree_util.tree_map_with_path(check, layout.unpadded_shapes, layout.padded_shapes, layout.specs)
+    map_with_path(check, layout.unpadded_shapes, layout.padded_shapes, layout.specs)
 
 
 class BasePartitioner(abc.ABC):
-  """The mesh, and which part of the data each host reads.
+  """The mesh, and which part of the data each host reads. States are replicated.
 
   Args:
-    num_partitions: size of the 'model' axis.
-    model_parallel_submesh: sides of the box of devices of the 'model' axis instead.
-    params_on_devices: whether `initialize` leaves the parameters on the devices, rather than in the host's memory.
-    backend: the JAX backend to take the devices of.
-    ici_mesh_shape, dcn_mesh_shape: sizes of ('replica', 'data', 'model') within a slice, and numbers of slices.
-    devices: the devices; all of `backend` by default.
+    num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices: as for `default_mesh`.
+    params_on_devices: whether new states have their parameters on the devices, rather than in the host's memory.
 
   Raises:
     ShardingError: without ici_mesh_shape, neither or both of num_partitions and model_parallel_submesh are given.
@@ -187,30 +186,27 @@ class BasePartitioner(abc.ABC):
   def __init__(
     self,
     num_partitions: int | None = None,
-    model_parallel_submesh: Sequence[int] | None = None,
+    model_parallel_submesh: Submesh = None,
     params_on_devices: bool = True,
     backend: str | None = None,
     ici_mesh_shape: Sequence[int] | None = None,
     dcn_mesh_shape: Sequence[int] | None = None,
     *,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
   ):
     if ici_mesh_shape is None:
-      check_one_of(num_partitions, model_parallel_submesh)
+      num_model_partitions(num_partitions, model_parallel_submesh)
     self.params_on_devices = params_on_devices
-    self._make_mesh = functools.partial(
-      default_mesh,
-      num_partitions,
-      model_parallel_submesh,
-      ici_mesh_shape=ici_mesh_shape,
-      dcn_mesh_shape=dcn_mesh_shape,
-      devices=devices,
-      backend=backend,
-    )
+    self._mesh_args = num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape, devices
 
   @functools.cached_property
   def mesh(self) -> Mesh:
-    return self._make_mesh()
+    return default_mesh(*self._mesh_args)
+
+  @property
+  def logical_axis_rules(self) -> LogicalAxisRules:
+    """The rules in force while a function is traced."""
+    return ()
 
   # ---------------------------------------------------------------- data
 
@@ -240,7 +236,7 @@ class BasePartitioner(abc.ABC):
     return self._local_chunker.get_shard_id(self.data_axes)
 
   def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> DataLayout:
-    """Returns a host's share of each global batch; see `data_layout.get_data_layout`.
+    """Returns a host's share of each global batch; see `chunks.get_data_layout`.
 
     Args:
       batch_size: size of the global batch; `data_mesh_size` by default.
@@ -249,7 +245,7 @@ class BasePartitioner(abc.ABC):
     chunker = self._local_chunker if host_index is None else LocalChunker(self.mesh, host_index)
     return get_data_layout(chunker, self.data_axes, batch_size)
 
-  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: Sequence[Any]) -> LocalChunkInfo:
+  def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: MeshAxes) -> LocalChunkInfo:
     """Returns which part of an array this host holds."""
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
@@ -259,37 +255,50 @@ class BasePartitioner(abc.ABC):
 
   # ---------------------------------------------------------------- state
 
-  @abc.abstractmethod
-  def get_logical_axes(self, train_state: Any) -> Any:
-    """Returns the train state with the `AxisNames` of each array."""
+  def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
+    """Returns the train state with the `AxisNames` of each array, or None where its axes have no names."""
+    return jax.tree.map(lambda _: None, train_state)
 
-  @abc.abstractmethod
-  def get_mesh_axes(self, train_state: Any) -> Any:
-    """Returns the train state with the full-rank PartitionSpec of each array."""
+  def get_mesh_axes(self, train_state: TrainState) -> TrainState[PartitionSpec]:
+    """Returns the train state with the full-rank PartitionSpec of each array, or None where its axes have no names."""
 
-  def get_layout(self, train_state: Any) -> StateLayout:
+    def resolved(path: Path, names: AxisNames) -> PartitionSpec:
+      return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
+
+    return map_with_path(resolved, self.get_logical_axes(train_state))
+
+  def get_layout(self, train_state: TrainState) -> StateLayout:
     """Returns specs, shardings, padded and true shapes of a train state of declarations and shapes."""
     shapes = jax.tree.map(lambda x: x.as_struct() if hasattr(x, 'as_struct') else x, train_state)
     return layout_of(shapes, self.get_mesh_axes(train_state), self.mesh)
 
-  def initialize(self, init_fn: Callable[..., Any], train_state: Any, *args: Any) -> Any:
-    """Returns the state that `init_fn(*args)` makes, split and padded from the start.
+  def initialize(
+    self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
+  ) -> TrainState[jax.Array]:
+    """Returns the state that `init_fn(*args)` makes, split and padded from the start; see `place_params`.
 
     Args:
       init_fn: returns a train state of true arrays.
       train_state: the same of declarations and shapes.
-      *args: whole on every device, such as a PRNG key.
-
-    Returns:
-      The state; with params_on_devices=False, its `mdl_vars` are NumPy arrays of true shapes in this host's memory.
+      *args: replicated, such as a PRNG key.
     """
     layout = self.get_layout(train_state)
-    state = self.partition(init_fn, (None,) * len(args), layout.specs)(*args)
-    if self.params_on_devices:
-      return state
-    return state.replace(mdl_vars=slice_to(jax.tree.map(np.asarray, state.mdl_vars), layout.unpadded_shapes.mdl_vars))
+    return self.place_params(self.partition(init_fn, None, layout.specs)(*args), layout)
 
-  def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:
+  def place_params(self, train_state: TrainState[jax.Array], layout: StateLayout) -> TrainState[jax.Array]:
+    """Returns a state on the mesh; with params_on_devices=False, with its `mdl_vars` as NumPy arrays of true shapes."""
+    if self.params_on_devices:
+      return train_state
+
+    def whole(x: jax.Array) -> np.ndarray:
+      return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+
+    host = jax.tree.map(whole, train_state.mdl_vars)
+    return dataclasses.replace(train_state, mdl_vars=slice_to(host, layout.mdl_vars.unpadded_shapes))
+
+  def move_params_to_devices(
+    self, train_state: TrainState[jax.Array], train_state_axes: TrainState[PartitionSpec]
+  ) -> TrainState[jax.Array]:
     """Returns the train state on the mesh, padded; arrays that are there already stay as they are.
 
     Args:
@@ -301,63 +310,48 @@ class BasePartitioner(abc.ABC):
   # ---------------------------------------------------------------- functions
 
   @abc.abstractmethod
-  def partition(
-    self,
-    fn: Callable[..., Any],
-    in_axis_resources: Any,
-    out_axis_resources: Any,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-    arg_shapes: Sequence[Any] | None = None,
-  ) -> PjittedFnWithContext:
+  def partition(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> PjittedFnWithContext[T]:
     """Returns `fn` jitted for the mesh; see `PjittedFnWithContext` for the arguments."""
 
   @abc.abstractmethod
-  def compile(self, partitioned_fn: PjittedFnWithContext, *args: Any) -> jax.stages.Compiled:
+  def compile(self, partitioned_fn: PjittedFnWithContext[T], *args: object) -> jax.stages.Compiled:
     """Compiles a partitioned function for arguments like `args`; the result takes arrays padded and on the mesh."""
 
 
 class BasePjitPartitioner(BasePartitioner):
   """Jits with `jax.jit` and named shardings."""
 
-  @property
-  def logical_axis_rules(self) -> tuple[LogicalAxisRule, ...]:
-    """The rules in force while a function is traced."""
-    return ()
-
   def partition(
     self,
-    fn: Callable[..., Any],
-    in_axis_resources: Any,
-    out_axis_resources: Any,
+    fn: Callable[..., T],
+    in_axis_resources: object,
+    out_axis_resources: object,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
-    arg_shapes: Sequence[Any] | None = None,
-  ) -> PjittedFnWithContext:
-    return PjittedFnWithContext(
-      fn,
-      self.mesh,
-      in_axis_resources,
-      out_axis_resources,
-      static_argnums=_as_tuple(static_argnums),
-      donate_argnums=_as_tuple(donate_argnums),
-      logical_axis_rules=self.logical_axis_rules,
-      arg_shapes=arg_shapes,
-    )
+    arg_shapes: Sequence[object] | None = None,
+  ) -> PjittedFnWithContext[T]:
+    in_specs, out_specs = self._overridden(in_axis_resources), self._overridden(out_axis_resources)
+    rules = self.logical_axis_rules
+    return PjittedFnWithContext(fn, self.mesh, in_specs, out_specs, static_argnums, donate_argnums, rules, arg_shapes)
 
-  def compile(self, partitioned_fn: PjittedFnWithContext, *args: Any) -> jax.stages.Compiled:
+  def compile(self, partitioned_fn: PjittedFnWithContext[T], *args: object) -> jax.stages.Compiled:
     return partitioned_fn.lower(*args).compile()
+
+  def _overridden(self, resources: object) -> object:
+    """The specs of arguments or results, as they are passed to `partition`, with those changed that the mesh needs."""
+    return resources
 
 
 class PjitPartitioner(BasePjitPartitioner):
   """Splits states by logical axis rules.
 
   A train state here is a `TrainState` whose `mdl_vars` are weight declarations that name logical axes (or mesh axes),
-  and whose other arrays are given as shapes; or anything with a method `as_logical_axes()` that returns it with
-  AxisNames. Slots of the optimizer inherit the names of their variable if they have its shape, and are replicated
-  otherwise.
+  and whose other arrays are given as shapes, a state for inference without them; or anything with a method
+  `as_logical_axes()` that returns it with AxisNames. Slots of the optimizer inherit the names of their variable if they
+  have its shape, and are replicated otherwise.
 
   Args:
+    *args: as for `BasePartitioner`.
     logical_axis_rules: the rules; by default the standard ones, with 'batch' over ('replica', 'data') on a mesh of
       slices.
     params_axis_names_overrides: pairs (pattern on the path of a variable, names) that replace declared names.
@@ -379,41 +373,24 @@ class PjitPartitioner(BasePjitPartitioner):
     self._state_overrides = state_axis_names_overrides
 
   @functools.cached_property
-  def logical_axis_rules(self) -> tuple[LogicalAxisRule, ...]:
+  def logical_axis_rules(self) -> LogicalAxisRules:
     rules = tuple(standard_logical_axis_rules() if self._given_rules is None else self._given_rules)
     if 'replica' not in self.mesh.axis_names:
       return rules
-    return tuple(
-      (name, ('replica', 'data')) if (name, axes) == ('batch', 'data') else (name, axes) for name, axes in rules
-    )
+    return tuple((name, ('replica', 'data') if (name, axes) == ('batch', 'data') else axes) for name, axes in rules)
 
   @property
   def data_axes(self) -> tuple[str, ...]:
-    """The mesh axes that the rules give to 'batch'."""
+    """The mesh axes that the rules give to 'batch', or without such a rule those of the mesh that data goes over."""
+    if all(name != 'batch' for name, _ in self.logical_axis_rules):
+      return super().data_axes
     return spec_axes(resolve_split_mapping(('batch',), self.mesh.axis_names, self.logical_axis_rules)[0])
 
-  def get_logical_axes(self, train_state: Any) -> Any:
+  def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
       return train_state.as_logical_axes()
-    params = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
-    axes = override_axis_names(declared_axis_names(train_state.mdl_vars), self._params_overrides)
-    slots = override_axis_names(
-      {'opt_states': slot_axis_names(params, axes, train_state.opt_states)}, self._state_overrides
-    )
-    return train_state.replace(
-      step=AxisNames(),
-      mdl_vars=axes,
-      opt_states=slots['opt_states'],
-      ema_vars=slot_axis_names(params, axes, train_state.ema_vars),
-    )
+    return state_axis_names(train_state, self._params_overrides, self._state_overrides, self._kept_names)
 
-  def get_mesh_axes(self, train_state: Any) -> Any:
-    def resolve(key_path: Any, names: AxisNames) -> PartitionSpec:
-      path = '.'.join(path_names(key_path))
-      return resolve_split_mapping(names, self.mesh.axis_names, self.logical_axis_rules, path=path)
-
-    return jax.tree_util.tree_map_with_path(resolve, self.get_logical_axes(train_state))
-
-
-def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
-  return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+  def _kept_names(self, opt_states: object) -> KeptNames:
+    """The names that slots of an optimizer state keep which do not have the shape of their parameter."""
+    return lambda path: ()

@@ -20,7 +20,7 @@ Replicated weights alone make it data parallel; weights split over the batch axe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -35,7 +35,15 @@ from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn,
 from praxis_lite.partitioning.explicit import ShardedParam, fold_rng_over_axis, own_part
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.padding import num_parts
-from praxis_lite.partitioning.specs import infer_partition_spec_based_on_rank_fn, spec_axes, to_partition_spec
+from praxis_lite.partitioning.specs import (
+  HasShape,
+  Placement,
+  infer_partition_spec_based_on_rank_fn,
+  place_by_rank,
+  shard_on_batch_dim_partition_spec,
+  spec_axes,
+  to_partition_spec,
+)
 from praxis_lite.task import SingleTask
 from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
@@ -62,6 +70,11 @@ class Execution:
   def wrapped(self, step: TrainStep) -> TrainStep:
     """Returns a step of padded state and padded global inputs from one of what `step` sees of them."""
     return step
+
+  def place_input(self, x: HasShape) -> Placement:
+    """How an array of a global batch is split in a step, and why."""
+    rank = len(x.shape)
+    return Placement(PartitionSpec(*(None,) * rank), ('without a mesh',) * rank)
 
   def device_key(self, key: jax.Array) -> jax.Array:
     """The key that this device draws with."""
@@ -115,6 +128,16 @@ class CompilerPlaced(Execution):
       return out._replace(state=self._layout.pad(out.state))
 
     return train_step
+
+  def place_input(self, x: HasShape) -> Placement:
+    with located('task.train'):
+      placement = place_by_rank(self._task.train.inputs_split_mapping, self._names, x)
+    rank = len(x.shape)
+    field = f'train.inputs_split_mapping.map_{rank}d'
+    if placement is not None:
+      return Placement(placement.spec, (field,) * rank)
+    why = f'{field} is not set: dimension 0 over all mesh axes'
+    return Placement(shard_on_batch_dim_partition_spec(self._names, x), (why,) * rank)
 
   def split_inputs(self, inputs: T) -> T:
     """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
@@ -195,6 +218,10 @@ class ShardMapped(Execution):
       return mapped(state, prng_key, inputs)
 
     return train_step
+
+  def place_input(self, x: HasShape) -> Placement:
+    why = "partitioning='shard_map': each device takes its own rows"
+    return Placement(shard_on_batch_dim_partition_spec(self.batch_axes, x), (why,) * len(x.shape))
 
   def device_key(self, key: jax.Array) -> jax.Array:
     return fold_rng_over_axis(key, self.batch_axes)
@@ -332,5 +359,5 @@ EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], Execution]] = {
 }
 
 
-def _axes(spec: tuple[Any, ...] | PartitionSpec) -> set[str]:
+def _axes(spec: Iterable[object]) -> set[str]:
   return {a for entry in spec for a in spec_axes(entry)}

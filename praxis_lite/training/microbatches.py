@@ -6,8 +6,7 @@ weights w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
-Gradients and metrics inside `shard_map`: accumulated over microbatches, and brought together over devices.
-
+Inside `shard_map`, gradients and metrics are also brought together over devices.
 Each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of device d scaled by
 n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the whole batch, also
 where devices have rows of unequal weight or, at the end of a batch, of none.
@@ -16,16 +15,21 @@ where devices have rows of unequal weight or, at the end of a batch, of none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from praxis_lite.call import Summary
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.explicit import ShardedParam
+from praxis_lite.partitioning.explicit import ShardedParam, as_axes
 from praxis_lite.partitioning.specs import spec_axes
-from praxis_lite.trees import merge
+from praxis_lite.trees import NestedDict, Path, leaves, merge, select
 from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
+
+TreeT = TypeVar('TreeT')
+BatchT = TypeVar('BatchT')
 
 
 class LossOutput(NamedTuple):
@@ -35,24 +39,29 @@ class LossOutput(NamedTuple):
     weight: weight of the loss in the mean over microbatches, such as the number of tokens.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: tree of arrays; the last microbatch's are kept.
+    summaries: by name; the last microbatch's are kept.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
   weight: jax.Array
   metrics: WeightedScalars
-  per_example: Any
-  summaries: Any
-  updates: Any
+  per_example: NestedDict
+  summaries: dict[str, Summary]
+  updates: NestedDict
 
 
 # (trained variables, other variables, key, batch) -> (loss, output)
-LossFn = Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, LossOutput]]
+LossFn = Callable[[TreeT, NestedDict, jax.Array, BatchT], tuple[jax.Array, LossOutput]]
 
 
 def value_and_grad(
-  loss_fn: LossFn, trained: Any, others: Any, key: jax.Array, batch: Any, num_microbatches: int
-) -> tuple[jax.Array, LossOutput, Any]:
+  loss_fn: LossFn[TreeT, BatchT],
+  trained: TreeT,
+  others: NestedDict,
+  key: jax.Array,
+  batch: BatchT,
+  num_microbatches: int,
+) -> tuple[jax.Array, LossOutput, TreeT]:
   """Returns (loss, output, gradient with respect to `trained`).
 
   Args:
@@ -73,7 +82,11 @@ def value_and_grad(
 
   microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
 
-  def one(carry: Any, xs: Any) -> Any:
+  changed: set[Path] = set()
+
+  def one(
+    carry: tuple[TreeT, jax.Array, jax.Array, NestedDict], xs: tuple[jax.Array, BatchT]
+  ) -> tuple[tuple[TreeT, jax.Array, jax.Array, NestedDict], LossOutput]:
     gradients, loss, weight, others = carry
     index, microbatch = xs
     (loss_i, output), gradients_i = grad_fn(trained, others, jax.random.fold_in(key, index), microbatch)
@@ -83,6 +96,7 @@ def value_and_grad(
       lambda total, g: total + jnp.where(counts, output.weight * g.astype(jnp.float32), 0), gradients, gradients_i
     )
     loss = loss + jnp.where(counts, output.weight * loss_i, 0)
+    changed.update(leaves(output.updates))
     updated = merge(others, output.updates)
     return (gradients, loss, weight + output.weight, updated), output._replace(updates={})
 
@@ -96,7 +110,7 @@ def value_and_grad(
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
     per_example=jax.tree.map(join_rows, outputs.per_example),
     summaries=jax.tree.map(lambda x: x[-1], outputs.summaries),
-    updates=updated,
+    updates=select(updated, changed.__contains__),
   )
   return loss / divisor, output, gradients
 
@@ -113,7 +127,7 @@ def join_rows(x: jax.Array) -> jax.Array:
   return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def sync_gradients(gradients: Any, axes: str | Sequence[str], specs: Any = None) -> Any:
+def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:
   """Inside `shard_map`: averages each gradient over those of `axes` that its parameter is replicated on.
 
   Over the axes that split a parameter, its gradient is averaged already: by `gather_array_with_mean_grads`.
@@ -124,16 +138,17 @@ def sync_gradients(gradients: Any, axes: str | Sequence[str], specs: Any = None)
     specs: tree with the PartitionSpec of each parameter; None takes it from the `ShardedParam`s, and all else for
       replicated.
   """
-  batch_axes = (axes,) if isinstance(axes, str) else tuple(axes)
+  batch_axes = as_axes(axes)
 
-  def sync(gradient: Any, spec: Any = None) -> Any:
+  def sync(gradient: jax.Array | ShardedParam, spec: PartitionSpec | None = None) -> jax.Array | ShardedParam:
     split = gradient.spec if isinstance(gradient, ShardedParam) else spec
     taken = {a for entry in split or () for a in spec_axes(entry)}
     over = tuple(a for a in batch_axes if a not in taken)
     return jax.tree.map(lambda g: jax.lax.pmean(g, over), gradient) if over else gradient
 
   trees = (gradients,) if specs is None else (gradients, specs)
-  return jax.tree.map(sync, *trees, is_leaf=lambda x: isinstance(x, ShardedParam))
+  with jax.named_scope('sync_gradients'):
+    return jax.tree.map(sync, *trees, is_leaf=lambda x: isinstance(x, ShardedParam))
 
 
 def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
@@ -153,13 +168,13 @@ def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tupl
 
 
 def accumulate_gradients(
-  loss_fn: Callable[[Any, jax.Array, Any], tuple[jax.Array, WeightedScalars]],
-  params: Any,
+  loss_fn: Callable[[TreeT, jax.Array, BatchT], tuple[jax.Array, WeightedScalars]],
+  params: TreeT,
   key: jax.Array,
-  batch: Any,
+  batch: BatchT,
   num_microbatches: int,
   axes: str | Sequence[str] = (),
-) -> tuple[jax.Array, WeightedScalars, Any]:
+) -> tuple[jax.Array, WeightedScalars, TreeT]:
   """Returns (loss, metrics, gradients) of a batch that goes through in parts, exactly as if at once.
 
   Args:
@@ -174,13 +189,14 @@ def accumulate_gradients(
   Raises:
     ConfigError: B does not divide.
   """
-  names = (axes,) if isinstance(axes, str) else tuple(axes)
+  names = as_axes(axes)
 
-  def scaled(params: Any, others: Any, key: jax.Array, batch: Any) -> tuple[jax.Array, LossOutput]:
+  def scaled(params: TreeT, others: NestedDict, key: jax.Array, batch: BatchT) -> tuple[jax.Array, LossOutput]:
     loss, metrics = loss_fn(params, key, batch)
     loss, total = scaled_loss(loss, metrics['loss'][1], names)
     return loss, LossOutput(total, metrics, {}, {}, {})
 
-  loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
+  with jax.named_scope('accumulate_gradients'):
+    loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
   loss = jax.lax.pmean(loss, names) if names else loss
   return loss, mean_over_devices(output.metrics, names), gradients

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
+from praxis_lite.partitioning.mesh import on_mesh
+from praxis_lite.trees import NestedDict
 
 
 class CompileTimes(NamedTuple):
@@ -21,7 +24,10 @@ class CompileTimes(NamedTuple):
   compile: float
 
 
-class PartitionedStep:
+OutT = TypeVar('OutT')
+
+
+class PartitionedStep(Generic[OutT]):
   """A function of (state..., replicated..., inputs) on a mesh.
 
   Args:
@@ -34,30 +40,24 @@ class PartitionedStep:
 
   def __init__(
     self,
-    fn: Callable[..., Any],
+    fn: Callable[..., OutT],
     arguments: tuple[Any, ...],
-    out_shardings: Any,
+    out_shardings: object,
     *,
     mesh: Mesh,
     donate_argnums: tuple[int, ...] = (),
   ):
-    def on_mesh(*args: Any) -> Any:
-      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return fn(*args)
-
-    on_mesh.__name__ = on_mesh.__qualname__ = fn.__name__
     in_shardings = jax.tree.map(lambda x: x.sharding, arguments)
     self.mesh = mesh
     self.arguments = arguments
     self.jitted = jax.jit(
-      on_mesh, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
+      on_mesh(fn, mesh), in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
     )
     self._input_specs = jax.tree.map(lambda s: s.spec, in_shardings[-1])
-    self._traced: Any = None
-    self._compiled: Any = None
+    self._traced: jax.stages.Traced | None = None
     self._times = CompileTimes(0.0, 0.0, 0.0)
 
-  def put_inputs(self, batch: Any) -> Any:
+  def put_inputs(self, batch: NestedDict) -> NestedDict:
     """Pads a host batch with zero-weight rows to the compiled shape and places it on the mesh, asynchronously.
 
     Args:
@@ -71,32 +71,30 @@ class PartitionedStep:
     check_batch(padded, expected)
     return put_on_mesh(padded, self.mesh, self._input_specs)
 
-  def trace(self) -> None:
-    """Traces from shapes alone: what does not fit shows now, before anything is compiled."""
-    if self._traced is None and self._compiled is None:
+  def trace(self) -> jax.stages.Traced:
+    """Traces from shapes alone: what does not fit raises now, before anything is compiled."""
+    if self._traced is None:
       start = time.perf_counter()
       self._traced = self.jitted.trace(*self.arguments)
       self._times = self._times._replace(trace=time.perf_counter() - start)
+    return self._traced
 
   def compile(self) -> CompileTimes:
     """Traces, lowers and compiles from shapes alone; later calls run what was compiled."""
-    if self._compiled is None:
-      self.trace()
-      start = time.perf_counter()
-      lowered = self._traced.lower()
-      at_lowered = time.perf_counter()
-      self._compiled, self._traced = lowered.compile(), None
-      self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
+    _ = self.compiled
     return self._times
 
-  @property
-  def compiled(self) -> Any:
+  @functools.cached_property
+  def compiled(self) -> jax.stages.Compiled:
     """The compiled program, for its text, cost and memory analysis."""
-    if self._compiled is None:
-      self.compile()
-    return self._compiled
+    traced, start = self.trace(), time.perf_counter()
+    lowered = traced.lower()
+    at_lowered = time.perf_counter()
+    compiled, self._traced = lowered.compile(), None
+    self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
+    return compiled
 
-  def __call__(self, *args: Any) -> Any:
+  def __call__(self, *args: Any) -> OutT:
     *others, inputs = args
     if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)
@@ -104,7 +102,7 @@ class PartitionedStep:
     return self.compiled(*others, inputs)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: object) -> bool:
   return isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -27,7 +27,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.mesh import abstract_mesh_of
+from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
@@ -40,6 +40,7 @@ from praxis_lite.training.state import (
   state_layout,
   train_state_shapes,
 )
+from praxis_lite.trees import NestedDict
 
 if TYPE_CHECKING:
   from praxis_lite.t5x import BasePartitioner, BasePjitPartitioner
@@ -53,9 +54,9 @@ class PartitionedModel(NamedTuple):
 
   partitioned_train_state: TrainState
   train_state_partition_specs: TrainState
-  inputs_partition_spec: Any
-  train_step: PartitionedStep
-  eval_step: PartitionedStep
+  inputs_partition_spec: NestedDict
+  train_step: PartitionedStep[steps.TrainStepOutput]
+  eval_step: PartitionedStep[steps.EvalStepOutput]
   total_num_params: int
 
 
@@ -74,20 +75,20 @@ class PartitionedTask:
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
     inputs_partition_spec: specs of the inputs.
     train_step, eval_step, decode_step: the partitioned steps, compiled at their first use.
+    batch_size: rows of a global batch, without those that fill up the mesh.
     total_num_params: number of model parameters, without padding, moving statistics included.
   """
 
   def __init__(
     self,
     jax_task: SingleTask,
-    inputs_shape: Any,
+    inputs_shape: NestedDict,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     partitioner: BasePartitioner | None = None,
     layout: StateLayout | None = None,
   ):
-    if sum(given is not None for given in (mesh, partitioner, layout)) > 1:
-      raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
+    _check_one_mesh(mesh, partitioner, layout)
     self.jax_task = jax_task
     if layout is not None:
       self.layout = layout
@@ -101,36 +102,36 @@ class PartitionedTask:
     self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
     self.inputs_shape = padded_batch_shape(inputs_shape, self.mesh.size)
     self.inputs_partition_spec = get_input_partition_specs(self.mesh.axis_names, self.inputs_shape)
-    self._batch_size = batch_size(inputs_shape)
+    self.batch_size = batch_size(inputs_shape)
 
   @property
   def total_num_params(self) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.unpadded_state_shapes.mdl_vars))
 
   @functools.cached_property
-  def train_step(self) -> PartitionedStep:
+  def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
     """`(state, prng_key, inputs) -> TrainStepOutput`; the state passed in is donated."""
-    fn, arguments = self._train_fn(self._execution)
+    fn, arguments = self._train_fn(self.execution)
     # Shardings stand where the step's arrays will.
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
     return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,))
 
   @functools.cached_property
-  def eval_step(self) -> PartitionedStep:
+  def eval_step(self) -> PartitionedStep[steps.EvalStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> EvalStepOutput`."""
 
-    def eval_step(mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any) -> steps.EvalStepOutput:
-      out = self._inference(steps.eval_step_single_learner, mdl_vars, prng_key, global_step, inputs)
+    def eval_step(mdl_vars: NestedDict, *args: Any) -> steps.EvalStepOutput:
+      out = self._inference(steps.eval_step_single_learner, mdl_vars, *args)
       return out._replace(per_example_out=self._true_rows(out.per_example_out))
 
     return self._inference_step(eval_step)
 
   @functools.cached_property
-  def decode_step(self) -> PartitionedStep:
+  def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
 
-    def decode_step(mdl_vars: Any, prng_key: jax.Array, global_step: jax.Array, inputs: Any) -> steps.DecodeStepOutput:
-      out = self._inference(steps.decode_step, mdl_vars, prng_key, global_step, inputs)
+    def decode_step(mdl_vars: NestedDict, *args: Any) -> steps.DecodeStepOutput:
+      out = self._inference(steps.decode_step, mdl_vars, *args)
       return out._replace(decoded=self._true_rows(out.decoded))
 
     return self._inference_step(decode_step)
@@ -151,13 +152,13 @@ class PartitionedTask:
     execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
     execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
     fn, arguments = self._train_fn(execution)
-    with jax.sharding.use_abstract_mesh(abstract_mesh_of(self.mesh)):
-      return jax.make_jaxpr(fn)(*arguments)
+    return jax.make_jaxpr(on_mesh(fn, self.mesh))(*arguments)
 
   # ---------------------------------------------------------------- inside a step
 
   @functools.cached_property
-  def _execution(self) -> Execution:
+  def execution(self) -> Execution:
+    """How the train step runs."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
 
   @functools.cached_property
@@ -165,10 +166,10 @@ class PartitionedTask:
     """How evaluation and decoding run, whatever the partitioning of the train step."""
     return CompilerPlaced(self.jax_task, self.layout)
 
-  def _train_fn(self, execution: Execution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[Any, ...]]:
+  def _train_fn(self, execution: Execution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
     step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
 
-    def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: Any) -> steps.TrainStepOutput:
+    def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
       with self._axis_rules():
         out = step(state, prng_key, inputs)
       return out._replace(per_example_out=self._true_rows(out.per_example_out))
@@ -177,7 +178,9 @@ class PartitionedTask:
     inputs = self._placed_inputs(padded_batch_shape(self.inputs_shape, rows))
     return train_step, (self.state_shapes, self._key_shape, inputs)
 
-  def _inference(self, step: Callable[..., T], mdl_vars: Any, key: jax.Array, global_step: jax.Array, inputs: Any) -> T:
+  def _inference(
+    self, step: Callable[..., T], mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict
+  ) -> T:
     mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._placed.split_inputs(inputs)
     with self._axis_rules():
       return step(self.jax_task, mdl_vars, key, global_step, inputs, self._placed.surroundings)
@@ -186,11 +189,11 @@ class PartitionedTask:
     """For constraints by logical names in a user's own code."""
     return axis_rules(self.jax_task.logical_axis_rules or ())
 
-  def _true_rows(self, per_example: Any) -> Any:
+  def _true_rows(self, per_example: T) -> T:
     """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
     if jax.process_count() > 1:
       return per_example
-    return jax.tree.map(lambda x: x[: self._batch_size], per_example)
+    return jax.tree.map(lambda x: x[: self.batch_size], per_example)
 
   # ---------------------------------------------------------------- around a step
 
@@ -203,14 +206,14 @@ class PartitionedTask:
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self._replicated)
 
-  def _placed_inputs(self, shapes: Any) -> Any:
+  def _placed_inputs(self, shapes: NestedDict) -> NestedDict:
     return jax.tree.map(
       lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
       shapes,
       self.inputs_partition_spec,
     )
 
-  def _inference_step(self, fn: Callable[..., Any]) -> PartitionedStep:
+  def _inference_step(self, fn: Callable[..., T]) -> PartitionedStep[T]:
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
     arguments = (self.state_shapes.mdl_vars, self._key_shape, step, self._placed_inputs(self.inputs_shape))
     return PartitionedStep(fn, arguments, self._replicated, mesh=self.mesh)
@@ -219,7 +222,7 @@ class PartitionedTask:
 def partition_spmd_model(
   task_p: Config | SingleTask,
   init_key: jax.Array,
-  inputs_shape: Any,
+  inputs_shape: NestedDict,
   *,
   mesh: Mesh | None = None,
   partitioner: BasePjitPartitioner | None = None,
@@ -236,11 +239,14 @@ def partition_spmd_model(
   Returns:
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
     parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
-    batches already placed by `step.put_inputs`.
+    batches already placed by `step.put_inputs`. With a partitioner of params_on_devices=False, the variables are in
+    host memory; its `move_params_to_devices` makes the state ready for the steps.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
+    ConfigError: both mesh and partitioner are given.
   """
+  _check_one_mesh(mesh, partitioner)
   if isinstance(task_p, Config) and partitioner is not None:
     task_p = task_p.clone(
       mesh_axis_names=partitioner.mesh.axis_names,
@@ -249,8 +255,9 @@ def partition_spmd_model(
     )
   jax_task = task_p.instantiate() if isinstance(task_p, Config) else task_p
   partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh, partitioner=partitioner)
+  state = partitioned.init_state(init_key)
   return PartitionedModel(
-    partitioned.init_state(init_key),
+    state if partitioner is None else partitioner.place_params(state, partitioned.layout),
     partitioned.state_specs,
     partitioned.inputs_partition_spec,
     partitioned.train_step,
@@ -259,13 +266,18 @@ def partition_spmd_model(
   )
 
 
+def _check_one_mesh(*given: object) -> None:
+  if sum(x is not None for x in given) > 1:
+    raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
+
+
 def get_partitioned_spmd_model_decode_fn(
   jax_task: SingleTask,
   init_key: jax.Array,
   partitioned_train_state: TrainState,
   train_state_partition_specs: TrainState,
-  inputs_shape: Any,
-) -> tuple[PartitionedStep, Any]:
+  inputs_shape: NestedDict,
+) -> tuple[PartitionedStep[steps.DecodeStepOutput], NestedDict]:
   """Returns the partitioned decode function of a task and the specs of its inputs.
 
   Args:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.partitioning.layout import StateLayout, layout_of
+from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import MeshLike
 from praxis_lite.partitioning.placement import place_variables, placed_specs
 from praxis_lite.partitioning.slots import opt_state_specs
@@ -65,7 +66,7 @@ def train_state_shapes(jax_task: SingleTask) -> TrainState[jax.ShapeDtypeStruct]
 
 
 def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
-  """Returns a tree with a `Decision` for each variable of a task's model: its spec, and what decided it."""
+  """Returns a tree with a `Placement` for each variable of a task's model: its spec, and what decided it."""
   weights = jax_task.model.abstract_init()
   return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
 
@@ -93,10 +94,9 @@ def init_partitioned_state(jax_task: SingleTask, layout: StateLayout, init_key: 
   """Returns a new train state, padded, each device holding its own part from the start."""
 
   def init(key: jax.Array) -> TrainState[jax.Array]:
-    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
-      return layout.pad(initialize_train_state(jax_task, key))
+    return layout.pad(initialize_train_state(jax_task, key))
 
-  return jax.jit(init, out_shardings=layout.shardings)(init_key)
+  return jax.jit(on_mesh(init, layout.mesh), out_shardings=layout.shardings)(init_key)
 
 
 def initialize_partitioned_model_states(

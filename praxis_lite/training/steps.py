@@ -6,7 +6,7 @@ They are written once. What differs between one device, a mesh whose communicati
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, merge
 from praxis_lite.weighted import WeightedScalars
-
-Variables = NestedDict
-Batch = NestedDict
 
 
 class TrainStepOutput(NamedTuple):
@@ -37,7 +34,7 @@ class TrainStepOutput(NamedTuple):
   state: TrainState[jax.Array]
   weighted_loss: jax.Array
   mean_metrics: WeightedScalars
-  per_example_out: Any
+  per_example_out: NestedDict
   summaries: dict[str, Summary]
 
 
@@ -46,7 +43,7 @@ class EvalStepOutput(NamedTuple):
 
   weighted_loss: jax.Array
   mean_metrics: WeightedScalars
-  per_example_out: Any
+  per_example_out: NestedDict
   summaries: dict[str, Summary]
 
 
@@ -54,14 +51,14 @@ class DecodeStepOutput(NamedTuple):
   """Result of a decode step: (mean, weight) of each metric, and a tree of arrays with the batch as dimension 0."""
 
   metrics: WeightedScalars
-  decoded: Any
+  decoded: NestedDict
 
 
 def train_step_single_learner(
   jax_task: SingleTask,
   states: TrainState[jax.Array],
   prng_key: jax.Array,
-  inputs: Batch,
+  inputs: NestedDict,
   execution: Execution | None = None,
 ) -> TrainStepOutput:
   """Takes one step.
@@ -77,7 +74,9 @@ def train_step_single_learner(
   learner, model = jax_task.learner.bind(jax_task.model.abstract_init()), jax_task.model
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
 
-  def loss_fn(trained: Variables, others: Variables, key: jax.Array, batch: Batch) -> tuple[jax.Array, LossOutput]:
+  def loss_fn(
+    trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict
+  ) -> tuple[jax.Array, LossOutput]:
     variables = execution.readable(merge(others, trained))
     (metrics, per_example), side = model.apply(
       variables, batch, key=key, do_eval=False, surroundings=execution.surroundings
@@ -102,10 +101,10 @@ def train_step_single_learner(
 
 def eval_step_single_learner(
   jax_task: SingleTask,
-  mdl_vars: Variables,
+  mdl_vars: NestedDict,
   prng_key: jax.Array,
   global_step: jax.Array,
-  inputs: Batch,
+  inputs: NestedDict,
   surroundings: Surroundings | None = None,
 ) -> EvalStepOutput:
   """Evaluates one batch.
@@ -128,10 +127,10 @@ def eval_step_single_learner(
 
 def decode_step(
   jax_task: SingleTask,
-  mdl_vars: Variables,
+  mdl_vars: NestedDict,
   prng_key: jax.Array,
   global_step: jax.Array,
-  inputs: Batch,
+  inputs: NestedDict,
   surroundings: Surroundings | None = None,
 ) -> DecodeStepOutput:
   """Decodes one batch of prompts; arguments as of `eval_step_single_learner`."""
@@ -152,7 +151,7 @@ def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Ar
   return total, metrics
 
 
-def _counted(finite: jax.Array | None, updates: Variables, mdl_vars: Variables) -> Variables:
+def _counted(finite: jax.Array | None, updates: NestedDict, mdl_vars: NestedDict) -> NestedDict:
   """The updates of non-trainable variables, or their old values after a step that does not count."""
   if finite is None:
     return updates

@@ -13,9 +13,6 @@ import pytest
 
 from praxis_lite.cli.main import main
 
-# One process makes the checkpoint that many of them need.
-pytestmark = pytest.mark.xdist_group('cli')
-
 TINY = '--exp=lm.SyntheticLmTiny'
 STDLIB = '--exp=lm.StdlibLmTiny'
 SOFTMAX = 'task.model.lm_tpl.softmax_tpl'
@@ -102,7 +99,7 @@ OVERRIDES = {
   ),
   'small vocabulary': (
     'task.model.vocab_size=20',
-    r'datasets\[0\]: train: its ids go up to 36, but task\.model\.vocab_size is 20; it must be 37 at least',
+    r'datasets\[0\]: train: its ids go up to 36, but task\.model\.vocab_size is 20; it must be at least 37',
   ),
   'no training data': ('datasets[0].is_training=False', r'exactly one input must have is_training=True, and 0 of 2'),
   'batch': ('datasets[1].batch_size=0', r'datasets\[1\]: validation\.batch_size: expected an integer of at least 1'),
@@ -151,7 +148,7 @@ OVERRIDES = {
   'empty mesh': ('task.ici_mesh_shape=(1, 0, 1)', r"^task: ici_mesh_shape = .*: the size of 'data' must be a positive"),
   'rule of a strategy': (
     """task.strategy=[('.*', 'fsdq(axis="data")')]""",
-    r"^task\.strategy: .*no sharding rule 'fsdq' is registered.*Did you mean 'fsdp'\?$",
+    r"^task\.strategy: .*no sharding op 'fsdq' is registered.*Did you mean 'fsdp'\?$",
   ),
 }
 
@@ -165,7 +162,7 @@ def test_a_config_that_cannot_be_is_told_and_nothing_is_written(capsys, tmp_path
 
 def test_a_vocabulary_smaller_than_that_of_the_tokenizer_is_told(capsys, tmp_path):
   told = fails(capsys, 'train', STDLIB, f'--job_log_dir={tmp_path}', '--set', 'task.model.vocab_size=200')
-  assert 'its ids go up to 255, but task.model.vocab_size is 200; it must be 256 at least' in told
+  assert 'its ids go up to 255, but task.model.vocab_size is 200; it must be at least 256' in told
 
 
 # ---------------------------------------------------------------- data
@@ -254,6 +251,7 @@ OTHER_MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('arguments', OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained, arguments):
   before = sorted(trained.rglob('*'))
@@ -294,7 +292,7 @@ def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):
 # ---------------------------------------------------------------- the user's own file
 
 BASE = 'from praxis_lite.experiment import BaseExperiment\n'
-STDLIB_TINY = 'from experiments.lm import StdlibLmTiny as Tiny\n'
+STDLIB_TINY = 'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
 OWN_FILES = {
   'syntax': ('class A(\n', 'A', r"SyntaxError: '\(' was never closed \(.*experiment\.py:1\)"),
   'bytes': ('\0', 'A', r'cannot import experiment\S*: SyntaxError: source code string cannot contain null bytes$'),

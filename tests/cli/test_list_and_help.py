@@ -59,8 +59,8 @@ def test_list_prints_each_registered_experiment_with_its_summary(capsys):
   out, err = capsys.readouterr()
   lines = dict(line.split(maxsplit=1) for line in out.splitlines())
   registry.load_all()
-  ours = [n for n in registry.names() if n.startswith('experiments.')]
-  assert {n.removeprefix('experiments.') for n in ours} <= lines.keys()
+  ours = [n for n in registry.names() if n.startswith('praxis_lite.experiments.')]
+  assert {n.removeprefix('praxis_lite.experiments.') for n in ours} <= lines.keys()
   assert lines['lm.StdlibLm'].startswith('The default: a model of the Python standard library')
   assert err == ''
 

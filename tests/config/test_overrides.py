@@ -336,6 +336,22 @@ def test_import_error_in_the_module_of_a_value(tmp_path, monkeypatch):
     after('task.model.norm=broken_layers.Norm')
 
 
+class Built(Configurable):
+  """Its field is annotated with what it builds of its config, as SingleTask.model is."""
+
+  split: Split = template(Split)
+
+
+def test_a_field_annotated_with_a_class_takes_configs_of_it():
+  config = Config(Built)
+  set_by_path(config, 'split', Config(WideSplit, wt=('data',)))
+  assert config.split == Config(WideSplit, wt=('data',))
+  apply_overrides(config, [f'split={__name__}.Split', 'split.wt=(data,)'])
+  assert config.split == Config(Split, wt=('data',))
+  with pytest.raises(ConfigError, match='split: expected Split, got'):
+    set_by_path(config, 'split', Config(Norm))
+
+
 def test_set_by_path_takes_python_values():
   root = roots()
   set_by_path(root, 'task.model.shape', [1, 2])

@@ -14,14 +14,14 @@ from praxis_lite import registry
 from praxis_lite.config import Config
 from praxis_lite.experiment import configure
 from praxis_lite.explain import Limits, Problem, Severity, check, explain_task, format_problems, has_errors
-from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
 
 registry.load_all()
-NAMES = [name for name in registry.names() if name.startswith('experiments.')]
+NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 BATCH = {
   'image': jax.ShapeDtypeStruct((16, 8), jnp.float32),
   'label': jax.ShapeDtypeStruct((16,), jnp.int32),
@@ -125,7 +125,7 @@ def test_a_large_weight_on_every_device() -> None:
     ('replicated weight', 'softmax.w'),
   ]
   problem = check(task, BATCH, limits=limits)[0]
-  assert '512 B are whole on each of 8 devices' in problem.message
+  assert '512 B are replicated on all 8 devices' in problem.message
   assert "split dimension 1, of size 16, over 'data' or 'mdl'" in problem.remedy
   assert check(task, BATCH, limits=Limits(replicated_bytes=513)) == []
 

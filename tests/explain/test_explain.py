@@ -16,13 +16,13 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import configure
 from praxis_lite.explain import Kind, explain, explain_task
-from praxis_lite.explain.tracing import abstract_mesh
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 
 registry.load_all()
-NAMES = [name for name in registry.names() if name.startswith('experiments.')]
+NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 SIZES = {'data': 2, 'mdl': 4}
 
 
@@ -83,7 +83,7 @@ def test_a_bias_names_the_field_that_its_weight_is_split_by() -> None:
 
 def test_an_attention_projection_names_the_field_of_the_attention_layer() -> None:
   """And changing that field changes the spec: it is the one to set."""
-  config = configure(registry.get('experiments.lm_sizes.Llama8B'))
+  config = configure(registry.get('lm_sizes.Llama8B'))
   path, field = 'lm.transformer.layers.attention.out.w', 'lm.transformer.layers.attention.weight_split_dims_mapping.wt'
   e = explain(config, path)
   assert e.why == field
@@ -94,7 +94,7 @@ def test_an_attention_projection_names_the_field_of_the_attention_layer() -> Non
 
 
 def test_the_stack_dimension_names_the_layer_that_repeats() -> None:
-  config = configure(registry.get('experiments.lm_sizes.Llama8B'))
+  config = configure(registry.get('lm_sizes.Llama8B'))
   path = 'lm.transformer.layers.ff.up.w'
   assert explain(config, path).sources[0] == 'lm.transformer.weight_split_dims_mapping.stack is not set'
   config.task.model.lm_tpl.transformer_tpl.weight_split_dims_mapping.stack = ('replica',)
@@ -122,8 +122,8 @@ def test_a_strategy_is_named_with_its_pattern_and_a_mapping_wins_over_it() -> No
   hidden = report.find('network/linear_0/w')
   assert hidden.spec == P(None, 'data')
   assert hidden.sources[1] == 'strategy \'.*\': fsdp(axis="data", min_size_to_shard_mb=0)'
-  assert hidden.sources[0] == "strategy '.*' leaves it whole"
-  assert report.find('network.linear_0.b').why == "strategy '.*/b' leaves it whole"
+  assert hidden.sources[0] == "strategy '.*' does not split it"
+  assert report.find('network.linear_0.b').why == "strategy '.*/b' does not split it"
   assert report.find('softmax.w').why == 'softmax.weight_split_dims_mapping.wt'
 
 
@@ -205,7 +205,7 @@ def test_an_unknown_path_names_what_there_is(path: str, message: str) -> None:
 
 
 def test_a_dataset_without_its_files_still_gives_the_shapes_of_batches() -> None:
-  config = configure(registry.get('experiments.lm_sizes.Llama8B'))
+  config = configure(registry.get('lm_sizes.Llama8B'))
   assert config.datasets[0].path is REQUIRED
   assert explain(config, 'inputs.ids').shape == (128, 8192)
   assert config.datasets[0].path is REQUIRED

@@ -9,12 +9,6 @@ import pytest
 from praxis_lite.cli.main import main
 
 
-@pytest.fixture(autouse=True)
-def keep_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-  """The commands take one simulated device; in this process there are eight already."""
-  monkeypatch.setattr('praxis_lite.cli.experiments.prepare_devices', lambda count: None)
-
-
 def test_show_sharding_has_all_kinds_of_arrays_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
   assert main(['show', '--exp=digits.DigitsMlpSharded', '--sharding']) == 0
   out = capsys.readouterr().out

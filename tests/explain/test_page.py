@@ -96,7 +96,7 @@ def test_in_a_browser_it_filters_zooms_switches_themes_and_draws_every_array(
   flags = '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking'
   command = [CHROMIUM, *flags.split(), '--disable-component-update', '--disable-sync', f'--user-data-dir={tmp_path}/u']
   done = subprocess.run(
-    [*command, '--dump-dom', page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    [*command, '--dump-dom', page.as_uri()], capture_output=True, text=True, timeout=600, check=True
   )
   said = re.search(r'<title>(.*?)</title>', done.stdout, re.DOTALL)[1].split(' | ')
   stored, everything = len(report.variables) + len(report.slots), len(report.all())

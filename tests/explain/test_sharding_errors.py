@@ -28,7 +28,8 @@ from praxis_lite.partitioning import (
 from praxis_lite.partitioning.mesh import create_device_mesh
 from praxis_lite.partitioning.rules import resolve_split_mapping
 from praxis_lite.t5x.axis_names import AxisNames, override_axis_names
-from praxis_lite.t5x.moe import infer_state_filter, moe_logical_axis_rules
+from praxis_lite.t5x.moe import infer_state_filter
+from praxis_lite.t5x.moe import standard_logical_axis_rules as moe_logical_axis_rules
 
 NAMES = ('replica', 'data', 'mdl')
 MESH = {'data': 8, 'model': 4}
@@ -92,7 +93,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     lambda: create_device_mesh((16, 2), None, ('data', 'mdl')),
     'needs 32 devices, and there are 8',
   ),
-  'experts with parameter dims 2': (lambda: moe_logical_axis_rules(parameter_partitioning_dims=2), 'must be 1'),
+  'experts with parameter dims 2': (
+    lambda: moe_logical_axis_rules(4, 1, parameter_partitioning_dims=2),
+    'must be 1',
+  ),
   'experts without partitions': (lambda: MoePjitPartitioner(4), 'exactly one of them'),
   'state filter of another optimizer': (lambda: infer_state_filter({'weird': jnp.zeros(2)}), 'for Adafactor only'),
   'replicate after a split': (lambda: strategy('shard_dim("model", 1) | replicate'), 'inconsistent'),
@@ -112,9 +116,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
   'a name for an argument': (lambda: strategy('fsdp(axis=data)'), "'data' is not a literal"),
   'an expression for an argument': (lambda: strategy('fsdp(axis="da" + "ta")'), 'is not a literal'),
   'an argument that a rule does not take': (lambda: strategy('fsdp(axes="data")'), 'fsdp(axis'),
-  'an unknown rule': (lambda: strategy('fdsp(axis="data")'), 'known rules: '),
+  'an unknown op': (lambda: strategy('fdsp(axis="data")'), 'known ops: '),
   'a rule of a name that is taken': (lambda: register_rule('fsdp')(lambda: None), "'fsdp' is registered already"),
-  'no rules at all': (lambda: strategy('fsdp(axis="data"'), 'is not a chain of rules'),
+  'no ops at all': (lambda: strategy('fsdp(axis="data"'), 'is not a chain of ops'),
   'an unknown axis in a strategy': (lambda: strategy('fsdp(axis="mdl")'), "axis 'mdl' is not an axis of the mesh"),
   'not a regular expression': (lambda: infer_sharding(W, [('(', 'replicate')], MESH), 'is not a regular expression'),
   'not pairs': (lambda: infer_sharding(W, ['.*'], MESH), 'a strategy is a list of pairs'),

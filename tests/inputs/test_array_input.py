@@ -1,11 +1,13 @@
 """ArrayInput: loaders, dtypes, and errors that name the field."""
 
+import copy
+
 import numpy as np
 import pytest
 
 from praxis_lite.config import Config
 from praxis_lite.errors import CheckpointError, ConfigError, DataError
-from praxis_lite.inputs import ArrayInput
+from praxis_lite.inputs import ArrayInput, MixtureInput
 
 
 def _toy(count=5):
@@ -17,6 +19,18 @@ def test_arrays_may_be_given_or_loaded_by_a_function_or_its_config():
     source = Config(ArrayInput, arrays=arrays, batch_size=5).instantiate()
     np.testing.assert_array_equal(source.get_next()['label'], np.arange(5))
     assert source.num_examples == 5
+
+
+def test_a_config_and_what_is_made_of_it_share_the_arrays():
+  arrays = {**_toy(5), 'nested': {'mask': np.ones(5)}}
+  config = Config(ArrayInput, arrays=arrays, batch_size=5)
+  mixture = Config(MixtureInput, inputs=[config], batch_size=5)
+  for made in (config.instantiate(), config.clone(batch_size=2), copy.deepcopy(config), mixture.clone().inputs[0]):
+    assert made.arrays is not arrays
+    assert made.arrays['image'] is arrays['image'] and made.arrays['nested']['mask'] is arrays['nested']['mask']
+  assert mixture.instantiate().sources[0].arrays['image'] is arrays['image']
+  given = np.zeros(3)
+  assert Config(dict, x=[(given, [given])]).clone().x[0][1][0] is given
 
 
 def test_a_loader_is_called_once_and_not_before_it_is_needed():

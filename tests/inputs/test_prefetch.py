@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.inputs import ArrayInput, BaseInput, PrefetchIterator
 
-WAIT = 10.0  # seconds until a test gives up on another thread; never reached when all is well
+WAIT = 300.0  # seconds until a test gives up on another thread; never reached when all is well
 
 
 def _source(count=10, **fields):

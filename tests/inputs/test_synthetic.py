@@ -13,18 +13,18 @@ from praxis_lite.inputs import (
   SyntheticInput,
   SyntheticLMInput,
 )
-from praxis_lite.inputs.random_bits import random_bits, uniform
+from praxis_lite.inputs.random_access import random_bits, uniform
 
 
 def test_random_bits_are_uniform_and_independent_of_how_they_are_asked_for():
-  u = uniform(random_bits((3, 1), np.arange(100_000)))
+  u = uniform((3, 1), np.arange(100_000))
   assert 0 <= u.min() < u.max() < 1
   counts = np.histogram(u, bins=50, range=(0, 1))[0]
   # Chi-squared of 49 degrees of freedom: mean 49, standard deviation 10.
   assert ((counts - 2000) ** 2 / 2000).sum() < 100
   assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 0.02
-  np.testing.assert_array_equal(uniform(random_bits((3, 1), np.array([[7], [99]]))), u[[[7], [99]]])
-  assert abs(np.corrcoef(u, uniform(random_bits((4, 1), np.arange(100_000))))[0, 1]) < 0.02
+  np.testing.assert_array_equal(uniform((3, 1), np.array([[7], [99]])), u[[[7], [99]]])
+  assert abs(np.corrcoef(u, uniform((4, 1), np.arange(100_000)))[0, 1]) < 0.02
 
 
 def test_random_bits_are_those_of_splitmix64():
@@ -98,7 +98,7 @@ def test_the_nearest_class_image_tells_the_label():
     ({}, 'expected a dict of Feature configs'),
     ({'x': 3}, r"\['x'\]: expected the config of a Feature, got 3"),
     ({'x': Config(Feature)}, r"\['x'\]: expected a RandomFeature or ConstantFeature"),
-    ({'x': Config(RandomFeature, dtype='string')}, r"\['x'\]\.dtype: 'string' is not a dtype of numbers"),
+    ({'x': Config(RandomFeature, dtype='string')}, r"\['x'\]\.dtype: 'string' is not a numeric dtype"),
     ({'x': Config(RandomFeature, shape=(2, -1))}, r"\['x'\]\.shape: expected sizes that are not negative"),
   ],
 )
@@ -110,7 +110,7 @@ def test_bad_features_are_named(features, message):
 def test_bad_fields_are_named():
   with pytest.raises(ConfigError, match="pattern: expected 'count', 'copy' or 'random', got 'counts'"):
     SyntheticLMInput(seq_len=4, vocab_size=9, pattern='counts', batch_size=2)
-  with pytest.raises(ConfigError, match='vocab_size: expected at least 2, got 1'):
+  with pytest.raises(ConfigError, match='vocab_size: expected an integer of at least 2, got 1'):
     SyntheticLMInput(seq_len=4, vocab_size=1, batch_size=2)
   with pytest.raises(ConfigError, match='num_synthetic_examples'):
     SyntheticLMInput(seq_len=4, vocab_size=9, num_synthetic_examples=0, batch_size=2)

@@ -24,10 +24,7 @@ EVERY_LAYER = sorted(
   for name, value in vars(layers).items()
   if name in layers.__all__ and isinstance(value, type) and issubclass(value, Layer)
 )
-# One worker runs all tests of a layer, so that it is compiled once.
-every_layer = pytest.mark.parametrize(
-  'name', [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EVERY_LAYER]
-)
+every_layer = pytest.mark.parametrize('name', EVERY_LAYER)
 
 
 def case(name: str) -> Case:

@@ -1,4 +1,4 @@
-"""Two processes on this machine form one mesh; each feeds its share of the batch."""
+"""Two processes on this machine form one mesh; each feeds its share of the batch, and may keep variables in memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+from quick_xla import xla_flags
+
+pytestmark = pytest.mark.slow
+
 _WORKER = """
 import sys
 import jax
@@ -14,6 +19,7 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.partitioning import *
+from praxis_lite.weights import WeightHParams
 
 mesh = get_cpu_mesh()
 assert [[d.process_index for d in row] for row in mesh.devices] == [[0] * 3, [1] * 3]
@@ -27,6 +33,15 @@ batch = put_on_mesh(local, mesh, get_input_partition_specs(mesh.axis_names, loca
 assert batch['x'].shape == (12, 1)
 whole = NamedSharding(mesh, PartitionSpec())
 total = jax.jit(lambda b: (b['x'][:, 0] * b['weights']).sum(), out_shardings=whole)(batch)
+
+partitioner = PjitPartitioner(3, params_on_devices=False)
+w = WeightHParams((5, 3), tensor_split_dims_mapping=('batch', 'mlp'))
+true = np.arange(15.0, dtype=np.float32).reshape(5, 3)
+declared = TrainState(jax.ShapeDtypeStruct((), np.int32), {'w': w}, ())
+state = partitioner.initialize(lambda: TrainState(jax.numpy.int32(0), {'w': true}, ()), declared)
+np.testing.assert_array_equal(state.mdl_vars['w'], true)
+moved = partitioner.move_params_to_devices(state, partitioner.get_mesh_axes(declared)).mdl_vars['w']
+assert moved.shape == (6, 3) and not moved.is_fully_addressable
 print('total', float(total))
 """
 
@@ -35,7 +50,7 @@ def test_hosts_feed_their_shares_of_a_batch() -> None:
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=3'}
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(devices=3)}
   workers = [
     subprocess.Popen(
       [sys.executable, '-c', _WORKER, address, str(i)],
@@ -48,7 +63,7 @@ def test_hosts_feed_their_shares_of_a_batch() -> None:
   ]
   try:
     for worker in workers:
-      out, err = worker.communicate(timeout=120)
+      out, err = worker.communicate(timeout=600)
       assert worker.returncode == 0, err[-2000:]
       assert 'total 70.0' in out  # 0 + 1 + 2 + 3 + 4 from one host, 10 more each from the other
   finally:

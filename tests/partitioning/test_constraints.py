@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +11,19 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.config import Config
 from praxis_lite.errors import ShardingError
+from praxis_lite.layer import Layer
+from praxis_lite.models import ClassificationModel
 from praxis_lite.partitioning import (
   create_device_mesh,
   global_mesh_defined,
+  partition_spmd_model,
   reshard_input_based_on_rank_fn,
+  with_logical_constraint,
   with_sharding_constraint,
 )
+from praxis_lite.task import SingleTask
 
 
 @pytest.fixture
@@ -95,3 +103,34 @@ def test_inputs_are_resharded_by_rank(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match='map_2d'):
       reshard_input_based_on_rank_fn({'map_1d': None}, mesh.axis_names, batch)
   assert part_shapes(out['ids']) == {(4, 1)}
+
+
+class Named(Layer):
+  """A network of a user, with constraints by logical names in its own code."""
+
+  output_dims: int = 8
+
+  def __call__(self, x_BD: jax.Array, weights_B: jax.Array) -> jax.Array:
+    x_BD = with_logical_constraint(jnp.tanh(x_BD), ('batch', 'mlp'))
+    return with_logical_constraint(x_BD * 2, ('batch', P.UNCONSTRAINED))
+
+
+def test_constraints_by_logical_names_act_in_a_users_layer_under_partition_spmd_model() -> None:
+  model = Config(ClassificationModel, num_classes=4, network_tpl=Config(Named))
+  batch = {
+    'image': jax.ShapeDtypeStruct((8, 8), jnp.float32),
+    'label': jax.ShapeDtypeStruct((8,), jnp.int32),
+    'weights': jax.ShapeDtypeStruct((8,), jnp.float32),
+  }
+
+  def lowered(rules: Any) -> str:
+    mesh = {'mesh_axis_names': ('data', 'mdl'), 'ici_mesh_shape': (2, 4)}
+    task = Config(SingleTask, model=model, logical_axis_rules=rules, **mesh)
+    step = partition_spmd_model(task, jax.random.key(0), batch).train_step
+    return step.jitted.lower(*step.arguments).as_text()
+
+  text = lowered((('batch', 'data'), ('mlp', 'mdl')))
+  assert '[{"data"}, {"mdl"}]' in text and '[{"data"}, {?}]' in text
+  other = lowered((('batch', 'mdl'), ('mlp', None)))
+  assert '[{"mdl"}, {}]' in other and '[{"mdl"}, {?}]' in other
+  assert '{?}]' not in lowered(None)

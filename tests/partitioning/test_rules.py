@@ -147,3 +147,34 @@ def test_activations_are_constrained_by_the_rules_in_force() -> None:
     with pytest.raises(ShardingError, match='2 entries'):
       with_logical_constraint(x, ('batch', 'mlp'))
   assert y.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P('data', None, 'model')), 3)
+
+
+ANY = P.UNCONSTRAINED
+
+
+def test_a_rule_to_unconstrained_leaves_a_dimension_to_the_compiler() -> None:
+  rules = (('embed', ANY), ('mlp', 'model'))
+  assert logical_to_mesh_axes(('embed', 'mlp'), rules) == P(ANY, 'model')
+  assert resolve_split_mapping(('embed', 'mlp'), MESH_AXES, rules) == P(ANY, 'model')
+  assert shadowed_rules([*rules, ('embed', 'data')]) == ((2, 0),)
+
+
+def test_unconstrained_stands_among_names_as_often_as_wanted() -> None:
+  rules = (('mlp', 'model'),)
+  assert logical_to_mesh_axes((ANY, 'mlp', ANY), rules) == P(ANY, 'model', ANY)
+  assert resolve_split_mapping((ANY, 'mlp', ANY, 'data'), MESH_AXES, rules) == P(ANY, 'model', ANY, 'data')
+  assert resolve_split_mapping((ANY, 'model'), MESH_AXES, None) == P(ANY, 'model')
+
+
+def test_an_unconstrained_dimension_is_lowered_as_open() -> None:
+  mesh = create_device_mesh((2, 4), None, MESH_AXES)
+  rules = (('batch', 'data'), ('embed', ANY), ('mlp', None))
+  with jax.set_mesh(mesh), axis_rules(rules):
+    step = jax.jit(lambda x: with_logical_constraint(x, ('batch', 'embed', 'mlp')))
+    assert '[{"data"}, {?}, {}]' in step.lower(jnp.ones((4, 3, 8))).as_text()
+
+
+def test_no_names_are_no_constraint() -> None:
+  x = jnp.ones((4, 3))
+  with jax.set_mesh(create_device_mesh((2, 4), None, MESH_AXES)), axis_rules(standard_logical_axis_rules()):
+    assert with_logical_constraint(x, None) is x

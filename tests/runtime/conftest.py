@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from quick_xla import xla_flags
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def run_python():
 
   def start(code: str, *args: str, devices: int = 1, **kwargs) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in ('JAX_COMPILATION_CACHE_DIR',)}
-    env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+    env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(devices)}
     env['PYTHONPATH'] = os.pathsep.join([os.path.dirname(__file__), env.get('PYTHONPATH', '')])
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
     return subprocess.Popen([sys.executable, '-c', code, *args], env={**env, **kwargs.pop('env', {})}, **pipes | kwargs)

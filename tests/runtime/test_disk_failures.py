@@ -11,7 +11,9 @@ from small_states import layout_on, random_state
 
 from praxis_lite.errors import UserError
 from praxis_lite.runtime.checkpoints import Checkpointer
-from praxis_lite.runtime.summaries import SummaryWriter
+from praxis_lite.runtime.metrics import SummaryWriter
+
+pytestmark = pytest.mark.slow
 
 # A limit to the size of files stands for a disk that is full: more cannot be written.
 SAVE_WITHOUT_ROOM = """
@@ -45,7 +47,7 @@ time.sleep(0.5)
 
 
 def _told(process) -> str:
-  out, err = process.communicate(timeout=120)
+  out, err = process.communicate(timeout=600)
   assert err == ''
   (line,) = out.splitlines()
   assert len(line) < 800

@@ -10,18 +10,21 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tiny_runs import ArrayInput, Config, examples, expected_loss, tiny_run
+from tiny_runs import ArrayInput, Config, examples, expected_loss, open_gate, tiny_run
 
 from praxis_lite.config import config_values
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.runtime import Checkpointer, NonFiniteError, run_decode, run_eval, run_train
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+
 DEVICES = 8
+TIMEOUT = 600  # seconds, for a process that hangs: no test waits as long when all is well, on a busy machine either
 RUN = """
 import sys
 from tiny_runs import tiny_run
 from praxis_lite.runtime import run_train
-config = tiny_run(int(sys.argv[2]), seconds=float(sys.argv[3]), eval_seconds=float(sys.argv[4]), eval_interval_steps=5)
+config = tiny_run(int(sys.argv[2]), gate=sys.argv[3], eval_gate=sys.argv[4], eval_interval_steps=5)
 result = run_train(config, sys.argv[1])
 print('ended by', result.ended_by, result.step, flush=True)
 """
@@ -35,6 +38,11 @@ def parameters(result):
 
 def opt_leaves(result):
   return [np.asarray(x) for x in jax.tree.leaves(result.state)]
+
+
+def wait_for(start, stream):
+  """Reads lines from a process until one starts like this."""
+  assert any(line.startswith(start) for line in stream), f'it ended without {start!r}'
 
 
 def curves(directory):
@@ -72,7 +80,9 @@ def test_a_run_learns_saves_and_evaluates_the_whole_set(whole_run):
 def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_python, whole_run):
   steps = sorted(random.sample(range(2, 19), 2))
   for kill_at in steps:
-    process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', '0', devices=DEVICES)
+    # It goes on for a batch or two while it is killed, and cannot come to its end however late that is.
+    gate = open_gate(tmp_path / 'gate', min(kill_at + 2, 19))
+    process = run_python(RUN, str(tmp_path), str(DEVICES), gate, '', devices=DEVICES)
     for line in process.stdout:
       if line.startswith(f'step {kill_at}/'):
         break
@@ -89,12 +99,12 @@ def test_killed_anywhere_it_resumes_and_ends_with_the_same_bits(tmp_path, run_py
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
 def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_path, run_python, whole_run, name):
-  process = run_python(RUN, str(tmp_path), str(DEVICES), '0.03', '0', devices=DEVICES)
-  for line in process.stdout:
-    if line.startswith('step 7/'):
-      process.send_signal(signal.Signals[name])
-      break
-  out, err = process.communicate(timeout=60)
+  process = run_python(RUN, str(tmp_path), str(DEVICES), open_gate(tmp_path / 'gate', 10), '', devices=DEVICES)
+  wait_for('step 7/', process.stdout)
+  process.send_signal(signal.Signals[name])
+  wait_for(name, process.stderr)
+  open_gate(tmp_path / 'gate')
+  out, err = process.communicate(timeout=TIMEOUT)
   assert process.returncode == 0, err
   ended, step = out.splitlines()[-1].rsplit(' ', 1)
   assert ended == f'ended by {name}' and 7 <= int(step) < 20
@@ -105,12 +115,12 @@ def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_there(tmp_p
 
 
 def test_a_signal_cuts_an_evaluation_short_which_the_next_run_makes_up_for(tmp_path, run_python, whole_run):
-  process = run_python(RUN, str(tmp_path), str(DEVICES), '0', '0.5', devices=DEVICES)
-  for line in process.stdout:
-    if line.startswith('step 5/'):
-      process.send_signal(signal.SIGTERM)
-      break
-  out, err = process.communicate(timeout=60)
+  process = run_python(RUN, str(tmp_path), str(DEVICES), '', open_gate(tmp_path / 'gate', 1), devices=DEVICES)
+  wait_for('step 5/', process.stdout)
+  process.send_signal(signal.SIGTERM)
+  wait_for('SIGTERM', process.stderr)
+  open_gate(tmp_path / 'gate')
+  out, err = process.communicate(timeout=TIMEOUT)
   assert process.returncode == 0, err
   assert 'eval/valid' not in out and out.splitlines()[-1] == 'ended by SIGTERM 5'
   run_train(tiny_run(DEVICES, eval_interval_steps=5), tmp_path)
@@ -122,7 +132,8 @@ def test_it_goes_on_on_another_mesh(tmp_path, whole_run, first, then):
   run_train(tiny_run(first, num_train_steps=10), tmp_path)
   result = run_train(tiny_run(then), tmp_path)
   for name, value in parameters(whole_run[1]).items():
-    np.testing.assert_allclose(parameters(result)[name], value, rtol=1e-5, atol=1e-6)
+    # Sums over other devices end in other bits, and Adam takes them as far as a few 1e-5 of the largest elements.
+    np.testing.assert_allclose(parameters(result)[name], value, rtol=0, atol=1e-4 * np.abs(value).max())
 
 
 def test_a_finished_run_says_so_and_evaluates_only_what_was_not(whole_run, capsys):
@@ -206,7 +217,7 @@ class BreakingInput(ArrayInput):
 def test_when_the_data_breaks_the_steps_taken_are_saved(tmp_path):
   config = tiny_run(1, save_interval_steps=100)
   fields = dict(config_values(config.datasets[0]))
-  del fields['seconds']
+  del fields['gate']
   whole, config.datasets[0] = config.datasets[0], Config(BreakingInput, **fields)
   with pytest.raises(DataError, match='the disk is gone'):
     run_train(config, tmp_path)
@@ -245,15 +256,14 @@ def test_changed_data_is_refused_and_can_be_started_anew(tmp_path):
 
 
 def test_a_directory_is_trained_in_by_one_run_at_a_time(tmp_path, run_python):
-  process = run_python(RUN, str(tmp_path), '1', '0.2', '0')
-  for line in process.stdout:
-    if line.startswith('step 5/'):
-      break
+  process = run_python(RUN, str(tmp_path), '1', open_gate(tmp_path / 'gate', 10), '')
+  wait_for('step 5/', process.stdout)
   before = sorted(p.name for p in tmp_path.iterdir())
   with pytest.raises(UserError, match='another run is training in job_log_dir'):
     run_train(tiny_run(1), tmp_path)
   assert sorted(p.name for p in tmp_path.iterdir()) == before
-  out, err = process.communicate(timeout=60)
+  open_gate(tmp_path / 'gate')
+  out, err = process.communicate(timeout=TIMEOUT)
   assert out.splitlines()[-1] == 'ended by done 20', err
 
 

@@ -7,13 +7,17 @@ import pty
 import signal
 import threading
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
-from praxis_lite.runtime.signals import StopSignals
+from praxis_lite.runtime.distributed import StopSignals
+
+pytestmark = pytest.mark.slow
 
 LOOP = """
 import sys, time
-from praxis_lite.runtime.signals import StopSignals
+from praxis_lite.runtime.distributed import StopSignals
 with StopSignals() as stop:
   print('running', flush=True)
   step = 0
@@ -22,7 +26,7 @@ with StopSignals() as stop:
     step += 1
   print('received', stop.received, flush=True)
   if sys.argv[1:] == ['hang']:
-    time.sleep(60)
+    time.sleep(600)
 print('saved', flush=True)
 """
 
@@ -37,7 +41,7 @@ def started(run_python, *args):
 def test_a_signal_ends_the_loop_between_steps_and_the_process_well(run_python, name):
   process = started(run_python)
   process.send_signal(signal.Signals[name])
-  out, err = process.communicate(timeout=60)
+  out, err = process.communicate(timeout=3000)
   assert out == f'received {name}\nsaved\n'
   assert process.returncode == 0
   assert name in err and 'once more ends the run at once' in err and len(err.splitlines()) == 1
@@ -49,7 +53,7 @@ def test_a_second_signal_ends_the_process_at_once(run_python, name):
   process.send_signal(signal.SIGTERM)
   assert process.stdout.readline() == 'received SIGTERM\n'
   process.send_signal(signal.Signals[name])
-  out, _ = process.communicate(timeout=30)
+  out, _ = process.communicate(timeout=300)
   assert process.returncode == -signal.Signals[name] and out == ''
 
 
@@ -62,10 +66,21 @@ def test_ended_at_once_on_a_terminal_the_cursor_that_the_progress_bar_hides_is_s
     while wanted not in screen:
       screen += os.read(ours, 1000)
     process.send_signal(signal.SIGINT)
-  assert process.wait(timeout=30) == -signal.SIGINT
+  assert process.wait(timeout=300) == -signal.SIGINT
   screen += os.read(ours, 1000)
   assert screen.endswith(b'\x1b[?25h')
   os.close(ours)
+
+
+def test_with_several_processes_one_alone_does_not_decide_to_stop(monkeypatch):
+  sync_points = []
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda step: step in sync_points)
+  stop = StopSignals()
+  stop.received = 'SIGINT'
+  assert not stop.requested_at(3) and not stop.requested and not stop.interrupts()
+  sync_points.append(4)
+  assert stop.requested_at(4) and stop.requested and not stop.interrupts()
 
 
 def test_handlers_are_put_back():

@@ -10,8 +10,8 @@ import pytest
 
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.job_dir import job_directory
-from praxis_lite.runtime.startup import StartupTimes, process_age
+from praxis_lite.runtime.run_config import job_directory
+from praxis_lite.runtime.throughput import StartupTimes, process_age
 
 
 def test_every_second_before_the_first_step_is_accounted_for():
@@ -29,17 +29,19 @@ def test_every_second_before_the_first_step_is_accounted_for():
 
 
 def test_the_age_of_the_process_grows_with_the_clock():
-  before = process_age()
+  start, before = time.monotonic(), process_age()
   time.sleep(0.1)
-  assert 0.05 < process_age() - before < 5
+  # The kernel counts a process's age in ticks of 10 ms.
+  assert 0.05 < process_age() - before < time.monotonic() - start + 0.05
 
 
 def finish(process):
-  out, err = process.communicate(timeout=120)
+  out, err = process.communicate(timeout=600)
   assert process.returncode == 0, err
   return out.strip()
 
 
+@pytest.mark.slow
 def test_devices_are_simulated_whatever_the_flags_say(run_python):
   code = """
 import jax
@@ -65,6 +67,7 @@ def test_one_process_needs_no_arguments():
   assert jax.process_count() == 1
 
 
+@pytest.mark.slow
 def test_half_of_the_arguments_is_an_error(run_python):
   code = """
 from praxis_lite.errors import ConfigError
@@ -79,6 +82,7 @@ except ConfigError as error:
   assert "JAX_NUM_PROCESSES = 'two'" in finish(run_python(code, env=env))
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_found_again_in_the_cache(run_python, tmp_path):
   code = """
 import sys, jax, jax.numpy as jnp
@@ -97,6 +101,7 @@ print('hit' if hits else 'miss')
   assert finish(run_python(code, 'off', env=env)).split() == ['None', 'miss']
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_done_without(run_python, tmp_path):
   (tmp_path / 'file').write_text('')
   code = """

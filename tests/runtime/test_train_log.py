@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.runtime import train_log
-from praxis_lite.runtime.startup import StartupTimes
-from praxis_lite.runtime.train_log import NonFiniteError, TrainLog
+from praxis_lite.runtime import console
+from praxis_lite.runtime.console import NonFiniteError, TrainLog
+from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.training.steps import TrainStepOutput
 
 
@@ -63,7 +63,7 @@ def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100)
 
 
 def output(step, waited, skipped=0.0):
-  metrics = {name: (Value(step, value, waited), 1.0) for name, value in (('loss', 1.0), (train_log.SKIPPED, skipped))}
+  metrics = {name: (Value(step, value, waited), 1.0) for name, value in (('loss', 1.0), (console.SKIPPED, skipped))}
   return TrainStepOutput(None, Value(step, 1.0, waited), metrics, None, {})
 
 
@@ -74,8 +74,8 @@ def test_the_host_never_waits_for_the_steps_it_has_just_dispatched(interval):
   log.add(1, output(1, waited))  # the first step is waited for, to say how long starting took
   for step in range(2, 40):
     log.add(step, output(step, waited))
-    assert max(waited) <= max(step - train_log.MAX_STEPS_IN_FLIGHT, 1)
-    assert step - max(waited) <= train_log.MAX_STEPS_IN_FLIGHT  # nor does it run ahead without bound
+    assert max(waited) <= max(step - console.MAX_STEPS_IN_FLIGHT, 1)
+    assert step - max(waited) <= console.MAX_STEPS_IN_FLIGHT  # nor does it run ahead without bound
 
 
 def test_lines_come_at_the_interval_and_for_the_first_and_the_last_step():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import time
 from typing import Any
 
@@ -47,14 +49,28 @@ class TinyModel(BaseModel):
     return {'num_decoded': (batch['weights'].sum(), jnp.float32(1))}, {'y': predictions}
 
 
-class SlowInput(ArrayInput):
-  """Takes its time, so that a test can interrupt a run."""
+class GatedInput(ArrayInput):
+  """Waits before a batch that its gate does not let through yet, so that a test can act on a run that stands still.
 
-  seconds: float = 0.0
+  Attributes:
+    gate: a file with the number of batches that may be read, which `open_gate` writes; '' lets all of them through.
+  """
 
-  def rows(self, indices):
-    time.sleep(self.seconds)
-    return super().rows(indices)
+  gate: str = ''
+
+  def read(self, epoch, position, count, start, stop):
+    number = epoch * self.batches_per_epoch() + position // self.batch_size
+    while self.gate and number >= int(pathlib.Path(self.gate).read_text()):
+      time.sleep(0.01)
+    return super().read(epoch, position, count, start, stop)
+
+
+def open_gate(gate: pathlib.Path, batches: int = 1000) -> str:
+  """Lets this many batches through, counted from the beginning of training; returns the gate's name."""
+  written = gate.with_suffix('.new')
+  written.write_text(str(batches))
+  os.replace(written, gate)  # A reader finds the old number or the new one.
+  return str(gate)
 
 
 def examples(count: int, seed: int) -> dict[str, np.ndarray]:
@@ -67,8 +83,8 @@ def tiny_run(
   devices: int = 1,
   *,
   noise: float = 0.1,
-  seconds: float = 0.0,
-  eval_seconds: float = 0.0,
+  gate: str = '',
+  eval_gate: str = '',
   learner: dict[str, Any] | None = None,
   **train: Any,
 ):
@@ -78,8 +94,8 @@ def tiny_run(
   )
   task.train.learner = Config(Learner, **{'optimizer': Config(optax.adam), 'learning_rate': 0.05, **(learner or {})})
   task.train.set(**{'num_train_steps': 20, 'log_interval_steps': 1, 'save_interval_steps': 3, **train})
-  data = Config(SlowInput, name='train', arrays=examples(50, 0), batch_size=6, is_training=True, seconds=seconds)
-  valid = Config(SlowInput, name='valid', arrays=examples(33, 1), batch_size=6, seconds=eval_seconds)
+  data = Config(GatedInput, name='train', arrays=examples(50, 0), batch_size=6, is_training=True, gate=gate)
+  valid = Config(GatedInput, name='valid', arrays=examples(33, 1), batch_size=6, gate=eval_gate)
   prompts = Config(ArrayInput, name='prompts', arrays=examples(7, 2), batch_size=4)
   return ExperimentConfig(task, [data, valid], [prompts])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,9 @@ SLICE = [
 MESH = default_mesh(4, devices=SLICE)
 
 
-def mesh_of_hosts(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-  return Mesh(
-    np.array([DescribedDevice(i, process_index=i) for i in range(int(np.prod(shape)))], dtype=object).reshape(shape),
-    names,
-  )
+def mesh_of_hosts(shape: tuple[int, ...], names: tuple[str, ...], per_host: int = 1) -> Mesh:
+  devices = [DescribedDevice(i, process_index=i // per_host) for i in range(int(np.prod(shape)))]
+  return Mesh(np.array(devices, dtype=object).reshape(shape), names)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,37 @@ def test_chunks_agree_with_where_jax_puts_the_shards(spec: Any) -> None:
     chunk = np.zeros(shape, bool)
     chunk[info.slice] = True
     np.testing.assert_array_equal(mine, chunk)
+
+
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    MESH,
+    default_mesh(8, devices=SLICE),
+    mesh_of_hosts((2, 2), ('data', 'model')),
+    mesh_of_hosts((2, 2, 2), ('a', 'b', 'c'), per_host=2),
+  ],
+  ids=lambda mesh: 'x'.join(map(str, mesh.devices.shape)),
+)
+def test_rows_over_several_axes_are_right_or_refused(mesh: Mesh) -> None:
+  for spec in itertools.chain.from_iterable(itertools.permutations(mesh.axis_names, n) for n in (1, 2, 3)):
+    placed: Any = NamedSharding(mesh, PartitionSpec(spec)).devices_indices_map((64,))
+    for process in {d.process_index for d in mesh.devices.flat}:
+      rows = {i for d, index in placed.items() if d.process_index == process for i in np.arange(64)[index]}
+      start, stop = min(rows), max(rows) + 1
+      chunker = LocalChunker(mesh, process)
+      if len(rows) == stop - start:
+        whole = (slice(None), slice(0, 64))
+        part = chunker.get_local_chunk_info((64,), [spec]).slice[0]
+        assert part == slice(start, stop) or (part in whole and len(rows) == 64), (spec, process)
+      else:
+        with pytest.raises(ShardingError, match=f'rows of process {process} in dimension 0, .* not contiguous'):
+          chunker.get_local_chunk_info((64,), [spec])
+
+
+def test_scattered_rows_are_refused_with_the_order_that_would_do() -> None:
+  with pytest.raises(ShardingError, match=r"dimension 0, split over \('model', 'data'\), are not contiguous"):
+    LocalChunker(MESH, 0).get_local_chunk_info((32,), [('model', 'data')])
 
 
 def test_shard_and_replica_ids_count_row_major() -> None:

@@ -124,6 +124,15 @@ def test_a_row_that_spans_the_torus_keeps_its_ring_in_one_piece() -> None:
     assert [d.coords[0] for d in row] == [0, 1, 2, 3]
 
 
+def test_without_tiling_hosts_must_be_contiguous_all_the_same() -> None:
+  devices = torus((4, 4, 1, 2))
+  # A host has 2 x 2 chips. Rows of the submesh go along x first, then y: with one chip a row, a host's are 0, 1, 4, 5.
+  with pytest.raises(ShardingError, match=r'process 0 are not a contiguous block .* tile_by_host_if_needed'):
+    get_mesh((1, 1, 1, 2), devices=devices, tile_by_host_if_needed=False)
+  mesh = get_mesh((2, 1, 1, 2), devices=devices, tile_by_host_if_needed=False)
+  assert {LocalChunker(mesh, process).num_chunks['data'] for process in range(4)} == {4}
+
+
 def test_model_fills_a_host_first_where_devices_have_no_places() -> None:
   assert ids(get_gpu_mesh(4, hosts(2, 8))).tolist() == np.arange(16).reshape(4, 4).tolist()
   assert ids(get_gpu_mesh(8, hosts(2, 8))).tolist() == np.arange(16).reshape(2, 8).tolist()

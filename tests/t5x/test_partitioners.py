@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.constraints import with_logical_constraint
 from praxis_lite.partitioning.rules import standard_logical_axis_rules
 from praxis_lite.t5x.chunks import DataLayout, LocalChunkInfo
-from praxis_lite.t5x.partitioners import BasePartitioner, PjitPartitioner
+from praxis_lite.t5x.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner
 from praxis_lite.training.state import TrainState
 from praxis_lite.weights import WeightHParams
 
@@ -132,6 +133,12 @@ def test_names_without_a_rule_name_the_variable() -> None:
     make_partitioner().get_mesh_axes(state)
 
 
+def test_a_rule_to_unconstrained_replicates_what_is_stored() -> None:
+  rules = [('batch', 'data'), ('embed', P.UNCONSTRAINED), ('vocab', 'model'), ('mlp', 'model')]
+  axes = PjitPartitioner(num_partitions=2, logical_axis_rules=rules).get_mesh_axes(STATE)
+  assert axes.mdl_vars == {'emb': {'w': P('model', None)}, 'ff': {'w': P(None, 'model')}}
+
+
 def test_data_properties() -> None:
   partitioner = make_partitioner()
   assert dict(partitioner.mesh.shape) == {'data': 2, 'model': 4}
@@ -150,6 +157,106 @@ def test_slices_add_a_replica_axis_to_the_batch() -> None:
   assert ('batch', ('replica', 'data')) in partitioner.logical_axis_rules
   assert partitioner.data_partition_spec == P(('replica', 'data')) and partitioner.data_mesh_size == 4
   assert partitioner.get_data_layout(8) == DataLayout(8, 0, 1, True)
+
+
+@pytest.mark.parametrize('ici', [None, (1, 2, 2)])
+def test_without_a_rule_for_batches_data_is_split_over_the_data_axes(ici: Any) -> None:
+  where: Any = {'num_partitions': 2} if ici is None else {'ici_mesh_shape': ici, 'dcn_mesh_shape': (2, 1, 1)}
+  partitioner = PjitPartitioner(logical_axis_rules=(('mlp', 'model'),), **where)
+  axes = ('data',) if ici is None else ('replica', 'data')
+  assert partitioner.data_axes == axes and partitioner.data_partition_spec == P(axes)
+  assert (partitioner.data_mesh_size, partitioner.data_shards, partitioner.data_shard_id) == (4, 1, 0)
+  assert partitioner.get_data_layout(8) == DataLayout(8, 0, 1, True)
+
+
+def test_a_rule_for_batches_decides_over_which_axes_data_is_split() -> None:
+  assert PjitPartitioner(2, logical_axis_rules=[('batch', ('data', 'model'))]).data_mesh_size == 8
+  assert PjitPartitioner(2, logical_axis_rules=[('batch', None)]).data_partition_spec == P(None)
+
+
+def test_one_spec_may_stand_for_all_arguments() -> None:
+  partitioner = PjitPartitioner(2)
+
+  def add(x: jax.Array, tree: Any) -> Any:
+    return {'sum': x + tree['y'], 'x': x}
+
+  x, tree = jnp.arange(8.0).reshape(4, 2), {'y': jnp.ones((4, 2))}
+  for spec, part in ((None, (4, 2)), (P('data'), (1, 2)), (P(None, 'model'), (4, 1))):
+    out = partitioner.partition(add, spec, spec)(x, tree)
+    assert part_shapes(out['sum']) == part_shapes(out['x']) == {part}
+    np.testing.assert_array_equal(out['sum'], x + 1)
+  scaled = partitioner.partition(lambda x, n: n * x, P('data'), P('data'), static_argnums=1)
+  np.testing.assert_array_equal(scaled(x, 3), 3 * x)
+  shapes = (jax.ShapeDtypeStruct((5, 2), jnp.float32),)
+  padded = partitioner.partition(lambda x: x + 1, P('data'), P('data'), arg_shapes=shapes)(jnp.zeros((5, 2)))
+  assert padded.shape == (8, 2) and padded.sum() == 10
+  with pytest.raises(ShardingError, match=r'argument 1, y, of shape \(3,\) does not divide'):
+    partitioner.partition(add, P('data'), None)(jnp.ones(4), {'y': jnp.ones(3)})
+
+
+def test_base_pjit_partitioner_replicates_states() -> None:
+  partitioner = BasePjitPartitioner(2)
+  logical = partitioner.get_logical_axes(STATE)
+  assert isinstance(logical, TrainState) and not jax.tree.leaves(logical)
+  assert set(logical.mdl_vars) == set(WEIGHTS) and logical.mdl_vars['emb']['w'] is None
+  assert not jax.tree.leaves(partitioner.get_mesh_axes(STATE))
+  assert partitioner.data_partition_spec == P('data') and partitioner.logical_axis_rules == ()
+  state = partitioner.initialize(init, STATE, jax.random.key(0))
+  assert part_shapes(state.mdl_vars['emb']['w']) == {(9, 5)}
+  step = partitioner.partition(train_step, (None, P('data')), (None, None))
+  np.testing.assert_allclose(step(state, IDS)[1], jax.jit(train_step)(init(jax.random.key(0)), IDS)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize('momentum', [None, 0.9])
+@pytest.mark.parametrize('factored', [True, False])
+def test_mesh_axes_of_adafactor(factored: bool, momentum: float | None) -> None:
+  weights = {
+    'logits': WeightHParams((16, 16), tensor_split_dims_mapping=('vocab', 'embed')),
+    'mlp': {'wo': {'kernel': WeightHParams((32, 16), tensor_split_dims_mapping=('embed', 'mlp'))}},
+  }
+  tx = optax.adafactor(1e-3, min_dim_size_to_factor=8, factored=factored, momentum=momentum)
+  structs = jax.tree.map(lambda w: w.as_struct(), weights)
+  state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), weights, jax.eval_shape(tx.init, structs))
+  rules = (('batch', 'data'), ('embed', None), ('vocab', 'model'), ('mlp', 'model'))
+  specs = PjitPartitioner(1, logical_axis_rules=rules).get_mesh_axes(state)
+  params = {'logits': P('model', None), 'mlp': {'wo': {'kernel': P(None, 'model')}}}
+  replicated = {'logits': P(None), 'mlp': {'wo': {'kernel': P(None)}}}
+  assert specs.mdl_vars == params
+  assert specs.opt_states[0].v_row == specs.opt_states[0].v_col == replicated
+  assert specs.opt_states[0].v == (replicated if factored else params)
+  if momentum is not None:
+    assert params in [getattr(slot, 'trace', getattr(slot, 'ema', None)) for slot in specs.opt_states]
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceState:
+  step: Any
+  mdl_vars: Any
+
+
+jax.tree_util.register_dataclass(InferenceState, data_fields=['step', 'mdl_vars'], meta_fields=[])
+
+
+@pytest.mark.parametrize('state', [TrainState(None, WEIGHTS, None), InferenceState(None, WEIGHTS)])
+def test_states_for_inference_have_no_slots(state: Any) -> None:
+  partitioner = make_partitioner()
+  axes, specs = partitioner.get_logical_axes(state), partitioner.get_mesh_axes(state)
+  assert type(axes) is type(state) and axes.step is None and axes.mdl_vars['ff']['w'] == ('embed', 'mlp')
+  assert specs.mdl_vars == {'emb': {'w': P('model', 'data')}, 'ff': {'w': P('data', 'model')}}
+  placed = partitioner.move_params_to_devices(
+    dataclasses.replace(state, mdl_vars=init(jax.random.key(0)).mdl_vars), specs
+  )
+  assert part_shapes(placed.mdl_vars['emb']['w']) == {(3, 3)}
+
+
+def test_what_rules_leave_to_the_compiler_is_stored_replicated() -> None:
+  rules = (('batch', 'data'), ('vocab', P.UNCONSTRAINED), ('embed', 'model'), ('mlp', None))
+  partitioner = PjitPartitioner(2, logical_axis_rules=rules)
+  axes, layout = partitioner.get_mesh_axes(STATE), partitioner.get_layout(STATE)
+  state = partitioner.initialize(init, STATE, jax.random.key(0))
+  assert part_shapes(state.mdl_vars['emb']['w']) == {(9, 3)}
+  step = partitioner.partition(train_step, (axes, None), (axes, None), arg_shapes=(layout.unpadded_shapes, None))
+  assert part_shapes(step(state, IDS)[0].mdl_vars['emb']['w']) == {(9, 3)}
 
 
 def test_static_arguments_and_scalars() -> None:

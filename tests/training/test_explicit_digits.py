@@ -4,11 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.digits import digits
 from praxis_lite import registry
 from praxis_lite.experiment import configure
+from praxis_lite.experiments.digits import digits
 from praxis_lite.partitioning.collectives import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
+
+pytestmark = pytest.mark.slow
 
 NAMES = ('DigitsDataParallel', 'DigitsDataParallelExplicit', 'DigitsFullySharded', 'DigitsFullyShardedExplicit')
 STEPS, ROWS = 4, 64
@@ -16,7 +18,7 @@ STEPS, ROWS = 4, 64
 
 def task_of(name):
   registry.load_all()
-  return configure(registry.get(f'experiments.digits.{name}')).task
+  return configure(registry.get(f'digits.{name}')).task
 
 
 def batches():

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.layer import Layer
+from praxis_lite.layers import Mlp
 from praxis_lite.layers.tensor_parallel import TensorParallelLinear
 from praxis_lite.models import ClassificationModel
 from praxis_lite.partitioning import (
@@ -19,6 +20,7 @@ from praxis_lite.partitioning import (
   fold_rng_over_axis,
   gather_array_with_mean_grads,
   gather_params,
+  shard_module_params,
   shard_params,
   sync_gradients,
 )
@@ -96,6 +98,68 @@ def test_params_can_be_split_over_two_axes_but_not_over_one_twice():
   np.testing.assert_array_equal(mapped(round_trip, P(), P(), (2, 4), ('data', 'mdl'))(w), w)
   with pytest.raises(ShardingError, match=r"shape \(6, 7\) is split over \('data',\) already"):
     mapped(lambda w: gather_params(shard_params(shard_params(w, 'data', 0), 'data', 0)), P(), P())(w)
+
+
+def test_params_are_gathered_over_the_named_axis_only():
+  w = RNG.normal(size=(6, 7)).astype(np.float32)
+  left = []
+
+  def round_trip(w):
+    half = gather_params(shard_params(shard_params(w, 'data', 0), 'mdl', 0), 'mdl')
+    left.append((half.axes, half.value.shape))
+    return gather_params(half, ('data',))
+
+  np.testing.assert_array_equal(mapped(round_trip, P(), P(), (2, 4), ('data', 'mdl'))(w), w)
+  assert left == [((('data',), ()), (3, 7))]
+
+
+@pytest.mark.parametrize('size', [8, 5])
+def test_a_dimension_over_two_axes_is_gathered_over_the_last_first(size):
+  w = RNG.normal(size=(size, 3)).astype(np.float32)
+
+  def round_trip(w):
+    sharded = shard_params(w, ('data', 'mdl'), 0)
+    half = gather_params(sharded, 'mdl')
+    assert (half.axes, half.value.shape) == ((('data',), ()), (4, 3))
+    return gather_params(half)
+
+  np.testing.assert_array_equal(mapped(round_trip, P(), P(), (2, 4), ('data', 'mdl'))(w), w)
+  with pytest.raises(ShardingError, match=r"over \('data', 'mdl'\).*not over \('data',\) alone"):
+    mapped(lambda w: gather_params(shard_params(w, ('data', 'mdl'), 0), 'data'), P(), P(), (2, 4), ('data', 'mdl'))(w)
+
+
+def test_a_wrapped_layer_trains_as_the_layer_does():
+  layer = Config(Mlp, input_dims=6, hidden_dims=(10, 4)).instantiate()
+  module = shard_module_params(shard_module_params(layer, 'data', min_size=8), 'mdl', min_size=8)
+  key, x = jax.random.key(0), RNG.normal(size=(8, 6)).astype(np.float32)
+  parts = []
+
+  def loss(params, x):
+    return jnp.mean(jnp.square(module.apply(params, x)[0]))
+
+  def step(x):
+    params = module.init(key)
+    parts.append(params['linear_0']['w'].value.shape)
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    axes = ('data', 'mdl')
+    return jax.lax.pmean(value, axes), gather_params(sync_gradients(gradients, axes))
+
+  value, gradients = mapped(step, P(('data', 'mdl')), P(), (4, 2), ('data', 'mdl'))(x)
+  expected, wanted = jax.value_and_grad(lambda v: jnp.mean(jnp.square(layer.apply(v, x)[0])))(layer.init(key))
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients, wanted)
+  assert parts == [(3, 3)]
+
+
+def test_what_helpers_send_is_named_in_the_program():
+  def step(w):
+    return gather_params(shard_params(w, 'data', 0)), sync_gradients(w, 'data')
+
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
+  fn = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+  text = jax.jit(fn).lower(np.ones((16, 16), np.float32)).as_text(debug_info=True)
+  for name in ('shard_params', 'gather_params', 'sync_gradients'):
+    assert name in text
 
 
 def test_accumulated_and_synced_gradients_are_those_of_the_whole_weighted_batch():

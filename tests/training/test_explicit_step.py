@@ -1,6 +1,7 @@
 """Training through shard_map is training: it matches compiler placement, step by step."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,6 +12,8 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers import ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel, transformer_lm
 from praxis_lite.task import SingleTask
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
 
 def assert_close(left, right, rtol=1e-5, atol=1e-6):
@@ -63,6 +66,47 @@ def test_a_classifier_matches_compiler_placement(case):
   assert_close(explicit.per_example_out, first.per_example_out)
   np.testing.assert_allclose(explicit_losses, losses, rtol=1e-4)
   assert_close(explicit_state, state, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 2])
+def test_a_frozen_variable_that_is_split_stays_frozen(num_microbatches):
+  frozen = {'bprop_variable_exclusion': ('network.linear_0.w',), 'num_microbatches': num_microbatches}
+  batches = [class_batch(13, seed) for seed in range(2)]
+  first, losses, state = train(classifier('auto', MLP, **frozen), batches)
+  explicit, explicit_losses, explicit_state = train(classifier('shard_map', MLP, **frozen), batches)
+  assert_close(explicit.mean_metrics, first.mean_metrics)
+  np.testing.assert_allclose(explicit_losses, losses, rtol=1e-4)
+  w = explicit_state.mdl_vars['network']['linear_0']['w']
+  assert w.addressable_shards[0].data.size < w.size
+  np.testing.assert_array_equal(w, state.mdl_vars['network']['linear_0']['w'])
+
+
+class PerClass(ClassificationModel):
+  """Adds a metric that is an array, with a weight for each of its entries, and one with a single weight."""
+
+  def compute_loss(self, predictions, batch):
+    metrics, per_example = super().compute_loss(predictions, batch)
+    of_class_BV = jax.nn.one_hot(batch['label'], self.num_classes) * batch['weights'][:, None]
+    weight_V = of_class_BV.sum(0)
+    sums_V = (of_class_BV * predictions.xent[:, None]).sum(0)
+    metrics['loss_of_class'] = (sums_V / jnp.where(weight_V == 0, 1, weight_V), weight_V)
+    total = batch['weights'].sum()
+    logits_V = (predictions.logits * batch['weights'][:, None]).sum(0) / jnp.where(total == 0, 1, total)
+    return {**metrics, 'logits': (logits_V, total)}, per_example
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 2])
+def test_metrics_may_be_arrays(num_microbatches):
+  def task(partitioning):
+    config = classifier(partitioning, MLP, num_microbatches=num_microbatches)
+    config.model = Config(PerClass, num_classes=10, network_tpl=MLP)
+    return config
+
+  batches = [class_batch(13)]
+  first, _, _ = train(task('auto'), batches)
+  explicit, _, _ = train(task('shard_map'), batches)
+  assert first.mean_metrics['loss_of_class'][0].shape == (10,)
+  assert_close(explicit.mean_metrics, first.mean_metrics)
 
 
 def test_each_device_draws_its_own_dropout():

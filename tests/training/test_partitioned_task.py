@@ -10,11 +10,15 @@ import optax
 import pytest
 
 from praxis_lite.config import Config
-from praxis_lite.errors import DataError, ShardingError
+from praxis_lite.errors import ConfigError, DataError, ShardingError
 from praxis_lite.models.base import BaseModel
 from praxis_lite.t5x.partitioners import PjitPartitioner
 from praxis_lite.task import SingleTask
-from praxis_lite.training.partitioned_task import get_partitioned_spmd_model_decode_fn, partition_spmd_model
+from praxis_lite.training.partitioned_task import (
+  PartitionedTask,
+  get_partitioned_spmd_model_decode_fn,
+  partition_spmd_model,
+)
 from praxis_lite.training.state import initialize_partitioned_model_states, initialize_train_state
 from praxis_lite.training.steps import eval_step_single_learner, train_step_single_learner
 from praxis_lite.weights import WeightHParams, WeightInit
@@ -92,6 +96,7 @@ OPTIMIZERS = {
 MESHES = [(1, 2, 4), (1, 1, 4), (1, 3, 1), (1, 5, 1), (7, 1, 1), (2, 2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('shape', 'optimizer'),
   [*((shape, 'adam') for shape in MESHES), *(((1, 2, 4), name) for name in OPTIMIZERS if name != 'adam')],
@@ -239,6 +244,24 @@ def test_decoding_takes_a_state_as_a_partitioner_has_laid_it_out():
   np.testing.assert_array_equal(decoded, expected['ids'])
 
 
+def test_a_partitioner_may_leave_the_parameters_in_host_memory():
+  rules = (('data', 'data'), ('mdl', 'model'))
+  losses, kinds = [], []
+  for params_on_devices in (True, False):
+    partitioner = PjitPartitioner(num_partitions=4, logical_axis_rules=rules, params_on_devices=params_on_devices)
+    config = task().set(mesh_axis_names=('data', 'model'), logical_axis_rules=rules)
+    config.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': ('data', None)}
+    model = partition_spmd_model(config, jax.random.key(0), struct(batch()), partitioner=partitioner)
+    state = model.partitioned_train_state
+    emb, slot = state.mdl_vars['emb'], jax.tree.leaves(state.opt_states)[-1]
+    kinds.append((type(emb) is np.ndarray, emb.shape, isinstance(slot, jax.Array)))
+    moved = partitioner.move_params_to_devices(state, model.train_state_partition_specs)
+    assert moved.mdl_vars['emb'].sharding.spec == jax.sharding.PartitionSpec('model', 'data')
+    losses.append(float(model.train_step(moved, jax.random.key(1), batch()).weighted_loss))
+  assert kinds == [(False, (8, 6), True), (True, (5, 6), True)]
+  assert losses[0] == losses[1]
+
+
 def test_steps_take_arrays_of_jax_and_keys_of_either_kind():
   model = partition_spmd_model(task((1, 2, 4)), jax.random.PRNGKey(0), struct(batch()))
   state, key = model.partitioned_train_state, jax.random.key(1)
@@ -262,3 +285,22 @@ def test_mistakes_are_told_before_anything_is_compiled():
   with pytest.raises(DataError, match='labels'):
     wrong = {k: v for k, v in batch().items() if k != 'labels'}
     model.train_step(model.partitioned_train_state, jax.random.key(0), wrong)
+
+
+def test_only_train_batches_are_padded_to_microbatches():
+  jax_task = task((1, 3, 1), num_microbatches=4).instantiate()
+  partitioned = PartitionedTask(jax_task, struct(batch()))
+  rows = {
+    name: getattr(partitioned, name).arguments[-1]['ids'].shape[0]
+    for name in ('train_step', 'eval_step', 'decode_step')
+  }
+  assert rows == {'train_step': 12, 'eval_step': 6, 'decode_step': 6}
+
+
+def test_a_mesh_and_a_partitioner_together_are_refused():
+  partitioner = PjitPartitioner(num_partitions=1)
+  both = {'mesh': partitioner.mesh, 'partitioner': partitioner}
+  with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
+    partition_spmd_model(task(), jax.random.key(0), struct(batch()), **both)
+  with pytest.raises(ConfigError, match='mesh, partitioner and layout each decide the mesh'):
+    PartitionedTask(task().instantiate(), struct(batch()), **both)

@@ -15,7 +15,7 @@ function bytes(n) {
   return `${i === 0 ? n : n >= 100 ? n.toFixed(0) : n.toFixed(n >= 10 ? 1 : 2)} ${units[i]}`;
 }
 
-const splitName = (a) => (a.free ? 'left to the compiler' : a.dims.map((d) => d[1].filter((x) => sizeOf[x] > 1).join('+')).filter(Boolean).join(', ') || 'whole on every device');
+const splitName = (a) => (a.free ? 'left to the compiler' : a.dims.map((d) => d[1].filter((x) => sizeOf[x] > 1).join('+')).filter(Boolean).join(', ') || 'replicated on every device');
 const sizeOf = Object.fromEntries(data.mesh);
 const axesOf = (a) => [...new Set(a.dims.flatMap((d) => d[1]).filter((x) => sizeOf[x] > 1))].sort();
 const groupName = (a) => (state.color === 'kind' ? KINDS[a.kind] : a.free ? 'left to the compiler' : axesOf(a).join(' + ') || 'not split');

@@ -105,7 +105,7 @@ function drawPicture(host, array, mesh, show, hide) {
     const left = rowDim === null ? 0 : 92, top = 20, w = width / drawnCols, h = height / drawnRows;
     const svg = shape('svg', { width: left + width + 2, height: top + height + 2 });
     svg.append(hatch());
-    // Numbers in all cells or in none; what lies in padding may be without.
+    // Numbers in all cells or in none; cells of padding may be without.
     const longest = Math.max(0, ...[...holders.values()].map((devices) => deviceList(devices).length));
     const fits = h > 13 && longest * 6 + 4 < w;
     for (let r = 0; r < drawnRows; r++) for (let c = 0; c < drawnCols; c++) {

@@ -1,0 +1,137 @@
+"""What installing praxis_lite puts on a user's path, and that a user's own `experiments` and `tasks` work beside it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDERS = ('experiments', 'praxis_lite', 'tasks')
+
+OWN_PACKAGES = {
+  'tasks/__init__.py': '',
+  'tasks/mine.py': 'from praxis_lite.tasks.language_modelling import LanguageModelTask\n'
+  'class MyTask(LanguageModelTask): pass\n',
+  'experiments/__init__.py': '',
+  'experiments/mine.py': """
+    from praxis_lite import Config, registry
+    from praxis_lite.experiments.lm import StdlibLmTiny
+    from tasks.mine import MyTask
+
+    @registry.register
+    class Mine(StdlibLmTiny):
+      'My own experiment.'
+      def task(self): return Config(MyTask, model=self.model())
+    """,
+  # The same module and class as a built-in one.
+  'experiments/digits.py': """
+    from praxis_lite import registry
+    from praxis_lite.experiments import digits
+
+    @registry.register
+    class DigitsMlp(digits.DigitsMlp):
+      'My own digits.'
+    """,
+}
+
+# Prints the module and the task's class of each experiment.
+FIND = """
+import sys
+from praxis_lite import registry
+
+for name in sys.argv[1:]:
+  found = registry.get(name)
+  print(name, found.__module__, type(found().task().instantiate()).__module__)
+"""
+
+
+def python(*arguments, cwd, path):
+  env = os.environ | {'PYTHONPATH': str(path), 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+  assert done.returncode == 0 and done.stderr == '', done.stderr
+  return done.stdout.splitlines()
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+  """A wheel of this checkout, unpacked as in site-packages."""
+  pytest.importorskip('setuptools', minversion='77')
+  source, out = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('wheel')
+  for folder in FOLDERS:
+    shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns('__pycache__'))
+  for file in ('pyproject.toml', 'README.md', 'LICENSE'):
+    shutil.copy(ROOT / file, source)
+  build = f'from setuptools import build_meta; build_meta.build_wheel({str(out)!r})'
+  subprocess.run([sys.executable, '-c', build], cwd=source, capture_output=True, check=True)
+  (built,) = out.glob('*.whl')
+  with zipfile.ZipFile(built) as archive:
+    archive.extractall(out / 'site-packages')
+  return out / 'site-packages'
+
+
+@pytest.fixture(params=['wheel', 'checkout'])
+def installed(request):
+  return request.getfixturevalue('wheel') if request.param == 'wheel' else ROOT
+
+
+@pytest.fixture
+def workspace(tmp_path):
+  for path, text in OWN_PACKAGES.items():
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(textwrap.dedent(text))
+  return tmp_path
+
+
+def test_a_wheel_has_one_name_and_all_modules(wheel):
+  assert [p.name for p in wheel.iterdir() if not p.name.endswith('.dist-info')] == ['praxis_lite']
+  ours = {p.relative_to(ROOT) for p in (ROOT / 'praxis_lite').rglob('*.py')}
+  ours |= {pathlib.Path('praxis_lite', f, p.name) for f in ('experiments', 'tasks') for p in (ROOT / f).glob('*.py')}
+  assert {p.relative_to(wheel) for p in wheel.rglob('*.py')} == ours
+
+
+def test_own_and_built_in_experiments_are_listed_together(installed, workspace):
+  listed = python('-m', 'praxis_lite.cli.main', 'list', cwd=workspace, path=installed)
+  summaries = [line.split(maxsplit=1) for line in listed]
+  assert len(dict(summaries)) == len(summaries)
+  assert {
+    'mine.Mine': 'My own experiment.',
+    'experiments.digits.DigitsMlp': 'My own digits.',
+    'digits.DigitsConvNet': 'Digits, classified by a small convolutional network with batch norm.',
+  }.items() <= dict(summaries).items()
+  assert {'lm.StdlibLm', 'praxis_lite.experiments.digits.DigitsMlp'} <= dict(summaries).keys()
+
+
+def test_names_find_own_and_built_in_experiments(installed, workspace):
+  names = {
+    'mine.Mine': 'experiments.mine tasks.mine',
+    'experiments.mine:Mine': 'experiments.mine tasks.mine',
+    'experiments.digits.DigitsMlp': 'experiments.digits praxis_lite.tasks.image_classification',
+    'praxis_lite.experiments.digits.DigitsMlp': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
+    'experiments.digits.DigitsConvNet': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
+    'experiments.lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+    'experiments.lm:StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+    'lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+  }
+  found = python('-c', FIND, *names, cwd=workspace, path=installed)
+  assert dict(line.split(maxsplit=1) for line in found) == names
+
+
+def test_in_a_checkout_no_experiment_is_imported_twice():
+  everything = 'from praxis_lite import registry; print(registry.load_all(), *registry.names(), sep="\\n")'
+  names = python('-c', everything, cwd=ROOT, path=ROOT)
+  assert names[0] == '[]' and all(name.startswith('praxis_lite.experiments.') for name in names[1:])
+  file = ROOT / 'experiments' / 'lm.py'
+  spellings = ['experiments.lm.StdlibLm', 'lm.StdlibLm', f'{file}:StdlibLm', 'experiments/lm.py:StdlibLm']
+  again = 'import experiments.lm; print(registry.load_all(), len(registry.names()), experiments.lm.__name__)'
+  out = python('-c', f'{FIND}\n{again}', *spellings, cwd=ROOT, path=ROOT)
+  assert out == [
+    *(f'{s} praxis_lite.experiments.lm praxis_lite.tasks.language_modelling' for s in spellings),
+    f'[] {len(names) - 1} experiments.lm',
+  ]
