@@ -72,7 +72,7 @@ OVERRIDES = {
   ),
   'root': ('tsk.train.num_train_steps=5', r"no entry 'tsk'\. Did you mean 'task'\? Its entries: task, datasets"),
   'index': ('datasets[5].batch_size=4', r'datasets has no entry \[5\]; its entries are \[0\] to \[1\]'),
-  'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is no override; write path=value"),
+  'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is not an override; write path=value"),
   'type': ('task.train.num_train_steps=abc', r"task\.train\.num_train_steps: expected int, got 'abc'"),
   'float': ('task.train.num_train_steps=1.5', r'task\.train\.num_train_steps: expected int, got 1\.5'),
   'rate': ("task.train.learner.learning_rate='abc'", r"task\.train\.learner\.learning_rate: expected float, got 'abc'"),
