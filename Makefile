@@ -1,12 +1,15 @@
-# Two commands: `make demo` trains the default experiment, `make test` runs the tests. Both set up .venv first.
+# `make demo` trains the default experiment; `make test` runs the tests, and `make test-fast` those that take no seconds
+# each, for the inner loop. All set up .venv first.
 # Nothing is assumed but make, Python 3.11 or newer (PYTHON=... picks one) and a package index.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_DIR ?= runs/demo
+# A worker runs whole files, so that what the tests of a file share is computed once; conftest.py gives the order.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types clean
+.PHONY: demo test test-fast lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/praxis-lite train --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR)
@@ -15,7 +18,10 @@ demo: $(VENV)/.installed
 	  --prompt="$$(printf 'class Reader:\n    def __init__(self, name):\n        self.name = name\n        self.')"
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist=loadgroup tests
+	$(PYTEST) tests
+
+test-fast: $(VENV)/.installed-dev
+	$(PYTEST) -m 'not slow' tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -152,10 +152,8 @@ class Layer(Configurable):
       raise ConfigError(f'{self.path_name}.{name}: shape {tuple(weight.shape)}; every dimension must be at least 1')
     collections = weight.collections if trainable else weight.collections | {WeightHParamsCollection.NON_TRAINABLE}
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
-    if mapping is None:
-      # What there is to set: the layer's first mapping field, which is that of its main weight.
-      first = next((f for f, _ in self._split_mappings('weight_split_dims_mapping')), None)
-      field = field if first is None else first
+    if mapping is None:  # What there is to set is the layer's first field, which maps its main weight.
+      field = next(iter(self._split_mappings('weight_split_dims_mapping')), field)
     weight = dataclasses.replace(
       weight,
       dtype=weight.dtype or self.dtype,
@@ -215,15 +213,18 @@ class Layer(Configurable):
   def _declare_split_mappings(self) -> None:
     """Checks the split mappings, and has each remember its field, unless it came from a field of a parent."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-      for field, mapping in self._split_mappings(group):
+      mappings = {}
+      for field, mapping in self._split_mappings(group).items():
         self._resolve(mapping, field)
-        setattr(getattr(self, group), field.rpartition('.')[2], declared(mapping, field))
+        mappings[field.rpartition('.')[2]] = declared(mapping, field)
+      if any(mapping is not None for mapping in mappings.values()):
+        setattr(self, group, getattr(self, group).clone(**mappings))
 
-  def _split_mappings(self, group: str) -> list[tuple[str, SplitDimsMapping]]:
-    """[(path of the field, mapping)] of one of the two configs of split mappings."""
+  def _split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
+    """The mappings of one of the two configs of split mappings, by the paths of their fields."""
     mappings: Config | None = getattr(self, group)
     values = config_values(mappings) if mappings is not None else {}
-    return [(f'{self.path_name}.{group}.{field}', mapping) for field, mapping in values.items()]
+    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in values.items()}
 
   # ---------------------------------------------------------------- structure
 
@@ -406,28 +407,23 @@ class Layer(Configurable):
       ConfigError: there is no such field.
       ShardingError: the mapping does not fit the rank of `x` or the mesh.
     """
-    field = f'{self.path_name}.shard()'
+    field = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else f'{self.path_name}.shard()'
     if isinstance(mapping, str):
-      field, mapping = f'{self.path_name}.activation_split_dims_mapping.{mapping}', self._activation_mapping(mapping)
-    elif isinstance(mapping, DeclaredSplit) and mapping.sources:
-      field = mapping.sources[0]
+      name, known = mapping, self._split_mappings('activation_split_dims_mapping')
+      field = f'{self.path_name}.activation_split_dims_mapping.{name}'
+      if field not in known:
+        close = did_you_mean(name, (path.rpartition('.')[2] for path in known))
+        raise ConfigError(f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{close}')
+      mapping = known[field]
     return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
 
   def activation_specs(self) -> Iterator[PartitionSpec]:
     """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
     for layer in self.descendants():
-      for field, mapping in layer._split_mappings('activation_split_dims_mapping'):
+      for field, mapping in layer._split_mappings('activation_split_dims_mapping').items():
         placement = layer._resolve(mapping, field)
         if placement is not None:
           yield placement.spec
-
-  def _activation_mapping(self, field: str) -> SplitDimsMapping:
-    known = config_values(self.activation_split_dims_mapping)
-    if field not in known:
-      raise ConfigError(
-        f'{self.path_name}.activation_split_dims_mapping has no field {field!r}.{did_you_mean(field, map(str, known))}'
-      )
-    return known[field]
 
   def _shard_input(self, x: InputT) -> InputT:
     """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""

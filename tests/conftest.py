@@ -2,8 +2,37 @@
 
 import os
 
+import pytest
 from quick_xla import xla_flags
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ['XLA_FLAGS'] = xla_flags(devices=8)
+
+
+@pytest.fixture(scope='module')
+def shared_programs(tmp_path_factory):
+  """For a file whose tests compile the same programs over and over: JAX keeps them, and each is compiled once."""
+  import jax  # not before the environment above is made
+  from jax.experimental.compilation_cache import compilation_cache
+
+  def use(values):
+    compilation_cache.reset_cache()
+    for name, value in values.items():
+      jax.config.update(name, value)
+
+  wanted = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('programs')),
+    'jax_persistent_cache_min_compile_time_secs': 0,
+    'jax_persistent_cache_min_entry_size_bytes': 0,
+  }
+  before = {name: getattr(jax.config, name) for name in wanted}
+  use(wanted)
+  yield
+  use(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Files with slow tests come first: a worker takes a file at a time, and the last ones should be short."""
+  slow = {item.path for item in items if item.get_closest_marker('slow')}
+  items.sort(key=lambda item: item.path not in slow)

@@ -14,6 +14,7 @@ GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.re
 BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
 def test_guide_runs(guide, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
@@ -25,6 +26,7 @@ def test_guide_runs(guide, tmp_path, monkeypatch):
     exec(compile(code, str(guide), 'exec'), namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
 def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
   script = tmp_path / 'guide.py'

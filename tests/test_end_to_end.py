@@ -21,8 +21,7 @@ from praxis_lite.experiment import configure
 from praxis_lite.runtime import Checkpointer
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-# One process makes the runs that several tests look at.
-pytestmark = pytest.mark.xdist_group('end_to_end')
+pytestmark = pytest.mark.slow
 
 ON_8_DEVICES = ('--devices=8', '--set=task.ici_mesh_shape=(2, 2, 2)')
 

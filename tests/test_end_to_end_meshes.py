@@ -21,8 +21,7 @@ from praxis_lite.explain.explanation import format_shape
 from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.partitioning.mesh import create_device_mesh
 
-# All need the run on one device.
-pytestmark = pytest.mark.xdist_group('end_to_end_meshes')
+pytestmark = pytest.mark.slow
 
 STEPS = 50
 AXES = ('replica', 'data', 'mdl')

@@ -22,7 +22,7 @@ import numpy as np
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import DataError
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, example_struct, produced
+from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, produced
 
 
 class RandomAccessInput(BaseInput):
@@ -91,7 +91,7 @@ class ArrayInput(RandomAccessInput):
     return len(self._data['weights'])
 
   def example_struct(self) -> Struct:
-    return example_struct(self._data)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._data)
 
   def rows(self, indices: np.ndarray) -> Rows:
     return jax.tree.map(lambda x: x[indices], self._data)

@@ -97,11 +97,6 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
 # -------------------------------------------------------------------- shapes
 
 
-def example_struct(rows: Rows) -> Struct:
-  """Returns the shapes and dtypes of one example of `rows`."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
-
-
 def with_weights(struct: Struct) -> Struct:
   """Returns the struct of an example with dtypes that JAX keeps, and a scalar `weights` added if missing."""
   out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)

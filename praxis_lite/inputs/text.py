@@ -137,7 +137,8 @@ class TextInput(RandomAccessInput):
     files = find_files(self.path, where)
     by_file = self.split_by == 'file' or (self.split_by == 'auto' and len(files) >= _MANY_FILES)
     if self.split and by_file:
-      names = relative_names(files)
+      root = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
+      names = [os.path.relpath(os.path.abspath(f), root) for f in files]
       files = [f for f, n in zip(files, names) if split_of_name(n, self.heldout_fraction) == self.split]
       if not files:
         raise DataError(
@@ -226,12 +227,6 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float) -> bytes:
   first = _cut(data, 1 - 2 * heldout_fraction, heldout_fraction)
   second = max(first, _cut(data, 1 - heldout_fraction, heldout_fraction))
   return {'train': data[:first], 'validation': data[first:second], 'test': data[second:]}[split]
-
-
-def relative_names(files: Sequence[str]) -> list[str]:
-  """Returns the paths of files relative to the deepest directory that contains all of them."""
-  root = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
-  return [os.path.relpath(os.path.abspath(f), root) for f in files]
 
 
 def _files_of(path: str, where: str) -> list[str]:

@@ -148,9 +148,6 @@ class SentencePieceTokenizer(BaseTokenizer):
       raise ConfigError(f'SentencePieceTokenizer.model_path: {self.model_path} has neither a bos nor an eos id')
     return (bos if bos >= 0 else eos), (eos if eos >= 0 else bos), max(pad, 0)
 
-  def encode(self, text: str) -> list[int]:
-    return self._model.encode(text)
-
   def decode(self, ids: Iterable[int]) -> str:
     return self._model.decode([i for i in map(int, ids) if i not in self.special_ids and 0 <= i < self.vocab_size])
 

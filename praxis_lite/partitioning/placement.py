@@ -8,7 +8,7 @@
 A mapping may mix mesh axes and logical names; the mesh axes are taken first. The dimensions that a repeating layer adds
 are split as that layer says, also for weights that leave the rest to a strategy.
 
-Where the rules of a strategy include `logical_partitioning`, they also decide over weights whose mapping names logical
+Where the ops of a pattern include `logical_partitioning`, they also decide over weights whose mapping names logical
 axes. They start from the mesh axes of the mapping; `logical_partitioning` applies the logical axis rules to the names,
 and others may act before and after it, as in 'logical_partitioning | fsdp("data")'.
 """
@@ -56,7 +56,7 @@ def place_variables(
     if strategy is None or (weight.tensor_split_dims_mapping is not None and not any(named)):
       return declared
     matched = first_match(path, parsed)
-    if any(named) and not any(rule.for_named for rule in (matched[1] if matched else ())):
+    if any(named) and not any(op.for_named for op in (matched[1] if matched else ())):
       return declared
     # The strategy decides all but the mesh axes that are declared.
     given = (None if by_name else entry for by_name, entry in zip(named, declared.spec))

@@ -91,7 +91,7 @@ def match_rules(
   Raises:
     ShardingError: a name occurs twice, or no rule has it.
   """
-  named = [name for name in names if isinstance(name, str)]
+  named = [name for name in names if name is not None and name is not UNCONSTRAINED]
   prefix = f'{path}: ' if path else ''
   known = {name for name, _ in rules}
   for name in named:
@@ -100,15 +100,15 @@ def match_rules(
     if name not in known:
       raise ShardingError(
         f'{prefix}no rule has the logical axis {name!r}; add ({name!r}, <mesh axis>), or ({name!r}, None) if it '
-        f'is not split.{did_you_mean(name, known)}'
+        f'is not split.{did_you_mean(str(name), known)}'
       )
-  decided: dict[str, int] = {}
+  decided: dict[object, int] = {}
   used = set(taken)
   for i, (name, axes) in enumerate(rules):
     if name in named and name not in decided and used.isdisjoint(spec_axes(axes)):
       decided[name] = i
       used.update(spec_axes(axes))
-  return tuple(decided.get(name) if isinstance(name, str) else None for name in names)
+  return tuple(decided.get(name) for name in names)
 
 
 def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:

@@ -1,7 +1,7 @@
 """Strategies: shardings of whole trees by patterns on the paths of their variables.
 
-A strategy is a list of pairs (pattern, rules). Each variable takes the first pattern that matches its whole path, and
-the rules of that pattern, joined by `|` and applied from left to right, give its spec; a variable that no pattern
+A strategy is a list of pairs (pattern, ops). Each variable takes the first pattern that matches its whole path, and
+the ops of that pattern, joined by `|` and applied from left to right, give its spec; a variable that no pattern
 matches is replicated. A pattern that contains a slash is matched against 'lm/softmax/w', any other against
 'lm.softmax.w'. Optimizer slots are variables like parameters: one pass over the train state covers both.
 
@@ -13,7 +13,7 @@ matches is replicated. A pattern that contains a slash is matched against 'lm/so
     lm/ff/w        (4096, 16384)   (None, 'data')
     lm/norm/scale  (4096,)         not above the size that fsdp splits from: (None,)
 
-The rules that are always there, after those of big_vision (Beyer et al., 2022), for a float32 variable (2048, 2048):
+The ops that are always there, after those of big_vision (Beyer et al., 2022), for a float32 variable (2048, 2048):
 
     replicate                                    (None, None)
     fsdp(axis="data")                            (None, 'data')      the largest dimension; of equal ones, the last
@@ -21,13 +21,13 @@ The rules that are always there, after those of big_vision (Beyer et al., 2022),
     shard_dim("model", 0) | fsdp(axis="data")    ('model', 'data')
     logical_partitioning                         as the logical axis rules say for its declared names
 
-Others are registered functions that make a rule from literal arguments:
+Others are registered functions that make an op from literal arguments:
 
     @register_rule('shard_first')
     def shard_first(axis):
-      def rule(spec, variable, mesh):
+      def op(spec, variable, mesh):
         return (axis, *spec[1:])
-      return rule
+      return op
 
 after which a strategy may say 'shard_first("data")'.
 """
@@ -58,7 +58,7 @@ Strategy = Sequence[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-  """What a rule knows of a variable.
+  """What an op knows of a variable.
 
   Attributes:
     name: its path, such as 'lm.softmax.w'.
@@ -80,12 +80,12 @@ class Variable:
 
 
 class Change(NamedTuple):
-  """What a rule may return instead of a spec.
+  """What an op may return instead of a spec.
 
   Attributes:
     spec: the spec.
     remark: for `explain`: why nothing is split, or what that takes, such as padding.
-    why: for `explain`: what decided each dimension, beside the rule itself.
+    why: for `explain`: what decided each dimension, beside the op itself.
   """
 
   spec: Spec
@@ -94,67 +94,63 @@ class Change(NamedTuple):
 
 
 # (spec so far, variable, size of each mesh axis) -> spec
-Rule = Callable[[Spec, Variable, Mapping[str, int]], 'Spec | Change']
-RuleT = TypeVar('RuleT', bound=Callable[..., Rule])
+Op = Callable[[Spec, Variable, Mapping[str, int]], 'Spec | Change']
+MakerT = TypeVar('MakerT', bound=Callable[..., Op])
 T = TypeVar('T')
 
 
-class RuleNameError(ShardingError, KeyError):
-  """A rule is registered twice, or not at all."""
+class OpNameError(ShardingError, KeyError):
+  """An op is registered twice, or not at all."""
 
   def __str__(self) -> str:
     return str(self.args[0])
 
 
-class ParsedRule(NamedTuple):
-  """A rule of a strategy: its text, what it does, and whether it acts on logical names, as in `register_rule`."""
+class ParsedOp(NamedTuple):
+  """An op of a strategy: its text, what it does, and whether it acts on logical names, as in `register_rule`."""
 
   text: str
-  rule: Rule
+  op: Op
   for_named: bool
 
 
-class _Registered(NamedTuple):
-  make_rule: Callable[..., Rule]
-  for_named: bool
+# By name: the function that makes it, and whether it acts on logical names.
+_OPS: dict[str, tuple[Callable[..., Op], bool]] = {}
 
 
-_RULES: dict[str, _Registered] = {}
-
-
-def register_rule(name: str, *, for_named: bool = False) -> Callable[[RuleT], RuleT]:
-  """Decorates a function that makes a rule from literal arguments.
+def register_rule(name: str, *, for_named: bool = False) -> Callable[[MakerT], MakerT]:
+  """Decorates a function that makes an op from literal arguments.
 
   Args:
     name: what strategies call it.
-    for_named: whether the rule acts on logical names. A task's strategy decides over a weight whose mapping names
-      logical axes only where its rules include such a one; otherwise the mapping does.
+    for_named: whether the op acts on logical names. A task's strategy decides over a weight whose mapping names
+      logical axes only where its ops include such a one; otherwise the mapping does.
 
   Raises:
-    RuleNameError: there is a rule of that name.
+    OpNameError: there is an op of that name.
   """
 
-  def register(make_rule: RuleT) -> RuleT:
-    if name in _RULES:
-      raise RuleNameError(f'the sharding rule {name!r} is registered already; known rules: {", ".join(sorted(_RULES))}')
-    _RULES[name] = _Registered(make_rule, for_named)
-    return make_rule
+  def register(make_op: MakerT) -> MakerT:
+    if name in _OPS:
+      raise OpNameError(f'the sharding op {name!r} is registered already; known ops: {", ".join(sorted(_OPS))}')
+    _OPS[name] = (make_op, for_named)
+    return make_op
 
   return register
 
 
-def parse_rules(text: str) -> list[ParsedRule]:
-  """Returns the rules that a text joins by `|`: 'shard_dim("model", 0) | fsdp(axis="data")'.
+def parse_ops(text: str) -> list[ParsedOp]:
+  """Returns the ops that a text joins by `|`: 'shard_dim("model", 0) | fsdp(axis="data")'.
 
   Raises:
-    RuleNameError: a rule is not registered.
-    ShardingError: it is not a chain of calls with literal arguments, or a rule does not take these.
+    OpNameError: an op is not registered.
+    ShardingError: it is not a chain of calls with literal arguments, or an op does not take these.
   """
   try:
     expression = ast.parse(text.strip(), mode='eval').body
   except SyntaxError as error:
-    raise ShardingError(f'{text!r} is not a chain of rules: {error.msg}') from None
-  return [_make_rule(call, text) for call in _joined(expression)]
+    raise ShardingError(f'{text!r} is not a chain of ops: {error.msg}') from None
+  return [_make_op(call, text) for call in _joined(expression)]
 
 
 def _joined(node: ast.expr) -> list[ast.expr]:
@@ -163,56 +159,52 @@ def _joined(node: ast.expr) -> list[ast.expr]:
   return [node]
 
 
-def _make_rule(node: ast.expr, text: str) -> ParsedRule:
+def _make_op(node: ast.expr, text: str) -> ParsedOp:
   function = node.func if isinstance(node, ast.Call) else node
   if not isinstance(function, ast.Name):
-    raise ShardingError(
-      f'{text!r}: {ast.unparse(node)!r} is not a call of a rule; known rules: {", ".join(sorted(_RULES))}'
-    )
+    raise ShardingError(f'{text!r}: {ast.unparse(node)!r} is not a call of an op; known ops: {", ".join(sorted(_OPS))}')
   name = function.id
-  if name not in _RULES:
-    raise RuleNameError(
-      f'{text!r}: no sharding rule {name!r} is registered; known rules: {", ".join(sorted(_RULES))}.'
-      f'{did_you_mean(name, _RULES)}'
+  if name not in _OPS:
+    raise OpNameError(
+      f'{text!r}: no sharding op {name!r} is registered; known ops: {", ".join(sorted(_OPS))}.'
+      f'{did_you_mean(name, _OPS)}'
     )
   args = [_literal(arg, text) for arg in node.args] if isinstance(node, ast.Call) else []
   given = node.keywords if isinstance(node, ast.Call) else []
   if any(k.arg is None for k in given):
-    raise ShardingError(f'{text!r}: rules take literal arguments by position or name, no **')
+    raise ShardingError(f'{text!r}: ops take literal arguments by position or name, no **')
   keywords = {str(k.arg): _literal(k.value, text) for k in given}
-  make_rule, for_named = _RULES[name]
-  signature = inspect.signature(make_rule)
+  make_op, for_named = _OPS[name]
+  signature = inspect.signature(make_op)
   try:
     bound = signature.bind(*args, **keywords)
   except TypeError as error:
     raise ShardingError(f'{text!r}: {error}; it is {name}{signature}') from None
   own_text = ast.get_source_segment(text.strip(), node) or text
-  return ParsedRule(own_text, make_rule(*bound.args, **bound.kwargs), for_named)
+  return ParsedOp(own_text, make_op(*bound.args, **bound.kwargs), for_named)
 
 
 def _literal(node: ast.expr, text: str) -> object:
   try:
     return ast.literal_eval(node)
   except (ValueError, TypeError):
-    raise ShardingError(
-      f'{text!r}: {ast.unparse(node)!r} is not a literal; rules take literal arguments only'
-    ) from None
+    raise ShardingError(f'{text!r}: {ast.unparse(node)!r} is not a literal; ops take literal arguments only') from None
 
 
 @register_rule('replicate')
-def replicate() -> Rule:
-  """Asserts that the variable is replicated: raises ShardingError where an earlier rule has split it."""
+def replicate() -> Op:
+  """Asserts that the variable is replicated: raises ShardingError where an earlier op has split it."""
 
-  def rule(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec:
     if any(entry is not None for entry in spec):
       raise ShardingError(f'{variable.name} is split {spec!r} already; to replicate it is inconsistent with that')
     return spec
 
-  return rule
+  return op
 
 
 @register_rule('fsdp')
-def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_padding: bool = True) -> Rule:
+def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_padding: bool = True) -> Op:
   """Splits the largest free dimension that divides; of equal ones, the last.
 
   Args:
@@ -221,7 +213,7 @@ def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_pad
     allow_padding: where no free dimension divides, split the largest and pad it; otherwise split none.
   """
 
-  def rule(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
     parts = num_parts(axis, mesh)
     if variable.num_bytes <= min_size_to_shard_mb * 2**20:
       return Change(spec, f'{variable.num_bytes / 2**20:.3g} MiB is not above the {min_size_to_shard_mb} MiB of fsdp')
@@ -236,13 +228,11 @@ def fsdp(axis: str | tuple[str, ...], min_size_to_shard_mb: float = 4, allow_pad
     remark = f'none of the free dimensions of {variable.shape} divides by {parts}; {size} is padded'
     return Change(_split(spec, largest_first[0], axis), f'{remark} to {-(-size // parts) * parts}')
 
-  return rule
+  return op
 
 
 @register_rule('shard_dim')
-def shard_dim(
-  axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = False, allow_padding: bool = True
-) -> Rule:
+def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = False, allow_padding: bool = True) -> Op:
   """Splits one dimension.
 
   Args:
@@ -252,7 +242,7 @@ def shard_dim(
     allow_padding: pad the dimension where it does not divide; otherwise that is an error.
   """
 
-  def rule(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
     rank = len(variable.shape)
     if not -rank <= dim < rank:
       if ignore_ndim_error:
@@ -273,18 +263,18 @@ def shard_dim(
       )
     return _split(spec, dim % rank, axis)
 
-  return rule
+  return op
 
 
 @register_rule('logical_partitioning', for_named=True)
-def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Rule:
+def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Op:
   """Splits the variable as logical axis rules say for the names it is declared with; without names, leaves it.
 
   Args:
     rules: the rules; by default those of the task, or else those in force (`axis_rules`), or else the standard ones.
   """
 
-  def rule(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
+  def op(spec: Spec, variable: Variable, mesh: Mapping[str, int]) -> Spec | Change:
     if variable.logical_axes is None:
       return Change(spec, 'it is declared without logical axes')
     chosen = rules or variable.logical_axis_rules or current_axis_rules() or standard_logical_axis_rules()
@@ -294,7 +284,7 @@ def logical_partitioning(rules: tuple[tuple[str, Any], ...] | None = None) -> Ru
       raise ShardingError(f'{variable.name}: dimension {both} is split over {spec[both]!r} already')
     return Change(tuple(new if old is None else old for old, new in zip(spec, logical.spec)), why=logical.why)
 
-  return rule
+  return op
 
 
 def _split(spec: Spec, dim: int, axis: str | tuple[str, ...]) -> Spec:
@@ -306,12 +296,12 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
 
   Args:
     params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state.
-    strategy: pairs (pattern, rules).
+    strategy: pairs (pattern, ops).
     mesh: the mesh, or the sizes of its axes.
     rules: logical axis rules for `logical_partitioning`.
 
   Raises:
-    ShardingError: a pattern or rule is malformed, or rules contradict each other on a variable, which is named.
+    ShardingError: a pattern or op is malformed, or ops contradict each other on a variable, which is named.
   """
   return jax.tree.map(lambda placement: placement.spec, explain_sharding(params, strategy, mesh, rules=rules))
 
@@ -332,12 +322,12 @@ def unused_patterns(params: object, strategy: Strategy) -> list[int]:
   return [i for i in range(len(strategy)) if i not in used]
 
 
-def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedRule]]]:
-  """Returns [(pattern, rules)]."""
+def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedOp]]]:
+  """Returns [(pattern, ops)]."""
   for pair in strategy:
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-      raise ShardingError(f'a strategy is a list of pairs (pattern, rules), such as (".*", "replicate"); not {pair!r}')
-  return [(pattern, parse_rules(rules)) for pattern, rules in strategy]
+      raise ShardingError(f'a strategy is a list of pairs (pattern, ops), such as (".*", "replicate"); not {pair!r}')
+  return [(pattern, parse_ops(ops)) for pattern, ops in strategy]
 
 
 def first_match(path: Path, parsed: Sequence[tuple[str, T]]) -> tuple[str, T] | None:
@@ -358,18 +348,18 @@ def as_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) ->
 def decide(
   path: Path,
   variable: Variable,
-  parsed: Sequence[tuple[str, list[ParsedRule]]],
+  parsed: Sequence[tuple[str, list[ParsedOp]]],
   sizes: Mapping[str, int],
   start: Placement | None = None,
 ) -> Placement:
   """Returns the placement of one variable, which `start` may have split in part already."""
   spec: Spec = (None,) * len(variable.shape) if start is None else tuple(start.spec)
-  pattern, rules = first_match(path, parsed) or (None, [])
+  pattern, ops = first_match(path, parsed) or (None, [])
   left = 'no pattern of the strategy matches' if pattern is None else f'strategy {pattern!r} does not split it'
   why = [left if start is None or old is None else start.why[dim] for dim, old in enumerate(spec)]
   remarks: list[str] = []
-  for text, rule, _ in rules:
-    result = rule(spec, variable, sizes)
+  for text, op, _ in ops:
+    result = op(spec, variable, sizes)
     change = result if isinstance(result, Change) else Change(tuple(result))
     _check(change.spec, variable, sizes, text)
     for dim, (old, new) in enumerate(zip(spec, change.spec)):
@@ -377,7 +367,7 @@ def decide(
         why[dim] = f'strategy {pattern!r}: {text}' + (f', {change.why[dim]}' if change.why else '')
     remarks += [change.remark] if change.remark else []
     spec = change.spec
-  return Placement(PartitionSpec(*spec), tuple(why), tuple(remarks), pattern)
+  return Placement(PartitionSpec(*spec), tuple(why), tuple(remarks), pattern).stored()
 
 
 def _check(spec: Spec, variable: Variable, sizes: Mapping[str, int], text: str) -> None:

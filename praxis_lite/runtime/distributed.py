@@ -112,7 +112,8 @@ def set_up_compilation_cache(directory: str | os.PathLike[str] | None = None, *,
   jax.config.update('jax_enable_compilation_cache', enabled)
   if not enabled:
     return None
-  cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or _default_cache_directory())
+  default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
+  cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
   try:
     cache.mkdir(parents=True, exist_ok=True)
     writable = os.access(cache, os.W_OK | os.X_OK)
@@ -138,11 +139,6 @@ def decided_by_primary_process(value: bool) -> bool:
   if jax.process_count() == 1:
     return value
   return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
-
-
-def _default_cache_directory() -> Path:
-  base = os.environ.get('XDG_CACHE_HOME')
-  return (Path(base) if base else Path.home() / '.cache') / 'praxis_lite'
 
 
 def _from_environment(value: int | None, name: str) -> int | None:

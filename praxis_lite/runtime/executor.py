@@ -1,6 +1,6 @@
 """The executor: restore, train, evaluate, decode, checkpoint.
 
-A run is a function of its config and its directory. Whatever ends it, the same call continues from the newest
+A run is a function of its config and its directory. However it ends, the same call continues from the newest
 checkpoint, and on the same mesh ends with bitwise the same parameters: the PRNG key of a step is the run's key folded
 with the step, and a checkpoint holds the position in the input at its own step.
 

@@ -75,9 +75,8 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
     if not matched:
       earlier = next((deciding[path] for path in by_path if path_matches(pattern, path)), None)
       why = f'; {overrides[earlier][0]!r} comes first' if earlier is not None else ''
-      shown = ', '.join(map(path_name, list(by_path)[:8])) + (
-        f', ... ({len(by_path)} in all)' if len(by_path) > 8 else ''
-      )
+      more = f', ... ({len(by_path)} in all)' if len(by_path) > 8 else ''
+      shown = ', '.join(map(path_name, list(by_path)[:8])) + more
       raise ShardingError(f'the axis names override {pattern!r} changes nothing{why}; the paths are {shown}')
     for path in matched:
       if len(names) != len(by_path[path]):

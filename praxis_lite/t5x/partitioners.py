@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError
@@ -34,8 +35,13 @@ from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
-from praxis_lite.partitioning.rules import LogicalAxisRules, resolve_split_mapping, standard_logical_axis_rules
-from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
+from praxis_lite.partitioning.rules import (
+  LogicalAxisRules,
+  resolve,
+  resolve_split_mapping,
+  standard_logical_axis_rules,
+)
+from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
 from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
 from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
@@ -131,7 +137,7 @@ class PjittedFnWithContext(Generic[T]):
     return self._in_specs[i] if isinstance(self._in_specs, tuple) else self._in_specs
 
   def _shardings(self, specs: object) -> object:
-    return jax.tree.map(lambda s: NamedSharding(self.mesh, s or PartitionSpec()), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda s: NamedSharding(self.mesh, stored_spec(s or PartitionSpec())), specs, is_leaf=is_spec)
 
   def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
     """Applies `fn` to each argument that is not static, with its number among these."""
@@ -257,7 +263,7 @@ class BasePartitioner(abc.ABC):
     """Returns the train state with the full-rank PartitionSpec of each array, or None where its axes have no names."""
 
     def resolved(path: Path, names: AxisNames) -> PartitionSpec:
-      return resolve_split_mapping(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path))
+      return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
 
     return map_with_path(resolved, self.get_logical_axes(train_state))
 
@@ -283,7 +289,11 @@ class BasePartitioner(abc.ABC):
     """Returns a state on the mesh; with params_on_devices=False, with its `mdl_vars` as NumPy arrays of true shapes."""
     if self.params_on_devices:
       return train_state
-    host = jax.tree.map(np.asarray, train_state.mdl_vars)
+
+    def whole(x: jax.Array) -> np.ndarray:
+      return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+
+    host = jax.tree.map(whole, train_state.mdl_vars)
     return dataclasses.replace(train_state, mdl_vars=slice_to(host, layout.mdl_vars.unpadded_shapes))
 
   def move_params_to_devices(

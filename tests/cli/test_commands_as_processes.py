@@ -12,6 +12,8 @@ import time
 import pytest
 from quick_xla import xla_flags
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = pathlib.Path(sys.executable).parent / 'praxis-lite'
 PROGRAM = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, '-m', 'praxis_lite.cli.main']
 

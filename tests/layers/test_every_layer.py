@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from small_layers import AXES, CASES, Case
 
 from praxis_lite import layers
+from praxis_lite.config import target
 from praxis_lite.errors import ShardingError
 from praxis_lite.layer import Layer
 from praxis_lite.partitioning.padding import padded_shape, slice_to
@@ -24,10 +25,7 @@ EVERY_LAYER = sorted(
   for name, value in vars(layers).items()
   if name in layers.__all__ and isinstance(value, type) and issubclass(value, Layer)
 )
-# One worker runs all tests of a layer, so that it is compiled once.
-every_layer = pytest.mark.parametrize(
-  'name', [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EVERY_LAYER]
-)
+every_layer = pytest.mark.parametrize('name', EVERY_LAYER)
 
 
 def case(name: str) -> Case:
@@ -157,7 +155,7 @@ def test_no_split_mapping_is_left_unread(name):
   """A mapping of a rank that no tensor has is refused, so the layer reads it; it has none that it cannot use."""
   config = case(name).config
   for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-    for field in dataclasses.fields(getattr(config, group).__fn_or_cls__):
+    for field in dataclasses.fields(target(getattr(config, group))):
       broken, args, _ = case(name)
       setattr(getattr(broken, group), field.name, (None,) * 9)
       method, args = ('emb_lookup', args[1:]) if field.name == 'emb' else ('__call__', args)

@@ -157,6 +157,7 @@ def _loss_and_grads(layer, variables):
   return jax.jit(jax.value_and_grad(loss))(variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('policy', REMAT_POLICIES)
 def test_no_remat_policy_changes_values_or_gradients(policy):
   sub = {'aux': True, 'noise': 0.1}

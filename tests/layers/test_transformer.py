@@ -87,6 +87,7 @@ def test_stacked_equals_repeated_with_the_same_weights():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('cls', [StackedTransformer, RepeatedTransformer])
 def test_no_remat_policy_changes_values_or_gradients(cls):
   layers = block(dropout_tpl=Config(Dropout, rate=0.2))

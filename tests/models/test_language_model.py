@@ -95,6 +95,7 @@ def test_weights_of_rows_are_those_of_their_tokens(rows):
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), by_row, by_token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('k', [1, 3])
 @pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
 def test_a_weight_that_is_nan_makes_a_step_that_does_not_count(partitioning, k):
@@ -334,6 +335,7 @@ def compile_on(mesh, model, fn, *arguments):
   return jax.jit(on_mesh, in_shardings=shardings).lower(structs, *arguments).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('style', ['llama', 'gpt2'])
 def test_a_mesh_that_divides_nothing_trains_and_decodes_like_one_device(style):
   mesh = mesh_of((2, 2, 2))

@@ -1,4 +1,4 @@
-"""Two processes on this machine form one mesh; each feeds its share of the batch."""
+"""Two processes on this machine form one mesh; each feeds its share of the batch, and may keep variables in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from quick_xla import xla_flags
+
+pytestmark = pytest.mark.slow
 
 _WORKER = """
 import sys
@@ -16,6 +19,7 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.partitioning import *
+from praxis_lite.weights import WeightHParams
 
 mesh = get_cpu_mesh()
 assert [[d.process_index for d in row] for row in mesh.devices] == [[0] * 3, [1] * 3]
@@ -29,6 +33,15 @@ batch = put_on_mesh(local, mesh, get_input_partition_specs(mesh.axis_names, loca
 assert batch['x'].shape == (12, 1)
 whole = NamedSharding(mesh, PartitionSpec())
 total = jax.jit(lambda b: (b['x'][:, 0] * b['weights']).sum(), out_shardings=whole)(batch)
+
+partitioner = PjitPartitioner(3, params_on_devices=False)
+w = WeightHParams((5, 3), tensor_split_dims_mapping=('batch', 'mlp'))
+true = np.arange(15.0, dtype=np.float32).reshape(5, 3)
+declared = TrainState(jax.ShapeDtypeStruct((), np.int32), {'w': w}, ())
+state = partitioner.initialize(lambda: TrainState(jax.numpy.int32(0), {'w': true}, ()), declared)
+np.testing.assert_array_equal(state.mdl_vars['w'], true)
+moved = partitioner.move_params_to_devices(state, partitioner.get_mesh_axes(declared)).mdl_vars['w']
+assert moved.shape == (6, 3) and not moved.is_fully_addressable
 print('total', float(total))
 """
 

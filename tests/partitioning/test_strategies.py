@@ -1,4 +1,4 @@
-"""Pattern strategies: what each rule does, how they compose, and what they refuse."""
+"""Pattern strategies: what each op does, how they compose, and what they refuse."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ShardingError, UserError
-from praxis_lite.partitioning import strategies as strategy_rules
+from praxis_lite.partitioning import strategies as strategy_ops
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.strategies import (
-  Rule,
+  Op,
   Spec,
   Variable,
   explain_sharding,
   infer_sharding,
-  parse_rules,
+  parse_ops,
   register_rule,
   unused_patterns,
 )
@@ -33,12 +33,12 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def spec_of(shape: tuple[int, ...], rules: str, dtype: Any = jnp.float32) -> tuple[Any, ...]:
-  return tuple(infer_sharding({'w': struct(*shape, dtype=dtype)}, [('.*', rules)], MESH)['w'])
+def spec_of(shape: tuple[int, ...], ops: str, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+  return tuple(infer_sharding({'w': struct(*shape, dtype=dtype)}, [('.*', ops)], MESH)['w'])
 
 
 @pytest.mark.parametrize(
-  ('shape', 'rules', 'spec'),
+  ('shape', 'ops', 'spec'),
   [
     ((1024, 1024), 'fsdp(axis="data")', (None, None)),
     ((1024, 1025), 'fsdp(axis="data")', ('data', None)),
@@ -60,8 +60,8 @@ def spec_of(shape: tuple[int, ...], rules: str, dtype: Any = jnp.float32) -> tup
     ((), 'fsdp("data", 0)', ()),
   ],
 )
-def test_rules(shape: tuple[int, ...], rules: str, spec: tuple[Any, ...]) -> None:
-  assert spec_of(shape, rules) == spec
+def test_ops(shape: tuple[int, ...], ops: str, spec: tuple[Any, ...]) -> None:
+  assert spec_of(shape, ops) == spec
 
 
 def test_the_threshold_counts_bytes() -> None:
@@ -70,7 +70,7 @@ def test_the_threshold_counts_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-  ('shape', 'rules', 'message'),
+  ('shape', 'ops', 'message'),
   [
     ((8, 8), 'shard_dim("model",1)|replicate', 'w is split .* inconsistent'),
     ((8, 8), 'shard_dim("model",0)|shard_dim("data",0)', "w: dimension 0 is split over 'model' already"),
@@ -81,9 +81,9 @@ def test_the_threshold_counts_bytes() -> None:
     ((2048, 2048), 'fsdp("date")', "'date' is not an axis .* Did you mean 'data'"),
   ],
 )
-def test_contradictions_name_the_variable(shape: tuple[int, ...], rules: str, message: str) -> None:
+def test_contradictions_name_the_variable(shape: tuple[int, ...], ops: str, message: str) -> None:
   with pytest.raises(ValueError, match=message):
-    spec_of(shape, rules)
+    spec_of(shape, ops)
 
 
 def test_logical_names_do_not_overrule_what_is_split() -> None:
@@ -119,7 +119,7 @@ def test_one_pass_covers_optimizer_state() -> None:
 
 
 def test_padding_and_refusals_are_said() -> None:
-  decide = lambda rules: explain_sharding({'w': struct(1537, 1539)}, [('.*', rules)], MESH)['w']  # noqa: E731
+  decide = lambda ops: explain_sharding({'w': struct(1537, 1539)}, [('.*', ops)], MESH)['w']  # noqa: E731
   assert '1539 is padded to 1544' in decide('fsdp("data")').remarks[0]
   assert 'splits nothing' in decide('fsdp("data", allow_padding=False)').remarks[0]
   assert 'not above the 100 MiB' in decide('fsdp("data", 100)').remarks[0]
@@ -146,46 +146,46 @@ def test_logical_names_are_resolved_by_the_rules() -> None:
 
 
 def test_users_register_their_own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(strategy_rules, '_RULES', dict(strategy_rules._RULES))
+  monkeypatch.setattr(strategy_ops, '_OPS', dict(strategy_ops._OPS))
 
   @register_rule('shard_first')
-  def shard_first(axis: str) -> Rule:
-    def rule(spec: Spec, variable: Variable, mesh: Any) -> Spec:
+  def shard_first(axis: str) -> Op:
+    def op(spec: Spec, variable: Variable, mesh: Any) -> Spec:
       return (axis, *spec[1:])
 
-    return rule
+    return op
 
   assert spec_of((5, 6), 'shard_first("data")') == ('data', None)
   with pytest.raises(ShardingError, match=r'w: shard_first.* gives 1 entries to 0 dimensions'):
     spec_of((), 'shard_first("data")')
-  with pytest.raises(KeyError, match=r"'fsdp' is registered already; known rules: fsdp, .*, shard_first"):
+  with pytest.raises(KeyError, match=r"'fsdp' is registered already; known ops: fsdp, .*, shard_first"):
     register_rule('fsdp')(shard_first)
 
 
 def test_unknown_rules_list_the_known_ones() -> None:
-  with pytest.raises(KeyError, match='known rules: fsdp, logical_partitioning, replicate, shard_dim') as error:
-    parse_rules('fdsp("data")')
+  with pytest.raises(KeyError, match='known ops: fsdp, logical_partitioning, replicate, shard_dim') as error:
+    parse_ops('fdsp("data")')
   assert "Did you mean 'fsdp'?" in str(error.value) and isinstance(error.value, UserError)
 
 
 @pytest.mark.parametrize(
-  ('rules', 'message'),
+  ('ops', 'message'),
   [
     ('fsdp(axis=axis)', "'axis' is not a literal"),
     ('fsdp("da" + "ta")', 'is not a literal'),
     ('fsdp(__import__("os").getcwd())', 'is not a literal'),
     ('fsdp(**{"axis": "data"})', 'no \\*\\*'),
-    ('os.system("true")', 'is not a call of a rule'),
-    ('"fsdp"', 'is not a call of a rule'),
-    ('fsdp("data"', 'is not a chain of rules'),
-    ('', 'is not a chain of rules'),
+    ('os.system("true")', 'is not a call of an op'),
+    ('"fsdp"', 'is not a call of an op'),
+    ('fsdp("data"', 'is not a chain of ops'),
+    ('', 'is not a chain of ops'),
     ('fsdp()', "missing a required argument: 'axis'"),
     ('fsdp("data", nonsense=1)', "unexpected keyword argument 'nonsense'"),
   ],
 )
-def test_only_calls_with_literal_arguments_are_rules(rules: str, message: str) -> None:
+def test_only_calls_with_literal_arguments_are_ops(ops: str, message: str) -> None:
   with pytest.raises(ShardingError, match=message):
-    parse_rules(rules)
+    parse_ops(ops)
 
 
 @pytest.mark.parametrize('strategy', [['fsdp("data")'], [('.*',)], [('.*', ['replicate'])]])

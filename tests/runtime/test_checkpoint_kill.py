@@ -7,9 +7,12 @@ import signal
 import time
 
 import numpy as np
+import pytest
 from small_states import layout_on, random_state
 
 from praxis_lite.runtime.checkpoints import Checkpointer
+
+pytestmark = pytest.mark.slow
 
 # Every array of the state saved at step n is the number n, so a mixture of two steps would show.
 SAVE_FOR_EVER = """

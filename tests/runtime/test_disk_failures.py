@@ -13,6 +13,8 @@ from praxis_lite.errors import UserError
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.metrics import SummaryWriter
 
+pytestmark = pytest.mark.slow
+
 # A limit to the size of files stands for a disk that is full: more cannot be written.
 SAVE_WITHOUT_ROOM = """
 import resource, sys, time

@@ -16,6 +16,8 @@ from praxis_lite.config import config_values
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.runtime import Checkpointer, NonFiniteError, run_decode, run_eval, run_train
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+
 DEVICES = 8
 TIMEOUT = 600  # seconds, for a process that hangs: no test waits as long when all is well, on a busy machine either
 RUN = """

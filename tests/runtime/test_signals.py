@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.runtime.distributed import StopSignals
 
+pytestmark = pytest.mark.slow
+
 LOOP = """
 import sys, time
 from praxis_lite.runtime.distributed import StopSignals

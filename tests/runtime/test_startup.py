@@ -41,6 +41,7 @@ def finish(process):
   return out.strip()
 
 
+@pytest.mark.slow
 def test_devices_are_simulated_whatever_the_flags_say(run_python):
   code = """
 import jax
@@ -66,6 +67,7 @@ def test_one_process_needs_no_arguments():
   assert jax.process_count() == 1
 
 
+@pytest.mark.slow
 def test_half_of_the_arguments_is_an_error(run_python):
   code = """
 from praxis_lite.errors import ConfigError
@@ -80,6 +82,7 @@ except ConfigError as error:
   assert "JAX_NUM_PROCESSES = 'two'" in finish(run_python(code, env=env))
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_found_again_in_the_cache(run_python, tmp_path):
   code = """
 import sys, jax, jax.numpy as jnp
@@ -98,6 +101,7 @@ print('hit' if hits else 'miss')
   assert finish(run_python(code, 'off', env=env)).split() == ['None', 'miss']
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_done_without(run_python, tmp_path):
   (tmp_path / 'file').write_text('')
   code = """

@@ -8,9 +8,12 @@ import socket
 import subprocess
 
 import numpy as np
+import pytest
 from tiny_runs import expected_loss, open_gate, tiny_run
 
 from praxis_lite.runtime import Checkpointer, run_train
+
+pytestmark = pytest.mark.slow
 
 RUN = """
 import os, signal, sys

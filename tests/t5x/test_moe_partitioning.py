@@ -14,6 +14,8 @@ from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.rules import logical_to_mesh_axes, standard_logical_axis_rules
 from praxis_lite.t5x import moe
 from praxis_lite.t5x.axis_names import AxisNames
+from praxis_lite.t5x.chunks import DataLayout
+from praxis_lite.t5x.meshes import DescribedDevice
 from praxis_lite.t5x.moe import (
   MoePjitPartitioner,
   infer_state_filter,
@@ -297,3 +299,20 @@ def test_rules_and_data_spec_have_the_names_of_t5x() -> None:
   assert moe.standard_logical_axis_rules(4, num_partitions=1, num_devices=4) == moe.standard_logical_axis_rules(
     0, model_parallel_submesh=(1, 1)
   )
+
+
+def test_each_host_reads_its_share_over_both_data_axes() -> None:
+  assert MoePjitPartitioner(8, num_partitions=1).get_data_layout(32) == DataLayout(32, 0, 1, True)
+  assert MoePjitPartitioner(4, num_partitions=1).get_data_layout() == DataLayout(8, 0, 1, True)
+  with pytest.raises(ShardingError, match='batch size 12 must be a positive multiple of 8'):
+    MoePjitPartitioner(4, num_partitions=1).get_data_layout(12)
+  chips = [
+    DescribedDevice(2 * x + 8 * y + core, x // 2 + 2 * (y // 2), (x, y, 0), core, 'tpu', 'TPU v3')
+    for y in range(4)
+    for x in range(4)
+    for core in range(2)
+  ]
+  partitioner = MoePjitPartitioner(8, num_partitions=1, devices=chips)
+  assert dict(partitioner.mesh.shape) == {'data': 8, 'model': 4} and partitioner.data_mesh_size == 32
+  layouts = [partitioner.get_data_layout(32, host_index=host) for host in range(4)]
+  assert layouts == [DataLayout(32, shard, 4, True) for shard in (0, 2, 1, 3)]

@@ -133,6 +133,12 @@ def test_names_without_a_rule_name_the_variable() -> None:
     make_partitioner().get_mesh_axes(state)
 
 
+def test_a_rule_to_unconstrained_replicates_what_is_stored() -> None:
+  rules = [('batch', 'data'), ('embed', P.UNCONSTRAINED), ('vocab', 'model'), ('mlp', 'model')]
+  axes = PjitPartitioner(num_partitions=2, logical_axis_rules=rules).get_mesh_axes(STATE)
+  assert axes.mdl_vars == {'emb': {'w': P('model', None)}, 'ff': {'w': P(None, 'model')}}
+
+
 def test_data_properties() -> None:
   partitioner = make_partitioner()
   assert dict(partitioner.mesh.shape) == {'data': 2, 'model': 4}
@@ -241,6 +247,16 @@ def test_states_for_inference_have_no_slots(state: Any) -> None:
     dataclasses.replace(state, mdl_vars=init(jax.random.key(0)).mdl_vars), specs
   )
   assert part_shapes(placed.mdl_vars['emb']['w']) == {(3, 3)}
+
+
+def test_what_rules_leave_to_the_compiler_is_stored_replicated() -> None:
+  rules = (('batch', 'data'), ('vocab', P.UNCONSTRAINED), ('embed', 'model'), ('mlp', None))
+  partitioner = PjitPartitioner(2, logical_axis_rules=rules)
+  axes, layout = partitioner.get_mesh_axes(STATE), partitioner.get_layout(STATE)
+  state = partitioner.initialize(init, STATE, jax.random.key(0))
+  assert part_shapes(state.mdl_vars['emb']['w']) == {(9, 3)}
+  step = partitioner.partition(train_step, (axes, None), (axes, None), arg_shapes=(layout.unpadded_shapes, None))
+  assert part_shapes(step(state, IDS)[0].mdl_vars['emb']['w']) == {(9, 3)}
 
 
 def test_static_arguments_and_scalars() -> None:

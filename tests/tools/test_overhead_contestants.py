@@ -8,6 +8,8 @@ from tools.benchmark_overhead import TWO_SIDED, within_limit
 from tools.handwritten_lm import Size
 from tools.overhead_contestants import by_hand, ours
 
+pytestmark = pytest.mark.slow
+
 SIZE = Size(batch=8, length=64, model_dims=64, num_layers=3, num_heads=4, hidden_dims=256, vocab=96)
 
 

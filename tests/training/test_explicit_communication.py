@@ -17,6 +17,8 @@ from praxis_lite.partitioning.collectives import collectives
 from praxis_lite.task import SingleTask
 from praxis_lite.weighted import weighted_mean
 
+pytestmark = pytest.mark.slow
+
 ROWS, DIMS, DEPTH = 16, 256, 6
 
 

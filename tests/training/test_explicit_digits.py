@@ -10,6 +10,8 @@ from praxis_lite.experiments.digits import digits
 from praxis_lite.partitioning.collectives import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
 
+pytestmark = pytest.mark.slow
+
 NAMES = ('DigitsDataParallel', 'DigitsDataParallelExplicit', 'DigitsFullySharded', 'DigitsFullyShardedExplicit')
 STEPS, ROWS = 4, 64
 

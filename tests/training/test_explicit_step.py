@@ -13,6 +13,8 @@ from praxis_lite.layers import ConvNet, Dropout, Mlp
 from praxis_lite.models import ClassificationModel, transformer_lm
 from praxis_lite.task import SingleTask
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+
 
 def assert_close(left, right, rtol=1e-5, atol=1e-6):
   for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):

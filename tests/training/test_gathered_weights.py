@@ -46,6 +46,7 @@ def variables_after_a_step(task, batch):
   return jax.tree.map(lambda w, x: np.asarray(x)[tuple(map(slice, w.full_shape))], shapes, state.mdl_vars)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'fields',
   [

@@ -9,6 +9,8 @@ from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import collectives, partition_spmd_model
 from praxis_lite.task import SingleTask
 
+pytestmark = pytest.mark.slow
+
 
 def step_of(batch, vocab, dims, heads, hidden, mesh):
   model = transformer_lm(

@@ -96,6 +96,7 @@ OPTIMIZERS = {
 MESHES = [(1, 2, 4), (1, 1, 4), (1, 3, 1), (1, 5, 1), (7, 1, 1), (2, 2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('shape', 'optimizer'),
   [*((shape, 'adam') for shape in MESHES), *(((1, 2, 4), name) for name in OPTIMIZERS if name != 'adam')],
