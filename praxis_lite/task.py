@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.config import REQUIRED, Config, Configurable, template
+from praxis_lite.config import REQUIRED, Config, Configurable, field_names, template
 from praxis_lite.errors import ConfigError, check_choice, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
@@ -124,9 +124,9 @@ class SingleTask(Configurable):
     with located('task.train'):
       self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
     model_p: object = self.model
-    if not isinstance(model_p, Config):
-      raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
     inherited = ('mesh_axis_names', 'logical_axis_rules')
+    if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
     model = model_p.instantiate(**{f: getattr(self, f) for f in inherited if getattr(model_p, f) is None})
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')

@@ -20,7 +20,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from praxis_lite.config import REQUIRED, Config, Configurable, target
 from praxis_lite.config.references import import_reference, is_named, looks_like_reference
@@ -153,6 +153,8 @@ def _fit(value: object, hint: object, current: object) -> object:
   with contextlib.suppress(MismatchError):
     if hint is not Any or value is None:
       return _convert(value, hint)
+  if _is_configurable(hint):
+    raise MismatchError(describe_hint(hint))
   raise MismatchError('the name of a class or function, such as package.module.Class')
 
 
@@ -280,6 +282,8 @@ def describe_hint(hint: object) -> str:
     return ' | '.join(map(describe_hint, members))
   if hint is types.NoneType:
     return 'None'
+  if _is_configurable(hint):
+    return f'the config of a {hint.__qualname__}'
   if _is_callable_hint(hint):
     return 'a function or class'
   if isinstance(hint, type) and not typing.get_args(hint):
@@ -295,9 +299,11 @@ def _is_config(hint: object) -> bool:
 def _is_built_from(config: Config, hint: object) -> bool:
   """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
   built = target(config)
-  return (
-    isinstance(hint, type) and issubclass(hint, Configurable) and isinstance(built, type) and issubclass(built, hint)
-  )
+  return _is_configurable(hint) and isinstance(built, type) and issubclass(built, hint)
+
+
+def _is_configurable(hint: object) -> TypeGuard[type[Configurable]]:
+  return isinstance(hint, type) and issubclass(hint, Configurable)
 
 
 def _is_callable_hint(hint: object) -> bool:

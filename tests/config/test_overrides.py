@@ -348,7 +348,7 @@ def test_a_field_annotated_with_a_class_takes_configs_of_it():
   assert config.split == Config(WideSplit, wt=('data',))
   apply_overrides(config, [f'split={__name__}.Split', 'split.wt=(data,)'])
   assert config.split == Config(Split, wt=('data',))
-  with pytest.raises(ConfigError, match='split: expected Split, got'):
+  with pytest.raises(ConfigError, match='split: expected the config of a Split, got'):
     set_by_path(config, 'split', Config(Norm))
 
 
