@@ -111,6 +111,7 @@ def test_every_weight_has_a_gradient(name):
   assert jax.tree.structure(grads) == jax.tree.structure(variables)
 
 
+@pytest.mark.slow
 @every_layer
 def test_bfloat16_with_float32_weights(name):
   _, _, _, ((expected, _), _, _) = on_one_device(name)
@@ -121,6 +122,7 @@ def test_bfloat16_with_float32_weights(name):
   assert_close(outputs, expected, 0.04)
 
 
+@pytest.mark.slow
 @every_layer
 def test_uneven_splits_over_a_mesh_equal_one_device(name):
   variables, args, _, expected = on_one_device(name)
