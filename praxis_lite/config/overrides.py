@@ -24,9 +24,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints, target
-from praxis_lite.config.text import child_path, to_text
+from praxis_lite.config.base import shown_key, unknown_field
+from praxis_lite.config.text import as_config_error, child_path, to_text
 from praxis_lite.config.values import Text, describe, fit, members_of
-from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
 _ALL = '*'
 _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
@@ -130,14 +131,13 @@ def _slot(container: object, segment: str | int, path: str, hint: object) -> _Sl
   if isinstance(container, (list, tuple)):
     return _index_slot(container, segment, path, hint)
   if dataclasses.is_dataclass(container) and not isinstance(container, type):
-    names = [f.name for f in dataclasses.fields(container) if f.init]
-    if segment not in names:
-      raise _unknown_field(type(container), segment, path, names)
+    if segment not in (field_names(type(container)) or ()):
+      raise unknown_field(type(container), segment, path)
     name = str(segment)
     hints = field_type_hints(type(container))
     return _Slot(name, child_path(path, name), hints.get(name, Any), getattr(container, name))
   shown = 'REQUIRED and not set' if container is REQUIRED else describe(container)
-  raise UnknownFieldError(f'{path} is {shown}, so it has no {_shown(segment)}; set {path} itself')
+  raise UnknownFieldError(f'{path} is {shown}, so it has no {shown_key(segment)}; set {path} itself')
 
 
 def _field_slot(config: Config, segment: str | int, path: str) -> _Slot:
@@ -145,7 +145,7 @@ def _field_slot(config: Config, segment: str | int, path: str) -> _Slot:
   name = str(segment)
   if names is not None and segment not in names:
     if f'{segment}_tpl' not in names:
-      raise _unknown_field(fn_or_cls, segment, path, names)
+      raise unknown_field(fn_or_cls, segment, path)
     name = f'{segment}_tpl'
   # A default belongs to the class, so it is copied before something below it is set.
   value = config.__arguments__[name] if name in config.__arguments__ else copy.deepcopy(config_values(config).get(name))
@@ -181,23 +181,12 @@ def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
   return Any
 
 
-def _unknown_field(fn_or_cls: object, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
-  what = getattr(fn_or_cls, '__qualname__', str(fn_or_cls))
-  close = did_you_mean(str(segment), [*names, *(n.removesuffix('_tpl') for n in names if n.endswith('_tpl'))])
-  where = f'{path} ({what})' if path else what
-  return UnknownFieldError(f'{where} has no field {_shown(segment)}.{close} Its fields: {", ".join(names)}.')
-
-
 def _unknown_key(container: Any, slot: _Slot, path: str) -> UnknownFieldError:
   names = [str(key) for key in container]
   close = did_you_mean(str(slot.key), names)
   return UnknownFieldError(
     f'{path or "the experiment"} has no entry {slot.key!r}.{close} Its entries: {", ".join(names) or "none"}.'
   )
-
-
-def _shown(segment: str | int) -> str:
-  return f'[{segment}]' if isinstance(segment, int) else repr(segment)
 
 
 # -------------------------------------------------------------------- setting
@@ -234,7 +223,8 @@ def _put(container: object, segments: list[str | int], value: object, path: str,
     raise _unknown_key(container, slot, path)
   else:
     new = _put(slot.value, segments[1:], value, slot.path, slot.hint)
-  return _with(container, slot, new)
+  with as_config_error(slot.path):
+    return _with(container, slot, new)
 
 
 def _with(container: Any, slot: _Slot, value: object) -> object:
@@ -246,17 +236,12 @@ def _with(container: Any, slot: _Slot, value: object) -> object:
   if isinstance(container, (list, tuple)):
     entries = [*container[: slot.key], value, *container[slot.key + 1 :]]
     return type(container)(*entries) if hasattr(container, '_fields') else type(container)(entries)
-  try:
-    return dataclasses.replace(container, **{slot.key: value})
-  except UserError as error:
-    raise ConfigError(f'{slot.path}: {error}') from None
+  return dataclasses.replace(container, **{slot.key: value})
 
 
 def _fitted(value: object, slot: _Slot, hint: object) -> Any:
-  try:
+  with as_config_error(slot.path):
     new = fit(value, hint, slot.value)
-  except UserError as error:
-    raise ConfigError(f'{slot.path}: {error}') from None
   if isinstance(new, Config) and isinstance(slot.value, Config) and not isinstance(value, Config):
     _carry_over(slot.value, Config(target(slot.value)), new)
   return new

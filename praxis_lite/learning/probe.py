@@ -320,9 +320,8 @@ class _Reader:
     elif name in _CALLS and program is not None:
       result = self._run(program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ()), values)
     elif name in _ELEMENTWISE.split() and all(len(v.shape) in (0, len(shape)) for v in values):
-      result = self._entrywise(
-        name, str(eqn.params), values, shape, jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-      )
+      is_inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
+      result = self._entrywise(name, str(eqn.params), values, shape, is_inexact)
     elif name in _EXTREMES or name == 'reduce_sum':
       result = self._reduced(name, values[0], eqn.params['axes'])
     if result is None:
