@@ -1,9 +1,8 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later.
 
-`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that
-nested hyperparameters can be edited at once; the error about a misspelt field suggests the nearest name; and
-`instantiate` does not build the configs nested in a `Configurable`: they are templates that the object builds itself,
-once it knows what to fill in.
+`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, to be
+edited at once; the error about a misspelt field suggests the nearest name; and `instantiate` does not build the configs
+nested in a `Configurable`: they are templates that the object builds itself, once it knows what to fill in.
 
     class FeedForward(Layer):
       hidden_dims: int = REQUIRED
@@ -42,13 +41,7 @@ class _Required:
   def __repr__(self) -> str:
     return 'REQUIRED'
 
-  def __copy__(self) -> _Required:
-    return self
-
-  def __deepcopy__(self, memo: object) -> _Required:
-    return self
-
-  def __reduce__(self) -> str:
+  def __reduce__(self) -> str:  # Copies are itself.
     return 'REQUIRED'
 
   def _complain(self, *args: object) -> NoReturn:
@@ -262,8 +255,9 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
   if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
     annotated: list[Any] = list(fn_or_cls.__mro__)
   else:
-    function: Any = getattr(fn_or_cls, '__init__', None) if isinstance(fn_or_cls, type) else fn_or_cls
-    annotated = [inspect.unwrap(function)]
+    annotated = [
+      inspect.unwrap(getattr(fn_or_cls, '__init__', fn_or_cls) if isinstance(fn_or_cls, type) else fn_or_cls)
+    ]
   try:
     return typing.get_type_hints(annotated[0])
   except (NameError, TypeError, AttributeError, SyntaxError):
@@ -280,12 +274,11 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _copy_nested(value: object) -> object:
-  if isinstance(value, Config):
-    return value.clone()
-  if isinstance(value, (list, dict)):
+  if isinstance(value, (Config, list, dict)):
     memo: dict[int, Any] = {}
     _share_arrays(value, memo)
-    return copy.deepcopy(value, memo)
+    with history.suspend_tracking():
+      return copy.deepcopy(value, memo)
   return value
 
 

@@ -84,14 +84,11 @@ def _encode(value: Any, path: str) -> object:
   if kind is tuple:
     return {'$tuple': _encode_all(value, path)}
   if kind is dict:
-    return _encode_dict(value, path)
+    if all(type(k) is str and not k.startswith('$') for k in value):
+      return _encode_fields(value, path)
+    return {'$dict': [[_encode(k, path), _encode(v, child_path(path, k))] for k, v in value.items()]}
   if isinstance(value, Config):
     return _encode_config(value, path)
-  return _encode_other(value, path)
-
-
-def _encode_other(value: Any, path: str) -> object:
-  kind = type(value)
   if isinstance(value, enum.Enum):
     member = value.value if isinstance(value, enum.Flag) else value.name
     return {'$enum': [_reference(kind, path), member]}
@@ -126,12 +123,6 @@ def _encode_config(config: Config, path: str) -> dict[str, object]:
   named = {k: v for k, v in config.__arguments__.items() if isinstance(k, str)}
   args = {'$args': _encode_fields(positional, path)} if positional else {}
   return {'$config': _reference(target(config), path), **args, **_encode_fields(named, path)}
-
-
-def _encode_dict(value: Mapping[Any, object], path: str) -> object:
-  if all(type(k) is str and not k.startswith('$') for k in value):
-    return _encode_fields(value, path)
-  return {'$dict': [[_encode(k, path), _encode(v, child_path(path, k))] for k, v in value.items()]}
 
 
 def _encode_fields(fields: Mapping[Any, object], path: str) -> dict[str, object]:
@@ -261,6 +252,3 @@ _DECODERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
   '$partial': _decode_partial,
   '$required': lambda e, path: REQUIRED,
 }
-
-
-__all__ = ['from_json', 'to_json']

@@ -267,6 +267,3 @@ def _carry_over(old: Config, untouched: Config, new: Config) -> None:
 
 
 _UNSET = object()
-
-
-__all__ = ['apply_overrides', 'get_by_path', 'set_by_path']

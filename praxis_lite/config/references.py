@@ -118,6 +118,3 @@ def _public_module(module: str, name: str) -> str:
 
 def _lookup(module: object, name: str) -> object:
   return functools.reduce(lambda value, part: getattr(value, part, None), name.split('.'), module)
-
-
-__all__ = ['dotted_name', 'import_reference', 'is_named', 'looks_like_reference', 'reference']

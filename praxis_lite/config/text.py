@@ -198,6 +198,3 @@ def _format_array(value: np.ndarray) -> str:
     return f'array({value.tolist()!r}, {value.dtype.name})'
   checksum = 0 if value.dtype.hasobject else zlib.crc32(value.tobytes())
   return f'array({value.dtype.name}[{shape}], crc32={checksum:08x})'
-
-
-__all__ = ['as_config_error', 'child_path', 'diff', 'dtype_name', 'format_value', 'to_text']

@@ -227,10 +227,7 @@ def _checked_dtype(value: Any, none_allowed: bool) -> object:
   with contextlib.suppress(TypeError):
     if value is not None and dtype(value):
       return value
-  raise MismatchError(f'the name of a dtype, such as {", ".join(_DTYPES)}')
-
-
-_DTYPES = ('float32', 'bfloat16', 'float16', 'int32')
+  raise MismatchError('the name of a dtype, such as float32, bfloat16, float16, int32')
 
 
 def _passes(value: object, hint: object) -> bool:

@@ -108,10 +108,6 @@ class _Variable(NamedTuple):
     """Labels of an array that runs along it: axes of a layer are numbered from 0, those of the stack below 0."""
     return tuple((i - self.depth,) if size > 1 else () for i, size in enumerate(self.shape))
 
-  @property
-  def struct(self) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(self.shape, self.dtype)
-
 
 def _variable(path: Path, weight: WeightHParams) -> _Variable:
   return _Variable(path, (0,), weight.full_shape, weight.as_struct().dtype)
@@ -197,11 +193,12 @@ Program = dict[Path, list[_Value]]  # The values of each output, one, or one for
 
 def _alike(a: Program, b: Program) -> bool:
   """Whether there are outputs, and those with the same name have the same formula and axes."""
-
-  def same(x: _Value, y: _Value) -> bool:
-    return x.form == y.form and ((x.is_uniform and y.is_uniform) or x.labels_in_layer == y.labels_in_layer)
-
-  return bool(a) and a.keys() == b.keys() and all(same(x, y) for name in a for x in a[name] for y in b[name])
+  if not a or a.keys() != b.keys():
+    return False
+  pairs = [(x, y) for name in a for x in a[name] for y in b[name]]
+  return all(
+    x.form == y.form and (x.labels_in_layer == y.labels_in_layer or (x.is_uniform and y.is_uniform)) for x, y in pairs
+  )
 
 
 def _joined(values: Sequence[_Value], rank: int) -> tuple[tuple[Label, ...], _Variable | None] | None:
@@ -259,7 +256,7 @@ class _Reader:
   def steps(self, build: Build, variables: NestedDict) -> _Steps | None:
     """Reads `init` and `update`; None if the transformation cannot be traced on its own."""
     arrays = leaves_by_path(variables, is_leaf=_is_variable)
-    tree = jax.tree.map(lambda v: v.struct, variables, is_leaf=_is_variable)
+    tree = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables, is_leaf=_is_variable)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
       init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
@@ -359,12 +356,10 @@ class _Reader:
       joined = _joined(values, len(shape))
     if joined is None:
       return None
-    form = None
-    if all(value.is_uniform for value in values):
-      form = self._combined(name, [value.form for value in values], is_inexact)
-    elif name in ('copy', 'stop_gradient'):
-      form = values[0].form
-    form = self._atom(name, params, *(value.form for value in values)) if form is None else form
+    forms = [value.form for value in values]
+    form = self._combined(name, forms, is_inexact) if all(value.is_uniform for value in values) else None
+    if form is None:
+      form = forms[0] if name in ('copy', 'stop_gradient') else self._atom(name, params, *forms)
     return _Value(form, shape, *joined, _marks(values))
 
   def _combined(self, name: str, forms: Sequence[Terms], is_inexact: bool) -> Terms | None:
@@ -376,7 +371,7 @@ class _Reader:
       return form
     if not is_inexact:
       return None
-    if name in ('copy', 'stop_gradient', 'convert_element_type'):
+    if name == 'convert_element_type':
       return forms[0]
     if name in ('add', 'sub', 'neg'):
       sign = {'add': 1.0}.get(name, -1.0)
@@ -433,9 +428,8 @@ class _Reader:
     owner = value.owner
     assert owner is not None
     over = [self._atom(name, 'over', owner.path, layer, value.form) for layer in owner.layers]
-    form = _sum([(atom, times * c) for terms in over for atom, c in terms])
-    if name in _EXTREMES:
-      form = self._combined(_EXTREMES[name], over, False) or form
+    form = self._combined(_EXTREMES.get(name, ''), over, False)
+    form = _sum([(atom, times * c) for terms in over for atom, c in terms]) if form is None else form
     marks = value.marks | {_Entries(owner.path, layer) for layer in owner.layers}
     return value._replace(form=form, owner=None, marks=marks)
 

@@ -145,11 +145,9 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
   """Indices into `shape` at which the sizes of `slot_shape` occur in order; empty if they do not."""
   found: list[int] = []
   for size in slot_shape:
-    start = found[-1] + 1 if found else 0
-    index = next((i for i in range(start, len(shape)) if shape[i] == size), None)
-    if index is None:
+    if size not in shape[(start := found[-1] + 1 if found else 0) :]:
       return ()
-    found.append(index)
+    found.append(shape.index(size, start))
   return tuple(found)
 
 
