@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _IDENTIFIER = re.compile(r'[A-Za-z_]\w*')
 _ADDRESS = re.compile(r' at 0x[0-9a-f]+')
 _MAX_ARRAY_ENTRIES = 16
+_PLAIN = (type(None), bool, int, float, str, bytes, complex, range)
 
 
 def to_text(config: object, name: str = '') -> str:
@@ -123,17 +124,11 @@ def dtype_name(value: object) -> str | None:
   """Returns the name of a dtype, spelt as `jnp.float32`, `np.float32` or `np.dtype('float32')`; None for all else."""
   import numpy as np
 
-  if isinstance(value, np.dtype):
-    return value.name
   if isinstance(value, type):
     if issubclass(value, np.generic):
       return value.__name__.rstrip('_')
-    dtype = getattr(value, 'dtype', None)  # jnp.float32 is a class that has its dtype as an attribute.
-    return dtype.name if isinstance(dtype, np.dtype) else None
-  return None
-
-
-_PLAIN = (type(None), bool, int, float, str, bytes, complex, range)
+    value = getattr(value, 'dtype', None)  # jnp.float32 is a class that has its dtype as an attribute.
+  return value.name if isinstance(value, np.dtype) else None
 
 
 _Entry = tuple[str, str]  # The right side of a line and what is before it: ' = ' and a value, or ': ' and a class.
@@ -193,8 +188,7 @@ def _joined(values: Iterable[object]) -> str:
 
 
 def _format_array(value: np.ndarray) -> str:
-  shape = ', '.join(map(str, value.shape))
   if value.size <= _MAX_ARRAY_ENTRIES:
     return f'array({value.tolist()!r}, {value.dtype.name})'
   checksum = 0 if value.dtype.hasobject else zlib.crc32(value.tobytes())
-  return f'array({value.dtype.name}[{shape}], crc32={checksum:08x})'
+  return f'array({value.dtype.name}{list(value.shape)}, crc32={checksum:08x})'

@@ -148,9 +148,9 @@ def _fit(value: object, hint: object, current: object) -> object:
   with contextlib.suppress(MismatchError):
     if hint is not Any or value is None:
       return _convert(value, hint)
-  if _is_configurable(hint):
-    raise MismatchError(describe_hint(hint))
-  raise MismatchError('the name of a class or function, such as package.module.Class')
+  raise MismatchError(
+    describe_hint(hint) if _is_configurable(hint) else 'the name of a class or function, such as package.module.Class'
+  )
 
 
 def _config_of(target: object) -> Config:
