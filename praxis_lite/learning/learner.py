@@ -131,11 +131,7 @@ class Learner(Configurable):
 
 
 class BoundLearner:
-  """A learner and the declarations of the variables that it trains.
-
-  Attributes:
-    num_microbatches: as of the learner.
-  """
+  """A learner and the declarations of the variables that it trains."""
 
   def __init__(self, learner: Learner, weights: NestedDict):
     self._learner = learner
@@ -285,14 +281,9 @@ def _clipped(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
 
 
 def _if_finite(finite: jax.Array | None, changed: Callable[[], T], kept: T) -> T:
-  """Returns `changed()`, or `kept` if the step is not finite.
-
-  A branch lets XLA update donated arrays in place. Choosing between old and new element by element would read the old
-  slots once more after the new ones are written, and so copy each of them.
-  """
-  if finite is None:
-    return changed()
-  return jax.lax.cond(finite, changed, lambda: kept)
+  """Returns `changed()`, or `kept` if the step is not finite."""
+  # A branch lets XLA update donated arrays in place; a choice element by element would copy each of the old slots.
+  return changed() if finite is None else jax.lax.cond(finite, changed, lambda: kept)
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:

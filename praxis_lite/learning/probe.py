@@ -122,7 +122,7 @@ def _resized(path: Path, weight: WeightHParams) -> _Variable:
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
   """The variable as a stack of layers, with the same layer indices as in `_two_layers`, however many there are."""
   depth = len(weight.repeat_prefix)
-  return _Variable(path, tuple(range(2**depth)), weight.full_shape, weight.as_struct().dtype, depth)
+  return _variable(path, weight)._replace(layers=tuple(range(2**depth)), depth=depth)
 
 
 def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
@@ -132,9 +132,10 @@ def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
 
 def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
   """A list of these layers."""
-  stack = _stack(path, weight)
-  layers = [stack._replace(layers=(i,), shape=weight.shape, depth=0) for i in stack.layers]
-  return layers if stack.depth else layers[0]
+  layers = [
+    _Variable(path, (i,), weight.shape, weight.as_struct().dtype) for i in range(2 ** len(weight.repeat_prefix))
+  ]
+  return layers if weight.repeat_prefix else layers[0]
 
 
 # ---------------------------------------------------------------- what is known of an array
@@ -147,16 +148,12 @@ _ONE: Atom = 0
 _NOISE, _UNKNOWN = 'noise', 'unknown'
 
 
-class _Entries(NamedTuple):
-  """A mark: it depends on other entries of a layer of a variable."""
-
+class _Entries(NamedTuple):  # It depends on other entries of a layer of a variable.
   path: Path
   layer: int
 
 
-class _Slot(NamedTuple):
-  """A mark: it depends on a slot."""
-
+class _Slot(NamedTuple):  # It depends on a slot.
   name: Path
 
 

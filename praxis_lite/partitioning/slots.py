@@ -118,10 +118,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
 
 
 def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
-  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for none.
-
-  A dimension of size 1 comes from none: it has nothing to split.
-  """
+  """For each dimension of a slot, the dimension of its parameter it comes from, by sizes; None for none and size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
     return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
@@ -152,12 +149,9 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
-  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct.
-
-  Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
-  stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays common to
-  the parameters that share it.
-  """
+  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct."""
+  # Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
+  # stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays equal.
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
   def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
