@@ -1,7 +1,5 @@
 """Building blocks of a program for `jax.shard_map`, for those who write the communication down.
 
-Randomness: `fold_rng_over_axis` gives each device a key of its own.
-
 Split parameters: each device holds a part of a parameter and gathers it where it uses it, as in fully sharded data
 parallelism (ZeRO, stage 3; Rajbhandari et al., 2020).
 
@@ -14,8 +12,8 @@ map together take one all-reduce forward and one backward.
     column parallel   w [I, O / n]   whole x -> part of y; backward, an all-reduce of the gradient of x
     row parallel      w [I / n, O]   part of x -> whole y; forward, an all-reduce of y
 
-A dimension that does not divide is padded with zeros at its end, as everywhere in this package: the parts are those of
-the padded dimension, and what is gathered is cut to the true size. I input dims, O output dims.
+A dimension that does not divide is padded with zeros at its end: the parts are those of the padded dimension, and what
+is gathered is cut to the true size. I input dims, O output dims.
 """
 
 from __future__ import annotations
@@ -159,6 +157,10 @@ class ShardedParam:
 jax.tree_util.register_dataclass(ShardedParam, data_fields=['value'], meta_fields=['axes', 'shape'])
 
 
+def _is_sharded(x: object) -> bool:
+  return isinstance(x, ShardedParam)
+
+
 def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
   """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
 
@@ -191,7 +193,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
     divisible = [i for i in free if boxed.shape[i] % devices == 0]
     dim = max(divisible or free, key=lambda i: (boxed.shape[i], i))
     split = (*boxed.axes[:dim], axes, *boxed.axes[dim + 1 :])
-    return ShardedParam(_own_part(x, axes, dim, devices), split, boxed.shape)
+    return ShardedParam(own_part(x, PartitionSpec(*(None,) * dim, axes)), split, boxed.shape)
 
   with jax.named_scope('shard_params'):
     return jax.tree.map(shard, params, is_leaf=_is_sharded)
@@ -240,7 +242,10 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   for dim, entry in enumerate(complete_spec(spec, x.ndim)):
     axes = spec_axes(entry)
     if axes:
-      x = _own_part(x, axes, dim, jax.lax.axis_size(axes))
+      devices = jax.lax.axis_size(axes)
+      part = -(-x.shape[dim] // devices)
+      padded = pad_to(x, (*x.shape[:dim], part * devices, *x.shape[dim + 1 :]))
+      x = jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(axes) * part, part, axis=dim)
   return x
 
 
@@ -253,19 +258,9 @@ def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bo
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
 
 
-def _own_part(x: jax.Array, axes: Sequence[str], dim: int, devices: int) -> jax.Array:
-  part = -(-x.shape[dim] // devices)
-  padded = pad_to(x, (*x.shape[:dim], part * devices, *x.shape[dim + 1 :]))
-  return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(tuple(axes)) * part, part, axis=dim)
-
-
 def as_axes(axis: str | Sequence[str]) -> Axes:
   """One mesh axis or several, as a tuple."""
   return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def _is_sharded(x: object) -> bool:
-  return isinstance(x, ShardedParam)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

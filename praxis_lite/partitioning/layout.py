@@ -66,22 +66,17 @@ def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> State
     specs: tree of PartitionSpecs, or a prefix of that; None is replicated.
     mesh: the mesh.
   """
-  full = broadcast_specs(specs, shapes)
+  full = jax.tree.map(
+    lambda x, spec: stored_spec(complete_spec(spec, len(x.shape))),
+    shapes,
+    jax.tree.broadcast(specs, shapes, is_leaf=is_spec),
+  )
   unpadded = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), full)
   padded = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(padded_shape(x.shape, s.spec, mesh), x.dtype, sharding=s), unpadded, shardings
   )
   return StateLayout(full, shardings, padded, unpadded)
-
-
-def broadcast_specs(specs: object, tree: object) -> Any:
-  """Returns a spec of full rank for each leaf of `tree`, from a prefix of it."""
-
-  def spread(spec: PartitionSpec | None, subtree: object) -> object:
-    return jax.tree.map(lambda x: stored_spec(complete_spec(spec, len(x.shape))), subtree)
-
-  return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
 
 
 def is_spec(x: object) -> TypeGuard[PartitionSpec | None]:

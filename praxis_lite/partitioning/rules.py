@@ -8,13 +8,10 @@ With the rules
     ('mlp', 'model'), ('embed', 'model'), ('embed', 'data')
 
     ('embed', 'mlp')  'mlp' takes 'model'; the second rule finds it taken; the third gives 'data'   ('data', 'model')
-    ('embed',)        the second rule applies                                                      ('model',)
     ('mlp', None)     a dimension without a name is not split                                      ('model', None)
 
-So the order of rules is their priority, and a name may have several rules, the later ones for when the earlier ones
-find no free axis. A name that has no rule at all is an error; a rule (name, None) does not split it.
-
-The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
+A name may have several rules, the later ones for when the earlier ones find no free axis. A name without a rule is an
+error. The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
 """
 
 from __future__ import annotations
@@ -122,18 +119,6 @@ def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, pa
   deciding = match_rules(names, rules, path=path)
   unnamed = [name if name is UNCONSTRAINED else None for name in names]
   return PartitionSpec(*(e if i is None else _entry(rules[i]) for e, i in zip(unnamed, deciding)))
-
-
-def resolve_split_mapping(
-  split_dims_mapping: SplitDimsMapping,
-  mesh_axis_names: Sequence[str],
-  rules: LogicalAxisRules | None,
-  *,
-  rank: int | None = None,
-  path: str = '',
-) -> PartitionSpec:
-  """Returns the spec of `resolve`."""
-  return resolve(split_dims_mapping, mesh_axis_names, rules, rank=rank, path=path).spec
 
 
 def resolve(

@@ -209,11 +209,10 @@ def place_by_rank(
 
 
 def _resolve_entry(entry: object, names: tuple[str, ...], path: str) -> object:
-  if entry is None or entry is UNCONSTRAINED:
+  if entry is UNCONSTRAINED:
     return entry
-  if isinstance(entry, tuple | list):
-    return axes_to_entry([axis for axis in (_resolve_axis(e, names, path) for e in entry) if axis is not None])
-  return _resolve_axis(entry, names, path)
+  axes = entry if isinstance(entry, tuple | list) else [entry]
+  return axes_to_entry([axis for axis in (_resolve_axis(e, names, path) for e in axes) if axis is not None])
 
 
 def _resolve_axis(axis: object, names: tuple[str, ...], path: str) -> str | None:

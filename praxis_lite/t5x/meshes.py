@@ -38,7 +38,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.mesh import as_device_array, auto_mesh, create_device_mesh
+from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.t5x.chunks import LocalChunker
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
@@ -246,13 +246,13 @@ def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
   num_hosts, per_host = _hosts(devices)
   ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
   if _torus_coords(devices[0]) is None:
-    return as_device_array(ordered).reshape(num_hosts, per_host), (1, per_host)
+    return np.array(ordered).reshape(num_hosts, per_host), (1, per_host)
   coords = np.array([get_coords(d) for d in ordered])
   low, sides = coords.min(axis=0), tuple((np.ptp(coords, axis=0) + 1).tolist())
   if len(np.unique(coords, axis=0)) != len(devices) or math.prod(sides) != len(devices):
     raise ShardingError(f'{len(devices)} devices do not fill the box {sides} that their coordinates span')
   box = np.empty(sides, dtype=object)
-  box[tuple((coords - low).T)] = as_device_array(ordered)
+  box[tuple((coords - low).T)] = ordered
   return box, tuple((np.ptp(coords[:per_host], axis=0) + 1).tolist())
 
 

@@ -35,12 +35,7 @@ from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
-from praxis_lite.partitioning.rules import (
-  LogicalAxisRules,
-  resolve,
-  resolve_split_mapping,
-  standard_logical_axis_rules,
-)
+from praxis_lite.partitioning.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
 from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
@@ -384,7 +379,7 @@ class PjitPartitioner(BasePjitPartitioner):
     """The mesh axes that the rules give to 'batch', or without such a rule those of the mesh that data goes over."""
     if all(name != 'batch' for name, _ in self.logical_axis_rules):
       return super().data_axes
-    return spec_axes(resolve_split_mapping(('batch',), self.mesh.axis_names, self.logical_axis_rules)[0])
+    return spec_axes(resolve(('batch',), self.mesh.axis_names, self.logical_axis_rules).spec[0])
 
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
