@@ -6,8 +6,8 @@ the train step constrains; it is traced on a mesh without devices.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -95,13 +95,11 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
   placements = leaves_by_path(place_task_variables(jax_task, mesh_sizes))
   found = []
   for path, weight in leaves_by_path(jax_task.model.abstract_init()).items():
-    struct, placement = weight.as_struct(), placements[path]
+    struct, placement, trainable = weight.as_struct(), placements[path], weight.trainable
     dims = dimensions(struct.shape, placement, mesh_sizes)
-    remarks = (*placement.remarks, *(() if weight.trainable else ('not trained by the optimizer',)))
+    remarks = placement.remarks if trainable else (*placement.remarks, 'not trained by the optimizer')
     dtype = np.dtype(struct.dtype)
-    found.append(
-      Explanation(path_name(path), Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=weight.trainable)
-    )
+    found.append(Explanation(path_name(path), Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable))
   return found
 
 
@@ -178,9 +176,8 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
     step: its traced step; None leaves out activations and inputs.
   """
   sizes = dict(layout.mesh.shape)
-  activations = [] if step is None else _activations(step.constraints, sizes)
-  inputs = [] if step is None else _inputs(step.task, sizes)
-  return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), activations, inputs)
+  traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
+  return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), *traced)
 
 
 def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
@@ -192,8 +189,7 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
     specs = leaves_by_path(getattr(layout.specs, part))
     for path, struct in leaves_by_path(getattr(layout.unpadded_shapes, part)).items():
       owner = owner_of(path, variables)
-      remarks: tuple[str, ...] = ()
-      name = '' if owner is None else path_name(owner)
+      name, remarks = path_name(owner or ()), tuple[str, ...]()
       if owner is None:
         why = 'of no variable, so replicated'
         remarks = (why,)
@@ -212,14 +208,14 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
 
 def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each activation that a layer names."""
-  counts: dict[str, itertools.count[int]] = {}
+  counts: collections.Counter[str] = collections.Counter()
   found = []
   for constraint in constraints:
     name = constraint.field.replace('.activation_split_dims_mapping.', '.')
     if '.weight_split_dims_mapping.' in name:
       name = name.replace('.weight_split_dims_mapping.', '.') + ' (as used)'
-    number = next(counts.setdefault(name, itertools.count(1)))
-    found.append(_activation(f'{name}[{number}]' if number > 1 else name, constraint, sizes))
+    counts[name] += 1
+    found.append(_activation(f'{name}[{counts[name]}]' if counts[name] > 1 else name, constraint, sizes))
   return found
 
 

@@ -85,15 +85,12 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
           f'{len(by_path[path])} axes {tuple(by_path[path])!r}'
         )
 
-  def replaced(path: Path, names: AxisNames) -> AxisNames:
-    index = deciding[path]
-    return names if index is None else AxisNames(*overrides[index][1])
-
-  return map_with_path(replaced, axes)
+  chosen = {path: AxisNames(*overrides[i][1]) for path, i in deciding.items() if i is not None}
+  return map_with_path(chosen.get, axes)
 
 
 def state_axis_names(
-  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: Callable[[object], KeptNames]
+  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: KeptNames
 ) -> TrainState[AxisNames]:
   """Returns the names of the arrays of a train state.
 
@@ -101,14 +98,14 @@ def state_axis_names(
     train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
     params: overrides for `mdl_vars`, which slots and averages inherit.
     state: overrides for paths such as 'opt_states/0/v_row/.*'.
-    kept: of an optimizer state, the names that its slots keep; see `slot_axis_names`.
+    kept: the names that slots of another shape than their variable's keep.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
   axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
   changes: dict[str, Any] = {'mdl_vars': axes, **({} if train_state.step is None else {'step': AxisNames()})}
   opt_states, ema_vars = (getattr(train_state, name, None) for name in ('opt_states', 'ema_vars'))
   if opt_states is not None:
-    slots = slot_axis_names(structs, axes, opt_states, kept(opt_states))
+    slots = slot_axis_names(structs, axes, opt_states, kept)
     changes |= override_axis_names({'opt_states': slots}, state)
   if ema_vars is not None:
     changes['ema_vars'] = slot_axis_names(structs, axes, ema_vars)

@@ -1,12 +1,7 @@
 """Meshes for a number of model partitions, placed along the links of the hardware.
 
 A mesh from here has the axes ('data', 'model'), or ('replica', 'data', 'model') where slices are joined. Devices are a
-parameter everywhere, and may be described ones:
-
-    chips = [DescribedDevice(id=2 * x + 8 * y + c, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0),
-                             core_on_chip=c, platform='tpu', device_kind='TPU v3')
-             for y in range(4) for x in range(4) for c in range(2)]
-    default_mesh(4, devices=chips).shape                        # {'data': 8, 'model': 4}
+parameter everywhere, and may be described ones.
 
 Devices that share a row of 'model' exchange activations in every layer. On hardware whose devices form a torus, each
 row is therefore a compact box of chips, the model-parallel submesh, which tiles the box of all devices. The order of
@@ -19,10 +14,9 @@ by host: along each side, with g devices in the slice, m in the submesh and l on
 
 and the mesh is all of the first factors, then all of the second, and so on, over the sides. Where the submesh spans a
 whole side of the torus, or a whole plane, and hosts are flat, making z the slower side is enough to keep hosts
-contiguous; their rings are then left in one piece, on which collectives are faster.
+contiguous, and leaves in one piece their rings, on which collectives are faster.
 
-The vocabulary and the default submeshes are those of T5X (Roberts et al., Scaling Up Models and Data with t5x and
-seqio, 2022).
+The vocabulary and the default submeshes are those of T5X (Roberts et al., 2022).
 """
 
 from __future__ import annotations
@@ -60,12 +54,9 @@ class DescribedDevice:
   """A device that need not exist: what a mesh needs to know about one.
 
   Attributes:
-    id: unique number.
-    process_index: the host it is attached to.
-    coords: (x, y, z) of its chip in the torus; None where devices have no places.
-    core_on_chip: which core of the chip; None without `coords`.
-    platform: 'tpu', 'gpu' or 'cpu'.
-    device_kind: the hardware, such as 'TPU v4'.
+    id, process_index: unique number, and the host it is attached to.
+    coords, core_on_chip: (x, y, z) of its chip in the torus, and which core of it; None where devices have no places.
+    platform, device_kind: 'tpu', 'gpu' or 'cpu', and the hardware, such as 'TPU v4'.
   """
 
   id: int

@@ -40,7 +40,7 @@ from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
 from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
 from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
-from praxis_lite.trees import Path, map_with_path, path_name
+from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name
 
 if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
@@ -109,7 +109,8 @@ class PjittedFnWithContext(Generic[T]):
     @functools.wraps(fn)
     def padded(*args: object) -> T:
       with axis_rules(self.logical_axis_rules):
-        out = jax.tree.map(jnp.asarray, fn(*self._map_arguments(self._unpad, args)))
+        true = self._map_arguments(lambda i, x: self._layouts[i].unpad(x) if i in self._layouts else x, args)
+        out = jax.tree.map(jnp.asarray, fn(*true))
       return layout_of(out, out_axis_resources, mesh).pad(out)
 
     self.jitted = jax.jit(
@@ -151,20 +152,16 @@ class PjittedFnWithContext(Generic[T]):
       self._even.add(shapes)
     return arg
 
-  def _unpad(self, i: int, arg: object) -> object:
-    return self._layouts[i].unpad(arg) if i in self._layouts else arg
-
   def _check_even(self, i: int, arg: object) -> None:
     layout = layout_of(jax.eval_shape(lambda x: x, arg), self._spec(i), self.mesh)
-
-    def check(path: Path, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct, spec: PartitionSpec) -> None:
-      if true.shape != padded.shape:
+    padded = leaves_by_path(layout.padded_shapes)
+    for path, true in leaves_by_path(layout.unpadded_shapes).items():
+      if true.shape != padded[path].shape:
         raise ShardingError(
-          f'argument {i}{f", {path_name(path)}," if path else ""} of shape {true.shape} does not divide by {spec} on '
-          f'the mesh {dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], so that it is padded'
+          f'argument {i}{f", {path_name(path)}," if path else ""} of shape {true.shape} does not divide by '
+          f'{padded[path].sharding.spec} on the mesh {dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], '
+          'so that it is padded'
         )
-
-    map_with_path(check, layout.unpadded_shapes, layout.padded_shapes, layout.specs)
 
 
 class BasePartitioner(abc.ABC):
@@ -384,7 +381,8 @@ class PjitPartitioner(BasePjitPartitioner):
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
       return train_state.as_logical_axes()
-    return state_axis_names(train_state, self._params_overrides, self._state_overrides, self._kept_names)
+    kept = self._kept_names(getattr(train_state, 'opt_states', None))
+    return state_axis_names(train_state, self._params_overrides, self._state_overrides, kept)
 
   def _kept_names(self, opt_states: object) -> KeptNames:
     """The names that slots of an optimizer state keep which do not have the shape of their parameter."""
