@@ -6,10 +6,9 @@ weights w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
-Inside `shard_map`, gradients and metrics are also brought together over devices.
-Each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of device d scaled by
-n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the whole batch, also
-where devices have rows of unequal weight or, at the end of a batch, of none.
+Inside `shard_map`, each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of
+device d scaled by n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the
+whole batch, also where devices have rows of unequal weight or, at the end of a batch, of none.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def value_and_grad(
     return loss, output, gradients
 
   microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
-
   changed: set[Path] = set()
 
   def one(
@@ -198,5 +196,4 @@ def accumulate_gradients(
 
   with jax.named_scope('accumulate_gradients'):
     loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
-  loss = jax.lax.pmean(loss, names) if names else loss
-  return loss, mean_over_devices(output.metrics, names), gradients
+  return jax.lax.pmean(loss, names), mean_over_devices(output.metrics, names), gradients

@@ -1,15 +1,7 @@
-"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide.
-
-step(padded state, key, padded inputs)
-  state  -> slice to true shapes, constrained to its specs
-  inputs -> reshard by inputs_split_mapping (rows added to fill the mesh weigh zero)
-  the single-learner step
-  state  -> constrained to its specs, pad
-"""
+"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -31,7 +23,7 @@ from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
-from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, Execution
+from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import (
   TrainState,
@@ -88,7 +80,8 @@ class PartitionedTask:
     partitioner: BasePartitioner | None = None,
     layout: StateLayout | None = None,
   ):
-    _check_one_mesh(mesh, partitioner, layout)
+    if sum(x is not None for x in (mesh, partitioner, layout)) > 1:
+      raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
     self.jax_task = jax_task
     if layout is not None:
       self.layout = layout
@@ -157,7 +150,7 @@ class PartitionedTask:
   # ---------------------------------------------------------------- inside a step
 
   @functools.cached_property
-  def execution(self) -> Execution:
+  def execution(self) -> MeshExecution:
     """How the train step runs."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
 
@@ -166,28 +159,23 @@ class PartitionedTask:
     """How evaluation and decoding run, whatever the partitioning of the train step."""
     return CompilerPlaced(self.jax_task, self.layout)
 
-  def _train_fn(self, execution: Execution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
+  def _train_fn(self, execution: MeshExecution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
     step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
-      with self._axis_rules():
+      with axis_rules(self.jax_task.logical_axis_rules or ()):
         out = step(state, prng_key, inputs)
       return out._replace(per_example_out=self._true_rows(out.per_example_out))
 
     rows = self.mesh.size * self.jax_task.learner.num_microbatches
-    inputs = self._placed_inputs(padded_batch_shape(self.inputs_shape, rows))
-    return train_step, (self.state_shapes, self._key_shape, inputs)
+    return train_step, (self.state_shapes, *self._placed_shapes(padded_batch_shape(self.inputs_shape, rows)))
 
   def _inference(
     self, step: Callable[..., T], mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict
   ) -> T:
     mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._placed.split_inputs(inputs)
-    with self._axis_rules():
+    with axis_rules(self.jax_task.logical_axis_rules or ()):
       return step(self.jax_task, mdl_vars, key, global_step, inputs, self._placed.surroundings)
-
-  def _axis_rules(self) -> contextlib.AbstractContextManager[None]:
-    """For constraints by logical names in a user's own code."""
-    return axis_rules(self.jax_task.logical_axis_rules or ())
 
   def _true_rows(self, per_example: T) -> T:
     """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
@@ -201,21 +189,15 @@ class PartitionedTask:
   def _replicated(self) -> NamedSharding:
     return NamedSharding(self.mesh, PartitionSpec())
 
-  @property
-  def _key_shape(self) -> jax.ShapeDtypeStruct:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self._replicated)
-
-  def _placed_inputs(self, shapes: NestedDict) -> NestedDict:
-    return jax.tree.map(
-      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
-      shapes,
-      self.inputs_partition_spec,
-    )
+  def _placed_shapes(self, inputs: NestedDict, *replicated: object) -> tuple[object, ...]:
+    """The key, further replicated arguments and inputs of a step, as they are stored on the mesh."""
+    shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
+    specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)
+    return layout_of(shapes, specs, self.mesh).padded_shapes
 
   def _inference_step(self, fn: Callable[..., T]) -> PartitionedStep[T]:
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
-    arguments = (self.state_shapes.mdl_vars, self._key_shape, step, self._placed_inputs(self.inputs_shape))
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = (self.state_shapes.mdl_vars, *self._placed_shapes(self.inputs_shape, step))
     return PartitionedStep(fn, arguments, self._replicated, mesh=self.mesh)
 
 
@@ -246,7 +228,6 @@ def partition_spmd_model(
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
     ConfigError: both mesh and partitioner are given.
   """
-  _check_one_mesh(mesh, partitioner)
   if isinstance(task_p, Config) and partitioner is not None:
     task_p = task_p.clone(
       mesh_axis_names=partitioner.mesh.axis_names,
@@ -264,11 +245,6 @@ def partition_spmd_model(
     partitioned.eval_step,
     partitioned.total_num_params,
   )
-
-
-def _check_one_mesh(*given: object) -> None:
-  if sum(x is not None for x in given) > 1:
-    raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
 
 
 def get_partitioned_spmd_model_decode_fn(
