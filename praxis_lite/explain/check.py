@@ -1,10 +1,8 @@
 """check: what is wrong with a task's shardings, found before anything is compiled, each with its remedy.
 
-    error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
-    warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
-              pattern, optimizer slot unlike its weight
-
-A warning is a fact, with what it costs; whether it is intended, the user knows.
+error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
+warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
+          pattern, optimizer slot unlike its weight
 """
 
 from __future__ import annotations
@@ -135,30 +133,26 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 # ---------------------------------------------------------------- errors
 
+_KINDS = {
+  'occurs twice': 'axis used twice',
+  'is not a mesh axis': 'unknown axis',
+  'is not an axis': 'unknown axis',
+  'out of range': 'unknown axis',
+  'neither a mesh axis': 'unknown axis',
+  'entries, but': 'wrong rank',
+  'inputs_split_mapping has no': 'missing input mapping',
+}
+
 
 def _error(error: UserError, path: str = 'task') -> Problem:
   """An exception as a problem. Messages begin with the path they are about and end with what would be right."""
-  head, separator, rest = str(error).partition(': ')
+  head, separator, text = str(error).partition(': ')
   if separator and ' ' not in head:
-    path, text = head, rest
+    path = head
   else:
     text = str(error)
-  return Problem(Severity.ERROR, _kind(text), path, text, '')
-
-
-def _kind(text: str) -> str:
-  for part, kind in (
-    ('occurs twice', 'axis used twice'),
-    ('is not a mesh axis', 'unknown axis'),
-    ('is not an axis', 'unknown axis'),
-    ('out of range', 'unknown axis'),
-    ('neither a mesh axis', 'unknown axis'),
-    ('entries, but', 'wrong rank'),
-    ('inputs_split_mapping has no', 'missing input mapping'),
-  ):
-    if part in text:
-      return kind
-  return 'invalid sharding'
+  kind = next((kind for part, kind in _KINDS.items() if part in text), 'invalid sharding')
+  return Problem(Severity.ERROR, kind, path, text, '')
 
 
 def _placing_errors(
@@ -255,11 +249,11 @@ def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], 
 
 def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Problem]:
   """Slots of the shape of their weight that are split in another way."""
-  variables = {path_name(p): s for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
+  shapes = {path_name(p): s.shape for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
   specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
   problems = []
   for e in slots:
-    if not e.owner or e.shape != tuple(variables[e.owner].shape):
+    if not e.owner or e.shape != shapes[e.owner]:
       continue
     if _splitting(e.spec, e.mesh_sizes) != _splitting(specs[e.owner], e.mesh_sizes):
       message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
@@ -305,20 +299,18 @@ def _batch_padding(inputs: Sequence[Explanation], limits: Limits) -> list[Proble
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
   """Products for which an operand is moved; see `contractions.py`."""
   by_path = {e.path: e for e in variables}
-  splits = [
-    Split(_splitting(by_path[path_name(path[1:])].spec, sizes), path_name(path[1:]), is_weight=True)
-    if path[0] == 'mdl_vars'
-    else None
-    for path in leaves_by_path(step.task.state_shapes)
-  ]
-  others = [None] * (len(step.jaxpr.in_avals) - len(splits))
-  return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, [*splits, *others], sizes)))
+  splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
+  for i, path in enumerate(leaves_by_path(step.task.state_shapes)):
+    if path[0] == 'mdl_vars':
+      name = path_name(path[1:])
+      splits[i] = Split(_splitting(by_path[name].spec, sizes), name, is_weight=True)
+  return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, splits, sizes)))
 
 
 def _mismatch(m: Mismatch, variables: Mapping[str, Explanation]) -> Problem:
-  weight = next((label for label in (m.left, m.right) if label in variables), m.right)
-  other = m.left if weight == m.right else m.right
-  axes, other_axes = (m.right_axes, m.left_axes) if weight == m.right else (m.left_axes, m.right_axes)
+  weight, axes, other, other_axes = m.right, m.right_axes, m.left, m.left_axes
+  if m.left in variables:
+    weight, axes, other, other_axes = other, other_axes, weight, axes
   if m.shared:
     message = (
       f'the sum over {m.size} with {other} is split over {m.shared!r} in one of them, which splits another '

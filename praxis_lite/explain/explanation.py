@@ -34,10 +34,8 @@ class Dimension:
   """One dimension of an array on a mesh.
 
   Attributes:
-    size: true size.
-    entry: its entry in the spec.
-    parts: into how many parts it is split.
-    local: its size on each device, padding included.
+    size, entry: true size, and its entry in the spec.
+    parts, local: into how many parts it is split, and the size of each, padding included.
     source: the field, rule or strategy that says so, or why it is not split.
   """
 
@@ -80,12 +78,10 @@ class Explanation:
   """How an array is split, and why.
 
   Attributes:
-    path: what it is called.
-    kind: what it is.
+    path, kind: what it is called, and what it is.
     dims: its dimensions. Those of an activation that the compiler places are not split: what is said of its bytes is
       then the most it can take.
-    dtype: its dtype.
-    mesh_sizes: size of each mesh axis.
+    dtype, mesh_sizes: its dtype, and the size of each mesh axis.
     remarks: what else is worth knowing.
     owner: of an optimizer slot, the variable it belongs to.
     trainable: of a variable, whether an optimizer may change it.

@@ -124,10 +124,7 @@ def task_and_inputs(
 
 
 def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
-  """Returns the shapes and dtypes of a global training batch; None where the data has to be read to know.
-
-  What has to be set only to read the data, such as the path of a text, may be missing.
-  """
+  """The shapes and dtypes of a global training batch; None where the data has to be read to know."""
   training = [c for c in experiment.datasets if getattr(c, 'is_training', False)] or experiment.datasets
   for config in training:
     try:
@@ -138,7 +135,7 @@ def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
 
 
 def _filled(config: Config) -> Config:
-  """A copy in which text stands for the required values that are missing below `config`."""
+  """A copy with text in place of required values that are missing below, such as the path of a text to read."""
   config = config.clone()
   for name, value in config_values(config).items():
     if not isinstance(name, str) or name == 'batch_size':
@@ -154,8 +151,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
   """Traces the train step of a task whose state has this layout.
 
   Args:
-    jax_task: an instantiated task.
-    layout: of its state, on a mesh that needs no devices.
+    jax_task, layout: an instantiated task, and the layout of its state, on a mesh that needs no devices.
     inputs_struct: tree of shapes and dtypes of a global batch.
 
   Raises:
@@ -171,8 +167,7 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
   """Returns explanations of all arrays of a task.
 
   Args:
-    jax_task: an instantiated task.
-    layout: of its state.
+    jax_task, layout: an instantiated task, and the layout of its state.
     step: its traced step; None leaves out activations and inputs.
   """
   sizes = dict(layout.mesh.shape)
@@ -189,7 +184,8 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
     specs = leaves_by_path(getattr(layout.specs, part))
     for path, struct in leaves_by_path(getattr(layout.unpadded_shapes, part)).items():
       owner = owner_of(path, variables)
-      name, remarks = path_name(owner or ()), tuple[str, ...]()
+      name = path_name(owner or ())
+      remarks: tuple[str, ...] = ()
       if owner is None:
         why = 'of no variable, so replicated'
         remarks = (why,)
@@ -215,33 +211,30 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
     if '.weight_split_dims_mapping.' in name:
       name = name.replace('.weight_split_dims_mapping.', '.') + ' (as used)'
     counts[name] += 1
-    found.append(_activation(f'{name}[{counts[name]}]' if counts[name] > 1 else name, constraint, sizes))
+    if counts[name] > 1:
+      name = f'{name}[{counts[name]}]'
+    rank, placement, per_device = len(constraint.shape), constraint.placement, bool(constraint.manual_axes)
+    remarks: tuple[str, ...] = ()
+    if per_device:
+      why = 'inside shard_map: each device computes its own part'
+      placement = Placement(PartitionSpec(*(None,) * rank), (why,) * rank)
+      remarks = ('mappings of activations do nothing inside shard_map',)
+    elif placement is None:
+      placement = Placement(PartitionSpec(*(UNCONSTRAINED,) * rank), (f'{constraint.field} is not set',) * rank)
+      remarks = ('left to the compiler',)
+    elif UNCONSTRAINED in placement.spec:
+      free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
+      remarks = (f'left to the compiler: dimension {free}',)
+    dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
+    found.append(Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
   return found
-
-
-def _activation(name: str, constraint: Constraint, sizes: Mapping[str, int]) -> Explanation:
-  rank, placement = len(constraint.shape), constraint.placement
-  remarks: tuple[str, ...] = ()
-  if constraint.manual_axes:
-    why = 'inside shard_map: each device computes its own part'
-    placement = Placement(PartitionSpec(*(None,) * rank), (why,) * rank)
-    remarks = ('mappings of activations do nothing inside shard_map',)
-  elif placement is None:
-    placement = Placement(PartitionSpec(*(UNCONSTRAINED,) * rank), (f'{constraint.field} is not set',) * rank)
-    remarks = ('left to the compiler',)
-  elif UNCONSTRAINED in placement.spec:
-    free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
-    remarks = (f'left to the compiler: dimension {free}',)
-  dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
-  return Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=bool(constraint.manual_axes))
 
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each array of a batch as it is split inside a step; rows that only fill up the mesh are padding."""
   rows = task.mesh.size * task.jax_task.learner.num_microbatches
-  padded = leaves_by_path(padded_batch_shape(task.inputs_shape, rows))
   found = []
-  for path, struct in padded.items():
+  for path, struct in leaves_by_path(padded_batch_shape(task.inputs_shape, rows)).items():
     dims = dimensions(struct.shape, task.execution.place_input(struct), sizes)
     dims = (dataclasses.replace(dims[0], size=task.batch_size), *dims[1:])
     remarks = (f'enters a step with dimension 0 over all mesh axes, as {struct.shape[0]} rows',)

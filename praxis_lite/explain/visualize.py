@@ -17,6 +17,7 @@ A cell lists the devices that hold it; dots are padding.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,16 +76,13 @@ def draw_sharding(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLi
 def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
   """Numbers of the devices that hold each part: [parts of dimension 0, ..., parts of the last, copies].
 
-  Args:
-    spec: of full rank.
-    mesh: the mesh, or the sizes of its axes; devices are numbered in its order, the last axis fastest.
+  The spec is of full rank. Devices are numbered in the order of the mesh, the last axis fastest.
   """
   sizes = axis_sizes(mesh)
   parts = [num_parts(entry, mesh) for entry in spec]
-  names = list(sizes)
-  devices = np.arange(int(np.prod(list(sizes.values())))).reshape(tuple(sizes.values()))
+  devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
   used = [axis for entry in spec for axis in spec_axes(entry)]
-  order = [names.index(axis) for axis in (*used, *(n for n in names if n not in used))]
+  order = [[*sizes].index(axis) for axis in dict.fromkeys((*used, *sizes))]
   return devices.transpose(order).reshape(*parts, -1)
 
 

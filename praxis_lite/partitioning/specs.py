@@ -1,8 +1,6 @@
 """Split mappings to PartitionSpecs, and `Placement`: a spec with what decided it.
 
-A split mapping has one entry per dimension of a tensor: a mesh axis name, an index into `mesh_axis_names`, a tuple of
-those, None / -1 for a dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
-With mesh axes ('replica', 'data', 'mdl'):
+What a split mapping may say is in `weights.py`. With mesh axes ('replica', 'data', 'mdl'):
 
     (0, 2)                         PartitionSpec('replica', 'mdl')
     ('data', -1)                   PartitionSpec('data', None)
@@ -151,9 +149,7 @@ def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
 
 def shard_on_batch_dim_partition_spec(mesh_names: Sequence[str], x: HasShape) -> PartitionSpec:
   """Dimension 0 of `x` over all mesh axes; the other dimensions are not split."""
-  if not x.shape:
-    return PartitionSpec()
-  return PartitionSpec(axes_to_entry(mesh_names), *(None,) * (len(x.shape) - 1))
+  return complete_spec(PartitionSpec(axes_to_entry(mesh_names)) if x.shape else None, len(x.shape))
 
 
 def get_input_partition_specs(mesh_names: Sequence[str], inputs_shape: Any) -> Any:

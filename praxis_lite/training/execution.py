@@ -4,8 +4,7 @@
     CompilerPlaced   the step sees global arrays in their true shapes; XLA places the communication
     ShardMapped      each device runs the step on its own rows and its own parts; every collective is written here
 
-Under `shard_map` the state has the layout that the task's mappings, rules and strategy give it, so that checkpoints,
-evaluation and decoding know no difference:
+Under `shard_map` the state has the same layout, so that checkpoints, evaluation and decoding know no difference:
 
     batch axes      all mesh axes but those of tensor-parallel layers; each device takes its own rows
     split weights   gathered by the layer that uses them, in the dtype it computes in, and gathered again in the
@@ -13,9 +12,6 @@ evaluation and decoding know no difference:
     whole weights   their gradients are averaged, once a step, after all microbatches
     KEEP_SPLIT      weights that a layer takes as its part of; they are neither gathered nor averaged over that axis
     optimizer       updates each device's part; norms are sums over all parts
-    metrics         sums of mean * weight and of weight
-
-Replicated weights alone make it data parallel; weights split over the batch axes, fully sharded.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -39,7 +36,6 @@ from praxis_lite.partitioning.specs import (
   HasShape,
   Placement,
   infer_partition_spec_based_on_rank_fn,
-  place_by_rank,
   shard_on_batch_dim_partition_spec,
   spec_axes,
   to_partition_spec,
@@ -120,13 +116,12 @@ class CompilerPlaced(Execution):
   def place_input(self, x: HasShape) -> Placement:
     """How an array of a global batch is split in a step, and why."""
     with located('task.train'):
-      placement = place_by_rank(self._task.train.inputs_split_mapping, self._names, x)
-    rank = len(x.shape)
-    field = f'train.inputs_split_mapping.map_{rank}d'
-    if placement is not None:
-      return Placement(placement.spec, (field,) * rank)
-    why = f'{field} is not set: dimension 0 over all mesh axes'
-    return Placement(shard_on_batch_dim_partition_spec(self._names, x), (why,) * rank)
+      spec = infer_partition_spec_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, x)
+    why = f'train.inputs_split_mapping.map_{len(x.shape)}d'
+    if spec is None:
+      spec = shard_on_batch_dim_partition_spec(self._names, x)
+      why = f'{why} is not set: dimension 0 over all mesh axes'
+    return Placement(spec, (why,) * len(x.shape))
 
   def split_inputs(self, inputs: T) -> T:
     """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
@@ -246,21 +241,16 @@ class ShardMapped(Execution):
     return jax.lax.pmean(loss, self.batch_axes), out, sync_gradients(gradients, self.batch_axes, specs)
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    flat, structure = jax.tree_util.tree_flatten_with_path(sums)
-    by_path = leaves_by_path(sums)
-    values = [x for _, x in flat]
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for i, (path, x) in enumerate(by_path.items()):
+    groups: dict[tuple[str, ...], dict[Path, jax.Array]] = {}
+    for path, x in leaves_by_path(sums).items():
       summed = tuple(self._specs[path])[len(self._weights[path].repeat_prefix) if x.ndim else 0 :]
       axes = tuple(a for a, size in self._sizes.items() if size > 1 and a in _axes(summed))
-      groups.setdefault(axes, []).append(i)
-    for axes, members in groups.items():
-      if axes:
-        # One all-reduce for all of a group.
-        total = jax.lax.psum(jnp.concatenate([values[i].reshape(-1) for i in members]), axes)
-        for i in members:
-          values[i], total = total[: values[i].size].reshape(values[i].shape), total[values[i].size :]
-    return jax.tree_util.tree_unflatten(structure, values)
+      groups.setdefault(axes, {})[path] = x
+    complete: dict[Path, jax.Array] = groups.pop((), {})
+    for axes, parts in groups.items():  # One all-reduce for all of a group.
+      flat, unflatten = ravel_pytree(parts)
+      complete |= unflatten(jax.lax.psum(flat, axes))
+    return map_with_path(lambda path, _: complete[path], sums)
 
   # ---------------------------------------------------------------- parts
 
@@ -296,18 +286,15 @@ class ShardMapped(Execution):
   # ---------------------------------------------------------------- checks
 
   def _kept_axes(self) -> set[str]:
-    kept: set[str] = set()
+    kept = {path: weight for path, weight in self._weights.items() if _keeps_split(weight)}
     padded = leaves_by_path(self._layout.padded_shapes.mdl_vars)
-    for path, weight in self._weights.items():
-      if not _keeps_split(weight):
-        continue
+    for path, weight in kept.items():
       if padded[path].shape != weight.full_shape:
         raise ConfigError(
           f'{path_name(path)}: shape {weight.full_shape} does not divide by {self._specs[path]}; '
           "a tensor-parallel layer under partitioning='shard_map' takes equal parts"
         )
-      kept |= _axes(self._specs[path])
-    return kept
+    return set().union(*(_axes(self._specs[path]) for path in kept))
 
   def _check_optimizer(self) -> None:
     weights = self._task.model.abstract_init()

@@ -80,8 +80,7 @@ class PartitionedTask:
     partitioner: BasePartitioner | None = None,
     layout: StateLayout | None = None,
   ):
-    if sum(x is not None for x in (mesh, partitioner, layout)) > 1:
-      raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
+    _check_one_mesh(mesh, partitioner, layout)
     self.jax_task = jax_task
     if layout is not None:
       self.layout = layout
@@ -228,6 +227,7 @@ def partition_spmd_model(
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
     ConfigError: both mesh and partitioner are given.
   """
+  _check_one_mesh(mesh, partitioner)
   if isinstance(task_p, Config) and partitioner is not None:
     task_p = task_p.clone(
       mesh_axis_names=partitioner.mesh.axis_names,
@@ -245,6 +245,11 @@ def partition_spmd_model(
     partitioned.eval_step,
     partitioned.total_num_params,
   )
+
+
+def _check_one_mesh(*given: object) -> None:
+  if sum(x is not None for x in given) > 1:
+    raise ConfigError('PartitionedTask: mesh, partitioner and layout each decide the mesh; pass one of them')
 
 
 def get_partitioned_spmd_model_decode_fn(
