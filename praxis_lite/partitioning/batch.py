@@ -44,11 +44,8 @@ def pad_batch(batch: Mapping[str, object], multiple: int) -> NestedDict:
   """Appends examples of zeros until the batch size is a multiple of `multiple`.
 
   Args:
-    batch: NumPy arrays, possibly nested, of shape [B, ...].
+    batch: NumPy arrays, possibly nested, of shape [B, ...]. `weights` are added if there are none: ones of shape [B].
     multiple: usually the number of devices.
-
-  Returns:
-    A new dict, with `weights` added if there is none: ones of shape [B], before padding.
   """
   size = batch_size(batch)
   added = -size % multiple

@@ -39,11 +39,8 @@ class Collective:
 def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   """Returns the collectives of one run of a compiled program, by kind; kinds that do not occur count 0.
 
-  Args:
-    compiled: the program, or its HLO text.
-
   Raises:
-    ValueError: the text has no entry computation.
+    ValueError: the program is given as HLO text, and this has no entry computation.
   """
   text = compiled if isinstance(compiled, str) else compiled.as_text() or ''
   bodies: dict[str, list[str]] = {}

@@ -21,10 +21,8 @@ class StateLayout(NamedTuple):
   """How the arrays of a whole `TrainState`, or of a part of one, are stored: four trees of the same structure.
 
   Attributes:
-    specs: PartitionSpecs of full rank.
-    shardings: the same on the mesh.
-    padded_shapes: shapes and dtypes as stored on the mesh, with shardings.
-    unpadded_shapes: true shapes and dtypes.
+    specs, shardings: PartitionSpecs of full rank, and the same on the mesh.
+    padded_shapes, unpadded_shapes: shapes and dtypes as stored on the mesh, with shardings; and the true ones.
   """
 
   specs: Any
@@ -64,7 +62,6 @@ def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> State
   Args:
     shapes: tree of things with a shape and dtype: the true ones.
     specs: tree of PartitionSpecs, or a prefix of that; None is replicated.
-    mesh: the mesh.
   """
   full = jax.tree.map(
     lambda x, spec: stored_spec(complete_spec(spec, len(x.shape))),

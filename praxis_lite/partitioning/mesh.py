@@ -32,9 +32,8 @@ def create_device_mesh(
   """Returns a mesh with Auto axes.
 
   Args:
-    ici_mesh_shape: size of each axis within a slice.
+    ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name.
     dcn_mesh_shape: number of slices along each axis; None: one slice.
-    mesh_axis_names: one name per axis.
     devices: devices to use; None: all. If the mesh needs fewer, the first ones are used.
 
   Raises:

@@ -80,8 +80,7 @@ def match_rules(
   """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
 
   Args:
-    names: logical name of each dimension, or None or UNCONSTRAINED.
-    rules: the rules.
+    names, rules: logical name of each dimension, or None or UNCONSTRAINED; and the rules.
     taken: mesh axes that are not available.
     path: where the names come from, for messages.
 
@@ -109,12 +108,9 @@ def match_rules(
 
 
 def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
-  """Returns the spec that `rules` give to a tensor with these logical names.
+  """Returns the spec that `rules` give to a tensor with these logical names; UNCONSTRAINED stays.
 
-  Args:
-    names: as of `match_rules`, which says what is raised; UNCONSTRAINED stays.
-    rules: the rules.
-    path: where the names come from, for messages.
+  Arguments and errors are those of `match_rules`.
   """
   deciding = match_rules(names, rules, path=path)
   unnamed = [name if name is UNCONSTRAINED else None for name in names]
@@ -175,10 +171,8 @@ def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[s
 
 
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
-  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does.
-
-  That is the case if the earlier rule has the same name and needs no mesh axis that the later one does not need.
-  """
+  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does."""
+  # It has the same name, and needs no mesh axis that the later one does not need.
   found = []
   for later, (name, axes) in enumerate(rules):
     for earlier, (other, other_axes) in enumerate(rules[:later]):

@@ -71,8 +71,7 @@ def to_partition_spec(
   Args:
     split_dims_mapping: one entry per dimension; None splits no dimension.
     mesh_axis_names: names of the mesh axes, in the order that indices refer to.
-    rank: number of dimensions of the tensor, where it is known.
-    path: config path of the mapping, to begin messages with.
+    rank, path: number of dimensions of the tensor, where it is known; config path of the mapping, for messages.
 
   Raises:
     ShardingError: an unknown axis, an axis that occurs twice, or a mapping whose length is not `rank`.
@@ -174,14 +173,11 @@ def place_by_rank(
   """Returns how `mapping_dict` splits tensors of the rank of `x`.
 
   Args:
-    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. A mapping that is None leaves tensors of
-      that rank as they are. None instead of a dict leaves all tensors as they are.
+    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. For a mapping that is None, and for None
+      instead of a dict, None is returned, which leaves tensors as they are.
     mesh_names: names of the mesh axes.
     x: the tensor. A scalar needs no mapping.
     path: config path of `mapping_dict`.
-
-  Returns:
-    The placement; None leaves `x` as it is.
 
   Raises:
     ShardingError: there is no mapping for this rank, or it is not valid; or a key is no `map_Nd`.

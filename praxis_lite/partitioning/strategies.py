@@ -73,8 +73,8 @@ class Change(NamedTuple):
 
   Attributes:
     spec: the spec.
-    remark: for `explain`: why nothing is split, or what that takes, such as padding.
-    why: for `explain`: what decided each dimension, beside the op itself.
+    remark, why: for `explain`: why nothing is split, or what that takes, such as padding; and what decided each
+      dimension, beside the op itself.
   """
 
   spec: Spec
@@ -284,8 +284,7 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
 
   Args:
     params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state.
-    strategy: pairs (pattern, ops).
-    mesh: the mesh, or the sizes of its axes.
+    strategy, mesh: pairs (pattern, ops); and the mesh, or the sizes of its axes.
     rules: logical axis rules for `logical_partitioning`.
 
   Raises:
