@@ -1,7 +1,7 @@
 """explain: why any variable, optimizer slot, activation or input of a task is split as it is.
 
-All from shapes: a model of any size, on a mesh of any size, in a second or so on a laptop. Activations are those that
-the train step constrains; it is traced on a mesh without devices.
+All from shapes, for a model and a mesh of any size. Activations are those that the train step constrains; it is traced
+on a mesh without devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TracedStep(NamedTuple):
   Attributes:
     task: the task on a mesh without devices.
     constraints: each constraint on an array of its field and shape, once, in the order of the step.
-    jaxpr: the program; its arguments are the leaves of the padded state, the key, and those of the padded inputs.
+    jaxpr: the program; see `PartitionedTask.trace_train_step`.
   """
 
   task: PartitionedTask

@@ -33,10 +33,7 @@ class AxisNames(tuple[Any, ...]):
 
 
 def declared_axis_names(weights: Tree) -> Tree:
-  """Returns the AxisNames that a tree of weight declarations gives to its arrays, repeat prefixes included.
-
-  Args:
-    weights: tree of `WeightHParams`, or of objects that carry their names as `logical_axes`.
+  """Returns the AxisNames of a tree of weight declarations, or of objects that carry their names as `logical_axes`.
 
   Raises:
     ShardingError: a leaf is neither, so that nothing is known about its axes.
@@ -56,12 +53,11 @@ def declared_axis_names(weights: Tree) -> Tree:
 
 
 def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
-  """Returns `axes` with the names of the arrays replaced whose path a pattern matches.
+  """Returns a tree of AxisNames with those of the arrays replaced whose path a pattern matches.
 
   Args:
     axes: tree of AxisNames.
-    overrides: pairs (pattern, names). A pattern matches a whole path, 'lm.softmax.w' or 'lm/softmax/w'; each array
-      takes the first that matches it.
+    overrides: pairs (pattern on a whole path, names); each array takes the first that matches it.
 
   Raises:
     ShardingError: an override replaces nothing, or has not as many names as an array it matches has axes.
@@ -96,8 +92,7 @@ def state_axis_names(
 
   Args:
     train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
-    params: overrides for `mdl_vars`, which slots and averages inherit.
-    state: overrides for paths such as 'opt_states/0/v_row/.*'.
+    params, state: overrides for `mdl_vars`, which slots and averages inherit; and for paths as 'opt_states/0/v_row/.*'.
     kept: the names that slots of another shape than their variable's keep.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
@@ -121,8 +116,7 @@ def slot_axis_names(
   that are kept, so that it is replicated unless an override names its axes.
 
   Args:
-    params_struct: tree of shapes.
-    params_axes: the same tree of AxisNames.
+    params_struct, params_axes: tree of shapes, and the same tree of AxisNames.
     state_struct: the state, as arrays or shapes.
     kept: the names that slots of another shape keep.
   """

@@ -36,7 +36,6 @@ from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.t5x.chunks import LocalChunker
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
-
 # By number of partitions. Chips of the second and third generation have two cores, closer to each other than to any
 # other; on later ones, a ring that is closed is preferred to a box: the first one that the slice has room for.
 _TWO_CORES = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
@@ -74,11 +73,9 @@ Submesh: TypeAlias = Sequence[int] | None
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
-  """Returns the sides of the box whose far corner is `last_device`.
+  """Returns the sides of the box from the origin to `last_device`, which has coordinates and a core.
 
-  Args:
-    last_device: a device; with coordinates, (x, y, z) and a core, the box reaches from the origin to it.
-    devices: without coordinates, the box is (number of hosts, devices per host) of these; all devices by default.
+  Without coordinates, the box is (number of hosts, devices per host) of `devices`; all devices by default.
   """
   coords = _torus_coords(last_device)
   return _hosts(_all_devices(devices)) if coords is None else tuple(c + 1 for c in coords)
@@ -108,11 +105,10 @@ def default_mesh(
   Args:
     num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
     model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere.
-    backend: the JAX backend to take the devices of.
     ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
       num_partitions may only repeat the size of 'model'.
     dcn_mesh_shape: number of slices along each of them.
-    devices: the devices; all of `backend` by default.
+    devices, backend: the devices; all of the JAX backend by default.
 
   Raises:
     ShardingError: both or neither of num_partitions and model_parallel_submesh, or something that does not divide.
@@ -148,9 +144,8 @@ def get_mesh(
 
   Args:
     model_parallel_submesh: (x, y, z, core) on a TPU, (hosts, devices per host) elsewhere.
-    devices: the devices; they must fill a box.
+    devices, backend: the devices, which must fill a box; or the JAX backend to take them of.
     tile_by_host_if_needed: arrange the boxes host by host where a host's devices would otherwise not be contiguous.
-    backend: the JAX backend to take the devices of.
 
   Raises:
     ShardingError: the devices do not fill a box, a side of the submesh does not divide that of the box, the hosts

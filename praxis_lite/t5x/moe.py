@@ -1,8 +1,8 @@
 """Partitioning mixtures of experts: a second data axis, rules for experts, and the axes of their optimizer state.
 
-Experts are split over 'data': each device along it holds some of them, and tokens travel to their experts. With fewer
-experts than devices and no model parallelism, devices would be left without an expert. The mesh then gets a 'model'
-axis of devices // experts all the same, and that axis serves as a second data axis:
+Experts are split over 'data', and tokens travel to their experts. With fewer experts than devices and no model
+parallelism, devices would be left without an expert. The mesh then gets a 'model' axis of devices // experts all the
+same, and that axis serves as a second data axis:
 
                                 usual          two data axes
     'batch'                     'data'         ('data', 'model')
@@ -47,7 +47,7 @@ FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
 
 _EXPERT_RULES = (
   *(('expert', 'data'), ('expert_mlp', 'model')),
-  *((name, None) for name in ('expert_group', 'expert_replicas', 'unmodeled')),
+  *(('expert_group', None), ('expert_replicas', None), ('unmodeled', None)),
 )
 
 
@@ -156,12 +156,11 @@ class MoePjitPartitioner(PjitPartitioner):
 
   Args:
     num_experts: number of experts; 0 for none.
-    num_partitions, model_parallel_submesh: as for `PjitPartitioner`.
     logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module.
     state_filter: which optimizer slots keep the expert axis of their parameter, though they do not have its shape: a
       pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
       None for none.
-    **kwargs: as for `PjitPartitioner`.
+    num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
 
   Raises:
     ShardingError: neither or both of num_partitions and model_parallel_submesh are given.

@@ -12,7 +12,7 @@ The classes have the surface of T5X's (Roberts et al., 2022), and dimensions nee
     step(padded arrays) -> padded arrays        slice to true shapes, train_step, pad
 
 Whether an array of 8 rows holds 8 or 5 padded to 8 cannot be seen from it, so the true shapes of arguments that may be
-uneven are given as `arg_shapes`. What the function returns has true shapes, and is padded to its specs on the way out.
+uneven are given as `arg_shapes`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class PjittedFnWithContext(Generic[T]):
   """A partitioned function. It is traced with the mesh as the ambient one and the logical axis rules in force.
 
   Args:
-    fn: function of true arrays.
-    mesh: the mesh.
+    fn, mesh: function of true arrays, and the mesh.
     in_axis_resources: for each argument that is not static, a PartitionSpec, None for replicated, or a tree of those
       that is a prefix of the argument; or one PartitionSpec or None for all of them.
     out_axis_resources: the same for the result.
@@ -228,12 +227,7 @@ class BasePartitioner(abc.ABC):
     return self._local_chunker.get_shard_id(self.data_axes)
 
   def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> DataLayout:
-    """Returns a host's share of each global batch; see `chunks.get_data_layout`.
-
-    Args:
-      batch_size: size of the global batch; `data_mesh_size` by default.
-      host_index: the host; this one by default.
-    """
+    """Returns a host's share, by default this one's, of each global batch; see `chunks.get_data_layout`."""
     chunker = self._local_chunker if host_index is None else LocalChunker(self.mesh, host_index)
     return get_data_layout(chunker, self.data_axes, batch_size)
 
@@ -270,8 +264,7 @@ class BasePartitioner(abc.ABC):
     """Returns the state that `init_fn(*args)` makes, split and padded from the start; see `place_params`.
 
     Args:
-      init_fn: returns a train state of true arrays.
-      train_state: the same of declarations and shapes.
+      init_fn, train_state: returns a train state of true arrays; and the same of declarations and shapes.
       *args: replicated, such as a PRNG key.
     """
     layout = self.get_layout(train_state)
@@ -294,8 +287,7 @@ class BasePartitioner(abc.ABC):
     """Returns the train state on the mesh, padded; arrays that are there already stay as they are.
 
     Args:
-      train_state: arrays on the host, with their true shapes, or on the mesh.
-      train_state_axes: their specs, from `get_mesh_axes`.
+      train_state, train_state_axes: arrays on the host, with their true shapes, or on the mesh; and their specs.
     """
     return put_padded(train_state, layout_of(train_state, train_state_axes, self.mesh))
 

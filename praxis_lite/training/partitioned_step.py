@@ -31,10 +31,9 @@ class PartitionedStep(Generic[OutT]):
   """A function of (state..., replicated..., inputs) on a mesh.
 
   Args:
-    fn: the function; it is traced with `mesh` as the ambient mesh.
+    fn, mesh: the function, and the mesh, which is the ambient one while it is traced.
     arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last is the batch of inputs.
     out_shardings: shardings of its result, or a prefix of them.
-    mesh: the mesh.
     donate_argnums: arguments whose memory the result may reuse.
   """
 

@@ -135,11 +135,8 @@ class PartitionedTask:
   def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
     """Traces the train step without compiling it, on an abstract mesh too.
 
-    Args:
-      listener: is called with each sharding constraint of the model's layers.
-
-    Returns:
-      The program. Its arguments are the leaves of the padded state, the key, and those of the padded inputs.
+    The program's arguments are the leaves of the padded state, the key, and those of the padded inputs. `listener` is
+    called with each sharding constraint of the model's layers.
     """
     execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
     execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
