@@ -4,6 +4,8 @@ This room knows no step, learner or model. Names of the rooms above it that Prax
 be imported from here too; they are loaded when they are first used.
 """
 
+# ruff: noqa: F403, F405 - the names of the rooms above are listed in `__all__`.
+
 from __future__ import annotations
 
 import importlib
@@ -43,37 +45,8 @@ from praxis_lite.partitioning.strategies import explain_sharding, infer_sharding
 
 if TYPE_CHECKING:
   from praxis_lite.explain import format_parameter_table, parameter_table
-  from praxis_lite.t5x import (
-    AxisNames,
-    BasePartitioner,
-    BasePjitPartitioner,
-    DataLayout,
-    LocalChunker,
-    LocalChunkInfo,
-    MoePjitPartitioner,
-    PjitPartitioner,
-    PjittedFnWithContext,
-    bounds_from_last_device,
-    data_partition_spec,
-    default_mesh,
-    get_coords,
-    get_cpu_mesh,
-    get_gpu_mesh,
-    get_mesh,
-  )
-  from praxis_lite.training import (
-    PartitionedModel,
-    PartitionedTask,
-    TrainState,
-    accumulate_gradients,
-    decode_step,
-    eval_step_single_learner,
-    get_partitioned_spmd_model_decode_fn,
-    initialize_partitioned_model_states,
-    partition_spmd_model,
-    sync_gradients,
-    train_step_single_learner,
-  )
+  from praxis_lite.t5x import *
+  from praxis_lite.training import *
 
 __all__ = [
   'AxisNames',

@@ -16,7 +16,7 @@ from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, merge
+from praxis_lite.trees import NestedDict, lookup, map_with_path, merge
 from praxis_lite.weighted import WeightedScalars
 
 
@@ -92,7 +92,10 @@ def train_step_single_learner(
   update = learner.update(
     gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
   )
-  mdl_vars = merge(update.mdl_vars, _counted(update.finite, out.updates, states.mdl_vars))
+  updates, finite = out.updates, update.finite
+  if finite is not None:  # After a step that does not count, variables that are not trained keep their values.
+    updates = map_with_path(lambda path, new: jnp.where(finite, new, lookup(states.mdl_vars, path)), updates)
+  mdl_vars = merge(update.mdl_vars, updates)
   one = jnp.ones((), jnp.float32)
   metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
   state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
@@ -149,13 +152,3 @@ def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Ar
     total = total + scale * value
     metrics = {**metrics, f'aux/{name}': (value, weight)}
   return total, metrics
-
-
-def _counted(finite: jax.Array | None, updates: NestedDict, mdl_vars: NestedDict) -> NestedDict:
-  """The updates of non-trainable variables, or their old values after a step that does not count."""
-  if finite is None:
-    return updates
-  return {
-    name: _counted(finite, new, mdl_vars[name]) if isinstance(new, dict) else jnp.where(finite, new, mdl_vars[name])
-    for name, new in updates.items()
-  }
