@@ -85,13 +85,6 @@ class BaseInput(Configurable):
       if not isinstance(value, int) or value < smallest:
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
-  def check_is_one_of(self, name: str, *choices: str) -> None:
-    """Raises `ConfigError` unless a field has one of these values."""
-    value = getattr(self, name)
-    if value not in choices:
-      *first, last = map(repr, choices)
-      raise ConfigError(f'{self.label}.{name}: expected {", ".join(first)} or {last}, got {value!r}')
-
   # -------------------------------------------------------------------- defined by subclasses
 
   def example_struct(self) -> Struct:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, concatenate_rows, produced
@@ -242,7 +242,7 @@ class TFRecordInput(BaseTFInput):
     super().__post_init__()
     if (self.features is None) == (self.parse_fn is None):
       raise ConfigError(f'{self.label}: set one of features and parse_fn')
-    self.check_is_one_of('compression', '', 'GZIP', 'ZLIB')
+    check_choice(f'{self.label}.compression', self.compression, ('', 'GZIP', 'ZLIB'))
     if self.features is not None:
       self._features = build_features(self.features, f'{self.label}.features')
 

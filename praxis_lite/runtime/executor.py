@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 
+from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.checkpoints import Checkpointer
@@ -25,7 +26,6 @@ from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Programs
 from praxis_lite.runtime.run_config import (
-  RunConfig,
   build_datasets,
   check_intervals,
   held_for_training,
@@ -59,7 +59,7 @@ class TrainResult(NamedTuple):
 
 
 def run_train(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,

@@ -13,17 +13,18 @@ import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput
 from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Program
-from praxis_lite.runtime.run_config import Datasets, RunConfig, build_datasets, job_directory, run_keys
+from praxis_lite.runtime.run_config import Datasets, build_datasets, job_directory, run_keys
 from praxis_lite.trees import NestedDict
 
 
 def run_eval(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
@@ -54,7 +55,7 @@ def run_eval(
 
 
 def run_decode(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
@@ -76,7 +77,7 @@ _LENGTH_MULTIPLE = 16
 
 
 def decode_prompts(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   prompts: Sequence[Sequence[int]],
   *,
@@ -124,7 +125,7 @@ class _RestoredModel(NamedTuple):
 
 
 def _restore(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   devices: Sequence[jax.Device] | None,
   step: int | None,

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,17 +18,6 @@ from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.task import TrainParams
-
-
-class RunConfig(Protocol):
-  """The configs of a run; `experiment.configure` makes them."""
-
-  @property
-  def task(self) -> Config: ...
-  @property
-  def datasets(self) -> list[Config]: ...
-  @property
-  def decode_datasets(self) -> list[Config]: ...
 
 
 class RunKeys(NamedTuple):
@@ -41,27 +30,17 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-
-  def make() -> RunKeys:
-    return RunKeys(*jax.random.split(jax.random.key(seed), 3))
-
   # Made by a program on the mesh: with several processes none of them could put an array on all its devices.
-  return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
 
 
 def check_intervals(settings: TrainParams) -> None:
-  """Checks the numbers of steps in `task.train`.
-
-  Raises:
-    ConfigError: a number of steps is not positive.
-  """
+  """Raises ConfigError unless the numbers of steps in `task.train` are positive."""
   optional = ('eval_interval_steps', 'decode_interval_steps')
   for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
-    value = getattr(settings, name)
-    if value is None and name in optional:
-      continue
-    if not isinstance(value, int) or value < 1:
-      or_none = ' or None' if name in optional else ''
+    value, or_none = getattr(settings, name), ' or None' if name in optional else ''
+    if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
       raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
 
 
@@ -71,12 +50,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 class Datasets(NamedTuple):
-  """The inputs of an experiment's `datasets()` or `decode_datasets()`.
-
-  Attributes:
-    name: 'datasets' or 'decode_datasets'.
-    inputs: in the order of their configs.
-  """
+  """The inputs of an experiment's `datasets()` or `decode_datasets()`, whichever `name` says."""
 
   name: str
   inputs: list[BaseInput]
@@ -193,9 +167,5 @@ def held_for_training(path: Path) -> Iterator[None]:
 
 def _reason(path: Path, error: OSError) -> str:
   """Returns which path component is a file, or else the message of the system."""
-  for folder in (path, *path.parents):
-    if folder.is_dir():
-      break
-    if folder.exists():
-      return f'{folder} is a file'
-  return error.strerror or str(error)
+  nearest = next((folder for folder in (path, *path.parents) if folder.exists()), path.root)
+  return f'{nearest} is a file' if os.path.isfile(nearest) else error.strerror or str(error)
