@@ -23,13 +23,7 @@ from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.runtime.checkpoints import eval_variables, records_of
 from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
-from praxis_lite.runtime.metrics import (
-  MAX_STEPS_IN_FLIGHT,
-  DeviceMetrics,
-  HostMetrics,
-  MetricsAverage,
-  SummaryWriter,
-)
+from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage, SummaryWriter
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -133,13 +127,7 @@ class Program(Generic[Out]):
 
 
 class EvalProgram(Program[EvalStepOutput]):
-  """Evaluates variables on one input.
-
-  Args:
-    tasks: the task on the mesh.
-    data: the input.
-    prng_key: for models that draw random numbers while they evaluate; on the mesh.
-  """
+  """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers meanwhile."""
 
   def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
@@ -157,12 +145,7 @@ class EvalProgram(Program[EvalStepOutput]):
 
 
 class DecodeProgram(Program[DecodeStepOutput]):
-  """Decodes one input and writes the outputs, one example per line.
-
-  Args:
-    tasks, data, prng_key: as for `EvalProgram`.
-    job_log_dir: outputs go to `decoded/<input>/step_<n>.jsonl` in this directory.
-  """
+  """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
 
   def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
     super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
@@ -207,12 +190,9 @@ class Programs:
 
   Args:
     evaluation, decoding: the programs, run in this order.
-    console, writer: receive the results.
+    console, writer: receive the results; `metrics` has the latest by split.
     stop: an interrupt ends a running program early.
     first_step: steps taken before this process; results that the writer already has for this step are not made again.
-
-  Attributes:
-    metrics: the latest results by split.
   """
 
   def __init__(

@@ -61,11 +61,7 @@ class Datasets(NamedTuple):
     return [i for i in self.inputs if not i.is_training]
 
   def the_training_input(self) -> BaseInput:
-    """Returns the one input to train on.
-
-    Raises:
-      ConfigError: there is none, or more than one.
-    """
+    """Returns the one input to train on; raises ConfigError if there is none, or more than one."""
     training = [i for i in self.inputs if i.is_training]
     if len(training) != 1:
       raise ConfigError(
@@ -94,10 +90,6 @@ class Datasets(NamedTuple):
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
   """Builds inputs that each read this process's share of a batch.
-
-  Args:
-    configs: configs of the inputs.
-    name: 'datasets' or 'decode_datasets', for messages.
 
   Raises:
     ConfigError: two evaluation inputs have the same name, so that their metrics could not be distinguished.
@@ -167,5 +159,5 @@ def held_for_training(path: Path) -> Iterator[None]:
 
 def _reason(path: Path, error: OSError) -> str:
   """Returns which path component is a file, or else the message of the system."""
-  nearest = next((folder for folder in (path, *path.parents) if folder.exists()), path.root)
-  return f'{nearest} is a file' if os.path.isfile(nearest) else error.strerror or str(error)
+  nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+  return f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
