@@ -7,9 +7,6 @@ stands for, so that
     nats per byte = sum(loss * weights) / sum(bytes)
 
 The corpus is read and tokenized when it is first needed, and stays in memory: about two bytes for each byte of text.
-
-The split of a text is decided by a hash of the file's relative path, or by position in the file. Neither depends on the
-machine or on the order of the files.
 """
 
 from __future__ import annotations
@@ -58,8 +55,9 @@ class TextInput(RandomAccessInput):
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
-    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share; 'position' cuts
-      each file into training, validation and test text, in that order; 'auto' is 'file' for 20 files and more.
+    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, the same on
+      every machine; 'position' cuts each file into training, validation and test text, in that order; 'auto' is 'file'
+      for 20 files and more.
     heldout_fraction: fraction of the files, or of each file, for validation; and the same for test.
 
   Raises (when the data is first needed):
@@ -172,9 +170,6 @@ class TextInput(RandomAccessInput):
     return data
 
 
-# -------------------------------------------------------------------- files
-
-
 def find_files(path: object, where: str) -> list[str]:
   """Returns the files that `path` names, sorted, each once.
 
@@ -263,10 +258,7 @@ def _cut(data: bytes, fraction: float, reach: float) -> int:
   return at
 
 
-# -------------------------------------------------------------------- the standard library
-
-
-# Installed packages, tests and their data, and files made when Python is built, which differ between machines.
+# Of the standard library: installed packages, tests and their data, and files made when Python is built, which differ.
 _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 

@@ -1,9 +1,8 @@
 """Inputs that TensorFlow reads: any `tf.data.Dataset`, and TFRecord files. TensorFlow is imported at the first read.
 
-TensorFlow reads and decodes on a few CPU threads and never sees an accelerator. The position is a count of examples,
-which is exact, small and the same on all hosts. The price: restoring reads (but does not parse) the examples before the
-position in the epoch again, and each host reads all examples and parses its own. Datasets must yield the same examples
-in the same order each time; order and parallelism that depend on timing break that.
+TensorFlow runs on a few CPU threads and never sees an accelerator. The position is a count of examples, so a restore
+reads (but does not parse) those before it in the epoch again, and each host reads all examples and parses its own.
+Datasets must yield the same examples in the same order each time, whatever the timing.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ def import_tensorflow() -> ModuleType:
     ConfigError: TensorFlow is not installed.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault(
-    'TF_ENABLE_ONEDNN_OPTS', '0'
-  )  # Nothing here computes, and oneDNN prints a notice at each start.
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # Nothing here computes, and oneDNN prints a notice.
   try:
     import tensorflow as tf
   except ImportError:
@@ -69,7 +66,7 @@ class BaseTFInput(BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._pipeline: tuple[_Request, Iterator[Any]] | None = None
-    self._chunk: tuple[int, int, Rows | None, int] | None = None  # epoch, number of the chunk, rows, how many
+    self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
 
   def elements(self, epoch: int) -> tf.data.Dataset:
     """Returns the dataset of one epoch, in the order it is stored."""
@@ -86,7 +83,12 @@ class BaseTFInput(BaseInput):
     parts: list[Rows] = []
     available = 0
     while available < count:
-      chunk, size, first = self._chunk_at(epoch, position + available)
+      number, first = divmod(position + available, self.batch_size)
+      # The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
+      if self._chunk is None or self._chunk[0] != (epoch, number):
+        group = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
+        self._chunk = ((epoch, number), *group)
+      _, chunk, size = self._chunk
       n = min(size - first, count - available)
       if n <= 0:
         break
@@ -95,18 +97,6 @@ class BaseTFInput(BaseInput):
         parts.append(jax.tree.map(operator.itemgetter(slice(first + low, first + high)), chunk))
       available += n
     return concatenate_rows(parts), available
-
-  def _chunk_at(self, epoch: int, position: int) -> tuple[Rows | None, int, int]:
-    """Returns the chunk of `batch_size` examples that holds `position`, its size, and the index of `position` in it.
-
-    The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
-    """
-    number, first = divmod(position, self.batch_size)
-    if self._chunk is None or self._chunk[:2] != (epoch, number):
-      rows, size = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
-      self._chunk = (epoch, number, rows, size)
-    _, _, rows, size = self._chunk
-    return rows, size, first
 
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     """Reads a group from the pipeline that is at `position` already, or from a new one that skips to it."""
@@ -122,13 +112,11 @@ class BaseTFInput(BaseInput):
     except tf.errors.OpError as e:
       raise DataError(self.explain(e)) from None
     available = int(n)
-    if not available:
-      return None, 0
-    self._pipeline = ((epoch, position + available, count, start, stop), groups)
-    rows = tf.nest.map_structure(lambda x: x.numpy(), examples)
+    if available:
+      self._pipeline = ((epoch, position + available, count, start, stop), groups)
     if available <= start:
       return None, available
-    return canonical_rows(rows, self.label), available
+    return canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label), available
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
     """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""

@@ -82,9 +82,9 @@ class ByteTokenizer(BaseTokenizer):
   min_vocab_size: int = 256
 
   def __post_init__(self) -> None:
-    for name in ('bos_id', 'eos_id', 'pad_id'):
-      if getattr(self, name) < 0:
-        raise ConfigError(f'ByteTokenizer.{name}: expected an id of at least 0, got {getattr(self, name)}')
+    for name, value in zip(('bos_id', 'eos_id', 'pad_id'), self.special_ids):
+      if value < 0:
+        raise ConfigError(f'ByteTokenizer.{name}: expected an id of at least 0, got {value}')
 
   @property
   def vocab_size(self) -> int:

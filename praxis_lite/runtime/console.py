@@ -116,11 +116,9 @@ def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list
   """Returns the figures of a training line after the step."""
   figures = [f'{label} {_format(name, metrics[name])}' for name, label in _TRAIN_COLUMNS.items() if name in metrics]
   if rates is not None:
+    examples, tokens = rates.examples_per_second, rates.tokens_per_second
     figures.append(f'{short_number(rates.steps_per_second)} step/s')
-    if rates.tokens_per_second is None:
-      figures.append(f'{short_number(rates.examples_per_second)} ex/s')
-    else:
-      figures.append(f'{short_number(rates.tokens_per_second)} tok/s')
+    figures.append(f'{short_number(examples)} ex/s' if tokens is None else f'{short_number(tokens)} tok/s')
     if rates.mfu is not None:
       figures.append(f'MFU {rates.mfu:.0%}')
   return figures
@@ -216,17 +214,11 @@ class TrainLog:
       self._console.line(self._startup.report())
       self.drain()
       self.restart_clock(step)
-    while len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
-      self._look_at(self._in_flight.popleft())
+    self._look_at_all_but(MAX_STEPS_IN_FLIGHT)
 
   def drain(self) -> None:
-    """Waits for all dispatched steps, and logs them.
-
-    Raises:
-      NonFiniteError: a step was not finite and the learner is set to raise.
-    """
-    while self._in_flight:
-      self._look_at(self._in_flight.popleft())
+    """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
+    self._look_at_all_but(0)
 
   def restart_clock(self, step: int) -> None:
     """Excludes the time since the last step, such as that of an evaluation, from the speeds; call after `drain`."""
@@ -235,18 +227,18 @@ class TrainLog:
   def _is_logged(self, step: int) -> bool:
     return step % self._interval == 0 or step in (self._first_step + 1, self._last_step)
 
-  def _look_at(self, done: _Step) -> None:
-    if SKIPPED in done.metrics and float(done.metrics[SKIPPED][0]) > 0:
-      self._report_nonfinite(done.number)
-    elif SKIPPED not in done.metrics:
-      jax.block_until_ready(done.metrics)
-    if not self._is_logged(done.number):
-      return
-    metrics = mean_values(done.metrics)
-    rates = self._throughput.rates(done.number)
-    self._console.train_step(done.number, metrics, rates)
-    speeds = rates.as_metrics() if rates else {}
-    self._writer.write(done.number, 'train', {**metrics, **speeds}, jax.device_get(done.summaries))
+  def _look_at_all_but(self, count: int) -> None:
+    while len(self._in_flight) > count:
+      step, means, summaries = self._in_flight.popleft()
+      if SKIPPED not in means:
+        jax.block_until_ready(means)
+      elif float(means[SKIPPED][0]) > 0:
+        self._report_nonfinite(step)
+      if self._is_logged(step):
+        metrics, rates = mean_values(means), self._throughput.rates(step)
+        self._console.train_step(step, metrics, rates)
+        speeds = rates.as_metrics() if rates else {}
+        self._writer.write(step, 'train', {**metrics, **speeds}, jax.device_get(summaries))
 
   def _report_nonfinite(self, step: int) -> None:
     if self._raises:

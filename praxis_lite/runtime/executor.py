@@ -199,5 +199,4 @@ def run_train(
 def _introduction(name: str, partitioned: PartitionedTask) -> str:
   mesh = partitioned.mesh
   shape = ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
-  device = mesh.devices.flat[0].device_kind
-  return f'{name}: {partitioned.total_num_params:,} parameters, mesh {shape} ({device})'
+  return f'{name}: {partitioned.total_num_params:,} parameters, mesh {shape} ({mesh.devices.flat[0].device_kind})'

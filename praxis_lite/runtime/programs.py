@@ -59,12 +59,14 @@ class ProgramResult(NamedTuple):
     num_batches: number of batches.
     seconds: duration, compiling included.
     summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them.
+    note: what the console adds to the line of the result.
   """
 
   metrics: HostMetrics
   num_batches: int
   seconds: float
   summaries: dict[str, Summary]
+  note: str
 
 
 class Program(Generic[Out]):
@@ -91,7 +93,8 @@ class Program(Generic[Out]):
     """Runs from the start of the input; returns None if `interrupts()` becomes true before the end."""
     start = time.perf_counter()
     average, in_flight, num_batches = MetricsAverage(), deque[DeviceMetrics](), 0
-    self._start()
+    self._summaries: dict[str, Summary] = {}
+    self._lines: list[str] = []
     with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
       for batch in itertools.islice(batches, self._max_batches):
         if interrupts():
@@ -102,27 +105,20 @@ class Program(Generic[Out]):
           average.add(in_flight.popleft())
     for metrics in in_flight:
       average.add(metrics)
-    summaries = self._finish(int(global_step))
-    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, summaries)
+    note = self._finish(int(global_step))
+    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
   def result_line(self, step: int, result: ProgramResult) -> str:
     """Returns what the console shows of a result."""
     batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
-    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{self._note(step)}')
-
-  def _start(self) -> None:
-    """Forgets the last pass."""
-    raise NotImplementedError
+    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{result.note}')
 
   def _take(self, out: Out, batch: Mapping[str, Any]) -> DeviceMetrics:
-    """Keeps what is needed of a batch's outputs, and returns its metrics."""
+    """Keeps the summaries or lines of a batch's outputs, and returns its metrics."""
     raise NotImplementedError
 
-  def _finish(self, step: int) -> dict[str, Summary]:
-    """Ends a pass, and returns its summaries."""
-    raise NotImplementedError
-
-  def _note(self, step: int) -> str:
+  def _finish(self, step: int) -> str:
+    """Ends a pass, and returns the note of its result."""
     return ''
 
 
@@ -132,16 +128,9 @@ class EvalProgram(Program[EvalStepOutput]):
   def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
 
-  def _start(self) -> None:
-    self._summaries: dict[str, Summary] | None = None
-
   def _take(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
-    if self._summaries is None:
-      self._summaries = {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
+    self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
     return out.mean_metrics
-
-  def _finish(self, step: int) -> dict[str, Summary]:
-    return self._summaries or {}
 
 
 class DecodeProgram(Program[DecodeStepOutput]):
@@ -151,24 +140,16 @@ class DecodeProgram(Program[DecodeStepOutput]):
     super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
     self._directory = job_log_dir / 'decoded' / data.label
 
-  def _start(self) -> None:
-    self._lines: list[str] = []
-
   def _take(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
     self._lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
     return out.metrics
 
-  def _finish(self, step: int) -> dict[str, Summary]:
+  def _finish(self, step: int) -> str:
+    path = self._directory / f'step_{step:08d}.jsonl'
     if is_primary_process():
       self._directory.mkdir(parents=True, exist_ok=True)
-      self._output_path(step).write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
-    return {}
-
-  def _note(self, step: int) -> str:
-    return f', {self._output_path(step)}'
-
-  def _output_path(self, step: int) -> Path:
-    return self._directory / f'step_{step:08d}.jsonl'
+      path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
+    return f', {path}'
 
 
 def _examples(decoded: NestedDict, batch: Mapping[str, Any]) -> Iterator[dict[str, object]]:
