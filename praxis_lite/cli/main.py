@@ -63,9 +63,12 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return 130
   except Exception as error:
-    if not _is_out_of_memory(error):
+    # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
+    if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    return _failed(name, _out_of_memory(error))
+    what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
+    remedy = 'it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
+    return _failed(name, f'{what}; {remedy}')
 
 
 def run() -> None:
@@ -102,16 +105,6 @@ def _one_line(error: Exception, command: str) -> str:
   if isinstance(error, flags.UnrecognizedFlagError):
     text = f'{text.replace("mean: ", "mean --").replace(" ?", "?")}; `praxis-lite {command} --help` lists the flags'
   return text
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-  # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
-  return type(error).__name__ in ('JaxRuntimeError', 'XlaRuntimeError') and 'RESOURCE_EXHAUSTED' in str(error)
-
-
-def _out_of_memory(error: Exception) -> str:
-  what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
-  return f'{what}; it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
 
 
 if __name__ == '__main__':

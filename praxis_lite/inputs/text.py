@@ -285,22 +285,19 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
     raise DataError(
       f'{where}: there are no Python sources of the standard library in {root}; give TextInput a path of your own text'
     )
-  if max_bytes is not None:
-    names = _at_most(root, names, max_bytes)
-    if not names:
-      raise DataError(f'{where}.max_bytes: no file of the split is as small as {max_bytes} bytes')
-  return [os.path.join(root, n) for n in names]
+  if max_bytes is None:
+    return [os.path.join(root, n) for n in names]
+  chosen, left = [], max_bytes
+  for name in sorted(names, key=stable_hash):
+    file = os.path.join(root, name)
+    size = os.path.getsize(file)
+    if size <= left:
+      chosen.append(file)
+      left -= size
+  if not chosen:
+    raise DataError(f'{where}.max_bytes: no file of the split is as small as {max_bytes} bytes')
+  return sorted(chosen)
 
 
 def _is_left_out(name: str) -> bool:
   return name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES)
-
-
-def _at_most(root: str, names: list[str], max_bytes: int) -> list[str]:
-  chosen = []
-  for name in sorted(names, key=stable_hash):
-    size = os.path.getsize(os.path.join(root, name))
-    if size <= max_bytes:
-      chosen.append(name)
-      max_bytes -= size
-  return sorted(chosen)

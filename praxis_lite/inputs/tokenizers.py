@@ -184,7 +184,7 @@ def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
 
   Normalization drops and replaces characters, so the sizes of the pieces do not sum to the size of the text.
   """
-  ends = np.cumsum(np.maximum(sizes, 0) if sizes.any() else np.ones_like(sizes))
+  ends = np.cumsum(sizes if sizes.any() else np.ones_like(sizes))
   if not len(ends):
     return ends
   return np.diff(np.rint(ends * (total / ends[-1])).astype(np.int64), prepend=0)

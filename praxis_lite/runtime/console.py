@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 import numpy as np
@@ -27,9 +27,6 @@ from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, count_flops, peak_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
-
-if TYPE_CHECKING:
-  from rich.console import Group
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
@@ -67,7 +64,7 @@ class LiveConsole(Console):
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, first_step: int = 0):
     super().__init__(total_steps, stream=stream)
-    from rich import console, live, progress
+    from rich import console, live, progress, text
 
     self._progress = progress.Progress(
       progress.TextColumn('step {task.completed}/{task.total}'),
@@ -79,25 +76,21 @@ class LiveConsole(Console):
     )
     self._bar = self._progress.add_task('train', total=total_steps, completed=first_step)
     self._screen = console.Console(file=self._stream, highlight=False)
-    self._live = live.Live(self._rows([]), console=self._screen, refresh_per_second=4)
+    self._figures = text.Text(no_wrap=True, overflow='ellipsis')
+    shown = console.Group(self._progress, self._figures)
+    self._live = live.Live(shown, console=self._screen, refresh_per_second=4)
     self._live.start()
     self._screen.show_cursor(True)  # It would stay hidden after a kill.
 
   def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     self._progress.update(self._bar, completed=step)
-    self._live.update(self._rows(train_figures(metrics, rates)))
+    self._figures.plain = '  '.join(train_figures(metrics, rates))
 
   def line(self, text: str) -> None:
     self._screen.print(text, markup=False, soft_wrap=True)
 
   def close(self) -> None:
     self._live.stop()
-
-  def _rows(self, figures: list[str]) -> Group:
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(self._progress, Text('  '.join(figures), no_wrap=True, overflow='ellipsis'))
 
 
 def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True) -> Console:

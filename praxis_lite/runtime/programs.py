@@ -170,7 +170,7 @@ class Programs:
   """The eval and decode programs of a training run. Each runs at most once per step, also over restarts.
 
   Args:
-    evaluation, decoding: the programs, run in this order.
+    programs: all of them.
     console, writer: receive the results; `metrics` has the latest by split.
     stop: an interrupt ends a running program early.
     first_step: steps taken before this process; results that the writer already has for this step are not made again.
@@ -178,8 +178,7 @@ class Programs:
 
   def __init__(
     self,
-    evaluation: Sequence[EvalProgram],
-    decoding: Sequence[DecodeProgram],
+    programs: Sequence[Program],
     console: Console,
     writer: SummaryWriter,
     stop: StopSignals,
@@ -187,29 +186,18 @@ class Programs:
     first_step: int,
   ):
     self.metrics: dict[str, HostMetrics] = {}
-    self._evaluation = evaluation
-    self._decoding = decoding
     self._console = console
     self._writer = writer
     self._stop = stop
     # Only process 0 has read the files; all must run the same programs.
-    splits = [p.split for p in evaluation] + [p.split for p in decoding]
-    self._done_at = {s: first_step for s in splits if decided_by_primary_process(writer.was_written(s))}
+    self._done_at = {p.split: first_step for p in programs if decided_by_primary_process(writer.was_written(p.split))}
 
-  def evaluate(self, step: int, state: TrainState) -> None:
-    """Evaluates all inputs, except those evaluated at this step already."""
-    self._run(self._evaluation, step, state)
-
-  def decode(self, step: int, state: TrainState) -> None:
-    """Decodes all inputs, except those decoded at this step already."""
-    self._run(self._decoding, step, state)
-
-  def _run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
+  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
+    """Runs some of the programs, except those that have run at this step already."""
     for program in programs:
       if self._done_at.get(program.split) == step:
         continue
-      variables = eval_variables(state, use_ema=program.use_ema)
-      result = program.run(variables, state.step, self._stop.interrupts)
+      result = program.run(eval_variables(state, use_ema=program.use_ema), state.step, self._stop.interrupts)
       if result is None:
         return
       self._done_at[program.split] = step

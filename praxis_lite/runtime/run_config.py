@@ -71,11 +71,7 @@ class Datasets(NamedTuple):
     return training[0]
 
   def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs`, for `model.check_input`, before anything is compiled.
-
-    Raises:
-      UserError: data is missing, empty or unreadable, or the model does not accept it.
-    """
+    """Reads a batch of each of `inputs` for the model to check; raises UserError if it is missing or not accepted."""
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue

@@ -151,8 +151,7 @@ class Throughput:
 
   Args:
     batch_struct: shapes of one global batch; tokens are counted if it has `ids` of shape [B, T].
-    flops_per_step: model operations of one step over all devices, three times those of the forward pass; None if
-      unknown.
+    flops_per_step: model operations of one step over all devices; None if unknown.
     devices: the devices of the mesh.
     clock: returns seconds; for tests.
   """
