@@ -274,12 +274,11 @@ class TFRecordInput(BaseTFInput):
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
   """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `TFRecordInput` reads."""
   tf = import_tensorflow()
-  arrays = {k: np.asarray(v) for k, v in rows.items()}
+  arrays = [np.asarray(v) for v in rows.values()]
   with tf.io.TFRecordWriter(path, options=compression) as writer:
-    for i in range(len(next(iter(arrays.values())))):
-      features = {k: _stored_feature(x[i]) for k, x in arrays.items()}
-      example = tf.train.Example(features=tf.train.Features(feature=features))
-      writer.write(example.SerializeToString())
+    for example in zip(*arrays, strict=True):
+      features = tf.train.Features(feature=dict(zip(rows, map(_stored_feature, example))))
+      writer.write(tf.train.Example(features=features).SerializeToString())
 
 
 def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
