@@ -1,13 +1,6 @@
 """Inputs whose examples can be read in any order, by number: `RandomAccessInput`, and `ArrayInput` of arrays in memory.
 
 Shuffling is a permutation per epoch, computed from (seed, epoch) when the epoch begins, so restoring costs nothing.
-
-    def digits(split):                                   # any function that returns a dict of arrays
-      x, y = sklearn.datasets.load_digits(return_X_y=True)
-      rows = slice(0, 1500) if split == 'train' else slice(1500, None)
-      return {'image': x[rows].reshape(-1, 8, 8, 1) / 16, 'label': y[rows]}
-
-    Config(ArrayInput, arrays=Config(digits, split='train'), batch_size=64, is_training=True)
 """
 
 from __future__ import annotations

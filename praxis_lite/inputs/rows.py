@@ -41,10 +41,7 @@ def canonical_rows(rows: object, where: str) -> Rows:
   if len(set(sizes.values())) > 1:
     listing = ', '.join(f'{k}: {n}' for k, n in sizes.items())
     raise DataError(f'{where}: arrays need the same number of examples in dim 0, got {listing}')
-  if 'weights' in out:
-    out['weights'] = np.asarray(out['weights'], np.float32)
-  else:
-    out['weights'] = np.ones(next(iter(sizes.values())), np.float32)
+  out['weights'] = np.asarray(out.get('weights', np.ones(next(iter(sizes.values())))), np.float32)
   return out
 
 

@@ -101,9 +101,8 @@ class BaseTFInput(BaseInput):
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     """Reads a group from the pipeline that is at `position` already, or from a new one that skips to it."""
     request = (epoch, position, count, start, stop)
-    if self._pipeline is not None and self._pipeline[0] == request:
-      groups = self._pipeline[1]
-    else:
+    at, groups = self._pipeline or (None, None)
+    if groups is None or at != request:
       groups = iter(self._groups(*request))
     self._pipeline = None
     tf = import_tensorflow()

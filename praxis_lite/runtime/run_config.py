@@ -118,7 +118,9 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
     with tempfile.TemporaryFile(dir=path):
       pass
   except OSError as error:
-    raise UserError(f'job_log_dir {path} is not writable: {_reason(path, error)}') from None
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    reason = f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
+    raise UserError(f'job_log_dir {path} is not writable: {reason}') from None
   try:
     yield path
   except BaseException:
@@ -151,9 +153,3 @@ def held_for_training(path: Path) -> Iterator[None]:
     yield
   finally:
     os.close(directory)
-
-
-def _reason(path: Path, error: OSError) -> str:
-  """Returns which path component is a file, or else the message of the system."""
-  nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-  return f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
