@@ -24,7 +24,7 @@ from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Program, Programs
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, TaskOnMesh, Program, Programs
 from praxis_lite.runtime.run_config import (
   build_datasets,
   check_intervals,
@@ -90,7 +90,7 @@ def run_train(
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
-    tasks = PartitionedTasks(task, task.create_mesh(devices))
+    tasks = TaskOnMesh(task, task.create_mesh(devices))
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
     datasets = build_datasets(config.datasets)

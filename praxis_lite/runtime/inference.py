@@ -18,7 +18,7 @@ from praxis_lite.inputs import ArrayInput, BaseInput
 from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Program
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, TaskOnMesh, Program
 from praxis_lite.runtime.run_config import Datasets, build_datasets, job_directory, run_keys
 from praxis_lite.trees import NestedDict
 
@@ -110,7 +110,7 @@ def decode_prompts(
 class _RestoredModel(NamedTuple):
   """A model ready to run: its steps, its variables, the step of its checkpoint, and a PRNG key."""
 
-  tasks: PartitionedTasks
+  tasks: TaskOnMesh
   variables: NestedDict
   step: jax.Array
   key: jax.Array
@@ -130,7 +130,7 @@ def _restore(
   checkpointer = Checkpointer(job_log_dir, read_only=True)
   checkpointer.existing_step(step)  # Raises before anything slow.
   task = config.task.instantiate()
-  tasks = PartitionedTasks(task, task.create_mesh(devices))
+  tasks = TaskOnMesh(task, task.create_mesh(devices))
   if datasets is not None:
     datasets.check(inputs, task.model)
   use_ema: bool = getattr(task, section).use_ema

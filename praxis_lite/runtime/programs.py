@@ -34,7 +34,7 @@ from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 Out = TypeVar('Out')
 
 
-class PartitionedTasks:
+class TaskOnMesh:
   """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps."""
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh):
@@ -125,7 +125,7 @@ class Program(Generic[Out]):
 class EvalProgram(Program[EvalStepOutput]):
   """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers meanwhile."""
 
-  def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array):
+  def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
 
   def _take(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
@@ -136,7 +136,7 @@ class EvalProgram(Program[EvalStepOutput]):
 class DecodeProgram(Program[DecodeStepOutput]):
   """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
 
-  def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
+  def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
     super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
     self._directory = job_log_dir / 'decoded' / data.label
 
