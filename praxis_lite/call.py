@@ -22,7 +22,7 @@ import contextvars
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,6 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.specs import Placement
 from praxis_lite.trees import NestedDict, Path, inserted, lookup, merge, path_name
 from praxis_lite.weighted import WeightedScalars, mean_of_means
-
-if TYPE_CHECKING:
-  from praxis_lite.layer import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +126,7 @@ class Frame:
     self.key = key
     self.do_eval = do_eval
     self.surroundings = surroundings or Surroundings()
-    self.active: Layer | None = None
+    self.active: object = None
     self.summaries: dict[str, Summary] = {}
     self.aux_losses: WeightedScalars = {}
     self.updates: NestedDict = {}

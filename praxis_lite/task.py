@@ -1,11 +1,11 @@
 """SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over.
 
-A task config describes a whole run except its data:
+A task config describes a run, except for its data:
 
-    task.model       the config of a `BaseModel`
+    task.model       what is trained, a config of a `BaseModel`
     task.train       learner, steps, intervals, `inputs_split_mapping`
-    task.evaluate    whether moving averages are used, number of batches
-    task.decode      the same for decoding
+    task.evaluate    whether moving averages are used, how many batches
+    task.decode      intervals and sizes of decoding runs
     task.ici_mesh_shape, task.dcn_mesh_shape, task.mesh_axis_names
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.config import REQUIRED, Config, Configurable, template
-from praxis_lite.errors import ConfigError, did_you_mean, located
+from praxis_lite.config import REQUIRED, Config, Configurable, field_names, template
+from praxis_lite.errors import ConfigError, check_choice, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
@@ -31,15 +31,15 @@ class TrainParams(Configurable):
 
   Attributes:
     learner: optimizer, schedule, clipping, moving averages, accumulation.
-    num_train_steps: steps of the whole run.
-    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves them split
-      over all mesh axes on the batch dimension.
-    log_interval_steps: steps between lines on the console and scalars in the event files.
-    eval_interval_steps: steps between evaluations; None evaluates only at the end.
-    decode_interval_steps: steps between decoding runs; None never decodes in training.
-    save_interval_steps: steps between checkpoints; the last step is always saved.
-    max_to_keep: how many of the newest checkpoints are kept.
-    keep_interval_steps: checkpoints at multiples of this step are never deleted; None disables it.
+    num_train_steps: number of steps of the whole run.
+    inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves their
+      batch dimension split over all mesh axes.
+    log_interval_steps: steps between lines on the console, and between scalars in the event files.
+    eval_interval_steps: steps between evaluations; None: only at the end.
+    decode_interval_steps: steps between decoding runs; None: only by the command `decode`.
+    save_interval_steps: steps between checkpoints; there is always one at the end.
+    max_to_keep: number of the newest checkpoints that are kept.
+    keep_interval_steps: checkpoints at multiples of this are never deleted; None disables it.
   """
 
   learner: Config = template(Learner)
@@ -57,8 +57,8 @@ class EvalParams(Configurable):
   """How the task is evaluated.
 
   Attributes:
-    use_ema: evaluate the moving averages if the learner keeps them.
-    max_batches: maximum number of batches; None evaluates the whole set.
+    use_ema: whether the moving averages are evaluated, if the learner keeps them.
+    max_batches: number of batches; None: the whole set.
   """
 
   use_ema: bool = True
@@ -69,8 +69,8 @@ class DecodeParams(Configurable):
   """How the task decodes its `decode_datasets()`.
 
   Attributes:
-    use_ema: decode with the moving averages if the learner keeps them.
-    max_batches: maximum number of batches; None decodes the whole set.
+    use_ema: whether the moving averages are used, if the learner keeps them.
+    max_batches: number of batches; None: the whole set.
   """
 
   use_ema: bool = True
@@ -86,13 +86,13 @@ class SingleTask(Configurable):
     name: name of the task, for logs.
     model: the model.
     mesh_axis_names: names of the mesh axes, in the order of the mesh shapes.
-    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None means one device.
-    dcn_mesh_shape: number of slices along each axis; None means one slice.
+    ici_mesh_shape: mesh shape within a slice (devices with a fast interconnect); None: one device.
+    dcn_mesh_shape: number of slices along each axis; None: one slice.
     logical_axis_rules: pairs (logical name, mesh axes) for mappings that name logical axes; earlier rules win.
-    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`: it places the weights that
-      declare no mapping.
+    strategy: pairs (regex of variable paths, ops), such as `('.*', 'fsdp(axis="data")')`, for the weights that declare
+      no mapping.
     partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
-      device computes its own rows, gathers weights where it uses them, and averages gradients.
+      device computes its own rows, gathers weights before it uses them, and averages gradients.
     train, evaluate, decode: see the classes.
   """
 
@@ -109,9 +109,7 @@ class SingleTask(Configurable):
   decode: DecodeParams = template(DecodeParams)
 
   def __post_init__(self) -> None:
-    if self.partitioning not in PARTITIONINGS:
-      close = did_you_mean(str(self.partitioning), PARTITIONINGS)
-      raise ConfigError(f"task.partitioning: expected 'auto' or 'shard_map', got {self.partitioning!r}.{close}")
+    check_choice('task.partitioning', self.partitioning, PARTITIONINGS)
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
     for section in ('train', 'evaluate', 'decode'):
@@ -126,16 +124,16 @@ class SingleTask(Configurable):
     with located('task.train'):
       self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
     model_p: object = self.model
-    if not isinstance(model_p, Config):
-      raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
     inherited = ('mesh_axis_names', 'logical_axis_rules')
+    if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
+      raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
     model = model_p.instantiate(**{f: getattr(self, f) for f in inherited if getattr(model_p, f) is None})
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model
 
   def mesh_sizes(self) -> dict[str, int]:
-    """Returns the size of each mesh axis by name, without creating the mesh."""
+    """Returns the size of each mesh axis by name, without a device."""
     with located('task'):
       return mesh_sizes(*self._mesh_shape())
 
@@ -155,7 +153,7 @@ class SingleTask(Configurable):
 
 
 def _with_total_steps(learner: Config, num_train_steps: int) -> Config:
-  """Sets `total_steps` of a schedule that requires it and does not have it to the steps of the run."""
+  """Sets the `total_steps` of a schedule that requires it and has none to the number of steps of the run."""
   schedule = learner.schedule
   if getattr(schedule, 'total_steps', None) is REQUIRED:
     learner = learner.clone()

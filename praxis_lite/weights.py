@@ -1,8 +1,8 @@
 """Weight declarations and initializers.
 
-A `WeightHParams` says everything about a weight that can be known without memory: its shape, dtype, initializer and how
-it is split over the mesh. A tree of them is what `Layer.abstract_init()` returns, and what specs, padding, optimizer
-masks, parameter tables and checkpoints are derived from.
+A `WeightHParams` describes a weight before it exists: shape, dtype, initializer, and how it is split over the mesh.
+`Layer.abstract_init()` returns a tree of them, from which specs, padding, optimizer masks, parameter tables and
+checkpoints are derived.
 
 Fans follow the convention of convolutions: the last axis is the output, the one before it the input, and all others the
 receptive field that multiplies both.
@@ -82,7 +82,7 @@ class WeightHParamsCollection(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
-  """How a weight gets its first value: a distribution and a scale.
+  """An initializer: a distribution and a scale.
 
   `stddev` (or the half-width of the uniform distribution) is `scale` times a factor that depends on the method:
 
@@ -162,14 +162,14 @@ class WeightHParams:
 
   Attributes:
     shape: shape of the weight in one layer, without the repeat prefix.
-    init: initializer; None takes the layer's `params_init`.
-    dtype: dtype it is stored in; None takes the layer's `dtype`.
+    init: initializer; None: the layer's `params_init`.
+    dtype: dtype it is stored in; None: the layer's `dtype`.
     tensor_split_dims_mapping: one entry per dimension of `shape`; None leaves the weight to the task's strategy, or
       replicates it.
     mapping_field: the config field to set the mapping by, where the mapping does not know it itself.
     repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
-    repeat_prefix_split_dims_mapping: how those are split.
-    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None is the convention above.
+    repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
+    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: the convention above.
     collections: marks from `WeightHParamsCollection`.
   """
 

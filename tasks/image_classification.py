@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from praxis_lite.config import template
-from praxis_lite.models import ClassificationModel
+from praxis_lite.models import BaseModel, ClassificationModel
 from praxis_lite.task import SingleTask, TrainParams
 from praxis_lite.tasks.learners import adamw_learner
 
@@ -12,5 +12,5 @@ class ImageClassificationTask(SingleTask):
   """A classifier of images trained with AdamW."""
 
   name: str = 'classifier'
-  model: ClassificationModel = template(ClassificationModel)
+  model: BaseModel = template(ClassificationModel)
   train: TrainParams = template(TrainParams, learner=adamw_learner(warmup_steps=50, weight_decay=1e-2))

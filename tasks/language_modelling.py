@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from praxis_lite.config import template
-from praxis_lite.models import LanguageModel
+from praxis_lite.models import BaseModel, LanguageModel
 from praxis_lite.task import SingleTask, TrainParams
 from praxis_lite.tasks.learners import adamw_learner
 
@@ -12,5 +12,5 @@ class LanguageModelTask(SingleTask):
   """A language model trained with AdamW."""
 
   name: str = 'lm'
-  model: LanguageModel = template(LanguageModel)
+  model: BaseModel = template(LanguageModel)
   train: TrainParams = template(TrainParams, learner=adamw_learner())

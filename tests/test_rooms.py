@@ -45,13 +45,8 @@ def imported(path):
 
 
 FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if room_of(p) not in ('__init__', 'experiments', 'tasks')]
-# Names of the rooms above that Praxis and T5X have under `partitioning`, loaded when they are first used; and the type
-# of a frame's active layer.
-UPWARD = {
-  PACKAGE / 'partitioning' / '__init__.py': {'training', 't5x', 'explain'},
-  PACKAGE / 'call.py': {'layer'},
-  PACKAGE / 'training' / 'partitioned_task.py': {'t5x'},
-}
+# Names of the rooms above that Praxis and T5X have under `partitioning`, loaded when they are first used.
+UPWARD = {PACKAGE / 'partitioning' / '__init__.py': {'training', 't5x', 'explain'}}
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,7 @@ def main() -> int:
   parser.add_argument('--devices', type=int, default=1, choices=[1, 8])
   parser.add_argument('--size', default='small', choices=['small', 'large'])
   parser.add_argument('--pairs', type=int, default=25, help='pairs of steps')
+  parser.add_argument('--traces', type=int, default=25, help='pairs of traces')
   parser.add_argument('--compiles', type=int, default=5, help='pairs of compilations')
   args = parser.parse_args()
   simulate_cpu_devices(args.devices)
@@ -62,11 +62,11 @@ def main() -> int:
   print(f'{size}\n{args.devices} device(s), {args.pairs} pairs of steps, {args.compiles} pairs of compilations\n')
   results: dict[str, float] = {}
 
-  pair: list[Callable[[], Contestant[Any]]] = [lambda: ours(size, args.devices), lambda: by_hand(size, args.devices)]
-  (built_ours, built_hand), build_times = build(pair, args.compiles)
-  for what in ('trace + lower', 'compile'):
-    first, second = ([t[what] for t in times] for times in build_times)
-    results[what] = report(what, first, second, 's')
+  built_ours, built_hand = ours(size, args.devices), by_hand(size, args.devices)
+  traced = in_turn(built_ours, built_hand, lambda c: c.lower(), args.traces, warm_up=2)
+  results['trace + lower'] = report('trace + lower', *traced, 's')
+  compiled = in_turn(built_ours, built_hand, lambda c: c.compile(), args.compiles, warm_up=1)
+  results['compile'] = report('compile', *compiled, 's')
   for what, value in (
     ('parameters', lambda c: c.num_params),
     ('memory', lambda c: c.peak_bytes / 2**20),
@@ -74,7 +74,8 @@ def main() -> int:
     ('bytes', lambda c: c.cost['bytes accessed']),
   ):
     results[what] = report(what, [value(built_ours)], [value(built_hand)], 'MiB' if what == 'memory' else '')
-  results['step'] = report('step', *run_in_turn(built_ours, built_hand, args.pairs), 's')
+  stepped = in_turn(built_ours, built_hand, lambda c: c.step(), args.pairs, warm_up=2)
+  results['step'] = report('step', *stepped, 's')
   print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
 
   if args.devices > 1:
@@ -85,7 +86,8 @@ def main() -> int:
     uneven.compile()
     counts = [{k: c.count for k, c in collectives(x.compiled).items() if c.count} for x in (uneven, even)]
     print(f'\ncollectives, one short of divisible: {counts[0]}\n             divisible:              {counts[1]}')
-    results['padding'] = report('padding', *run_in_turn(uneven, even, args.pairs), 's', ('one short', 'divisible'))
+    stepped = in_turn(uneven, even, lambda c: c.step(), args.pairs, warm_up=2)
+    results['padding'] = report('padding', *stepped, 's', ('one short', 'divisible'))
     results['collectives'] = 1.0 if counts[0] == counts[1] else 2.0
 
   missed = [what for what, ratio in results.items() if not within_limit(what, ratio)]
@@ -97,37 +99,18 @@ def within_limit(what: str, ratio: float) -> bool:
   return ratio <= LIMITS[what] and (what not in TWO_SIDED or 1 / ratio <= LIMITS[what])
 
 
-def build(
-  makers: Sequence[Callable[[], Contestant[Any]]], rounds: int
-) -> tuple[list[Contestant[Any]], list[list[dict[str, float]]]]:
-  """Builds the contestants in turn, `rounds` times after a warm-up; returns the last ones and the times of each."""
-  import jax
-
-  times: list[list[dict[str, float]]] = [[] for _ in makers]
-  built: list[Contestant[Any]] = []
-  for i in range(rounds + 1):
-    built = []
-    for make, record in zip(makers, times):
-      jax.clear_caches()
-      contestant = make()
-      taken = contestant.compile()
-      built.append(contestant)
-      if i:
-        record.append(taken)
-  return built, times
-
-
-def run_in_turn(first: Contestant[Any], second: Contestant[Any], pairs: int) -> tuple[list[float], list[float]]:
-  """Runs steps of both in turn and returns their times; which goes first alternates."""
-  times: tuple[list[float], list[float]] = ([], [])
-  for i in range(-2, pairs):
-    order = ((first, times[0]), (second, times[1]))
+def in_turn(
+  first: Contestant[Any], second: Contestant[Any], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int
+) -> tuple[list[float], list[float]]:
+  """Measures both in turn and returns the values of each; which goes first alternates."""
+  values: tuple[list[float], list[float]] = ([], [])
+  for i in range(-warm_up, pairs):
+    order = ((first, values[0]), (second, values[1]))
     for contestant, record in order if i % 2 else reversed(order):
-      start = time.perf_counter()
-      contestant.step()
+      value = measure(contestant)
       if i >= 0:
-        record.append(time.perf_counter() - start)
-  return times
+        record.append(value)
+  return values
 
 
 def report(

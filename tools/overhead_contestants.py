@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -53,21 +54,32 @@ class Contestant(Generic[StateT]):
     self._loss: jax.Array
     self.compiled: jax.stages.Compiled
 
-  def compile(self) -> dict[str, float]:
-    """Compiles the step and returns the seconds it took."""
-    begin = time.process_time()
-    lowered = self._lower()  # On one thread, so CPU time is what it takes on an idle machine.
-    traced = time.process_time() - begin
-    begin = time.perf_counter()
-    self.compiled = lowered.compile()
-    return {'trace + lower': traced, 'compile': time.perf_counter() - begin}
+  def lower(self) -> float:
+    """Traces and lowers the step, with JAX's caches empty, and returns the seconds of CPU time it took.
 
-  def step(self) -> None:
-    """Takes a step and waits for it."""
+    It runs on one thread, so CPU time is what it takes on an idle machine.
+    """
+    jax.clear_caches()
+    gc.collect()
+    begin = time.process_time()
+    self._lowered = self._lower()
+    return time.process_time() - begin
+
+  def compile(self) -> float:
+    """Lowers and compiles the step, and returns the seconds that compiling took."""
+    self.lower()
+    begin = time.perf_counter()
+    self.compiled = self._lowered.compile()
+    return time.perf_counter() - begin
+
+  def step(self) -> float:
+    """Takes a step, waits for it, and returns the seconds it took."""
     if self._state is None:
       self._state = self.start()
+    begin = time.perf_counter()
     self._state, self._loss = self.advance(self.compiled, self._state)
     jax.block_until_ready((self._state, self._loss))
+    return time.perf_counter() - begin
 
   def loss(self) -> float:
     """The loss of the last step."""

@@ -1,9 +1,9 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later.
 
 `Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that
-nested hyperparameters can be edited at once; a misspelt field names its nearest neighbour; and `instantiate` leaves the
-configs nested in a `Configurable` unbuilt, because they are templates that the object builds itself, once it knows what
-to fill in.
+nested hyperparameters can be edited at once; the error about a misspelt field suggests the nearest name; and
+`instantiate` does not build the configs nested in a `Configurable`: they are templates that the object builds itself,
+once it knows what to fill in.
 
     class FeedForward(Layer):
       hidden_dims: int = REQUIRED
@@ -13,7 +13,7 @@ to fill in.
     ff.norm_tpl.epsilon = 1e-5
     layer = ff.instantiate()
 
-Editing by path is in `overrides.py`, text dumps and diffs in `config_text.py`, JSON in `config_json.py`.
+Editing by path is in `overrides.py`, text dumps and diffs in `text.py`, JSON in `json.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar('T')
 
 
 class _Required:
-  """The value of a field that must be set. Any use of it as a value raises `ConfigError`."""
+  """The value of a required field that is not set. Using it as a value raises `ConfigError`."""
 
   def __repr__(self) -> str:
     return 'REQUIRED'
@@ -66,10 +66,10 @@ REQUIRED: Any = _Required()
 class Config(fdl.Config[T], Generic[T]):
   """The arguments of a future call of a class or function, editable as attributes.
 
-  Raises `UnknownFieldError` when a field that the target does not have is set or read.
+  Setting or reading a field that the target does not have raises `UnknownFieldError`.
   """
 
-  def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: Any, **kwargs: Any):
+  def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
     with history.suspend_tracking():
       known = _field_names(fn_or_cls)
       for name in kwargs:
@@ -80,7 +80,7 @@ class Config(fdl.Config[T], Generic[T]):
         if name not in self.__arguments__:
           setattr(self, name, factory())
 
-  def __setattr__(self, name: str, value: Any) -> None:
+  def __setattr__(self, name: str, value: object) -> None:
     with history.suspend_tracking():
       try:
         super().__setattr__(name, value)
@@ -105,7 +105,7 @@ class Config(fdl.Config[T], Generic[T]):
           setattr(self, name, factory())
 
   def __eq__(self, other: object) -> bool:
-    """Whether both would make the same call, defaults included. One pass, where Fiddle's grows with the depth."""
+    """Whether both would make the same call, defaults included. Takes one pass; Fiddle's takes more with each level."""
     if self is other:
       return True
     if not isinstance(other, Config):
@@ -121,23 +121,23 @@ class Config(fdl.Config[T], Generic[T]):
   def _unknown(self, name: str) -> UnknownFieldError:
     return UnknownFieldError(_unknown_field(target(self), name, _field_names(target(self)) or ()))
 
-  def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+  def __deepcopy__(self, memo: dict[int, object]) -> Self:
     for value in self.__arguments__.values():
       _share_arrays(value, memo)
     return super().__deepcopy__(memo)
 
-  def set(self, **fields: Any) -> Self:
+  def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""
     for name, value in fields.items():
       setattr(self, name, value)
     return self
 
-  def clone(self, **fields: Any) -> Self:
+  def clone(self, **fields: object) -> Self:
     """Returns an independent copy, with `fields` set in it. Arrays are shared: they may be large."""
     with history.suspend_tracking():
       return copy.deepcopy(self).set(**fields)
 
-  def instantiate(self, **fields: Any) -> T:
+  def instantiate(self, **fields: object) -> T:
     """Calls the target with the fields of this config, overridden by `fields`. See `instantiate`."""
     return instantiate(self, **fields)
 
@@ -149,12 +149,12 @@ class Configurable:
   Each subclass becomes a keyword-only dataclass. Configs in its fields reach it unbuilt.
   """
 
-  def __init_subclass__(cls, **kwargs: Any) -> None:
+  def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)
     dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
 
 
-def template(fn_or_cls: Callable[..., Any], /, **fields: Any) -> Any:
+def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
   """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
 
   `fn_or_cls` may be a `Config` too: the default is then a clone of it.
@@ -165,7 +165,7 @@ def template(fn_or_cls: Callable[..., Any], /, **fields: Any) -> Any:
   return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **fields))
 
 
-def instantiate(config: Config[T], **fields: Any) -> T:
+def instantiate(config: Config[T], **fields: object) -> T:
   """Calls a config's target with its fields.
 
   Configs nested in the fields are passed on unbuilt (as copies that share their arrays) to a `Configurable`, which
@@ -264,7 +264,7 @@ def _values(config: Config, arguments: Mapping[Any, Any]) -> dict[str | int, Any
   return values
 
 
-def _copy_nested(value: Any) -> Any:
+def _copy_nested(value: object) -> object:
   if isinstance(value, Config):
     return value.clone()
   if isinstance(value, (list, dict)):

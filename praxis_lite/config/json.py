@@ -29,12 +29,10 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import fiddle as fdl
-
-from praxis_lite.config import REQUIRED, Config, Configurable
+from praxis_lite.config import REQUIRED, Config, Configurable, target
 from praxis_lite.config.references import import_reference, is_named, reference
 from praxis_lite.config.text import child_path
 from praxis_lite.errors import ConfigError, UserError
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
   import numpy as np
 
 
-def to_json(config: Any, name: str = '', indent: int | None = 2) -> str:
+def to_json(config: object, name: str = '', indent: int | None = 2) -> str:
   """Returns `config`, or a dict, list or tuple of configs, as JSON.
 
   Args:
@@ -57,7 +55,7 @@ def to_json(config: Any, name: str = '', indent: int | None = 2) -> str:
   return json.dumps(_encode(config, name), indent=indent, allow_nan=False)
 
 
-def from_json(text: str, name: str = '') -> Any:
+def from_json(text: str, name: str = '') -> object:
   """Returns what `to_json` has written.
 
   Raises:
@@ -74,7 +72,7 @@ def from_json(text: str, name: str = '') -> Any:
 # -------------------------------------------------------------------- writing
 
 
-def _encode(value: Any, path: str) -> Any:
+def _encode(value: Any, path: str) -> object:
   kind = type(value)
   if value is REQUIRED:
     return {'$required': True}
@@ -93,7 +91,7 @@ def _encode(value: Any, path: str) -> Any:
   return _encode_other(value, path)
 
 
-def _encode_other(value: Any, path: str) -> Any:
+def _encode_other(value: Any, path: str) -> object:
   import numpy as np
 
   kind = type(value)
@@ -131,7 +129,7 @@ def _encode_other(value: Any, path: str) -> Any:
 
 
 def _encode_config(config: Config, path: str) -> dict[str, Any]:
-  encoded: dict[str, Any] = {'$config': _reference(fdl.get_callable(config), path)}
+  encoded: dict[str, Any] = {'$config': _reference(target(config), path)}
   positional = {str(k): _encode(v, child_path(path, k)) for k, v in config.__arguments__.items() if isinstance(k, int)}
   if positional:
     encoded['$args'] = positional
@@ -141,24 +139,24 @@ def _encode_config(config: Config, path: str) -> dict[str, Any]:
   return encoded
 
 
-def _encode_dict(value: dict[Any, Any], path: str) -> Any:
+def _encode_dict(value: dict[Any, Any], path: str) -> object:
   if all(type(k) is str and not k.startswith('$') for k in value):
     return {k: _encode(v, child_path(path, k)) for k, v in value.items()}
   return {'$dict': [[_encode(k, path), _encode(v, child_path(path, k))] for k, v in value.items()]}
 
 
-def _encode_object(value: Any, names: tuple[str, ...], path: str) -> dict[str, Any]:
+def _encode_object(value: object, names: tuple[str, ...], path: str) -> dict[str, Any]:
   return {
     '$object': _reference(type(value), path),
     **{name: _encode(getattr(value, name), child_path(path, name)) for name in names},
   }
 
 
-def _encode_all(values: Any, path: str) -> list[Any]:
+def _encode_all(values: Iterable[object], path: str) -> list[Any]:
   return [_encode(v, child_path(path, i)) for i, v in enumerate(values)]
 
 
-def _reference(value: Any, path: str) -> str:
+def _reference(value: object, path: str) -> str:
   try:
     return reference(value)
   except UserError as error:
@@ -176,7 +174,7 @@ def _dtype(dtype: np.dtype, path: str) -> str:
 # -------------------------------------------------------------------- reading
 
 
-def _decode(encoded: Any, path: str) -> Any:
+def _decode(encoded: object, path: str) -> Any:
   if isinstance(encoded, list):
     return _decode_all(encoded, path)
   if not isinstance(encoded, dict):
@@ -199,11 +197,11 @@ def _decode_all(encoded: list[Any], path: str) -> list[Any]:
 
 
 def _decode_config(encoded: dict[str, Any], path: str) -> Config:
-  target = _imported(encoded['$config'], path)
+  fn_or_cls = _imported(encoded['$config'], path)
   fields = {k: _decode(v, child_path(path, k)) for k, v in encoded.items() if not k.startswith('$')}
   positional = {int(k): _decode(v, child_path(path, int(k))) for k, v in encoded.get('$args', {}).items()}
   try:
-    config: Config = Config(target, **fields)
+    config: Config = Config(fn_or_cls, **fields)
   except UserError as error:
     raise ConfigError(f'{path or "config"}: {error}') from None
   if positional:
@@ -213,7 +211,7 @@ def _decode_config(encoded: dict[str, Any], path: str) -> Config:
   return config
 
 
-def _decode_object(encoded: dict[str, Any], path: str) -> Any:
+def _decode_object(encoded: dict[str, Any], path: str) -> object:
   cls = _imported(encoded['$object'], path)
   fields = {k: _decode(v, child_path(path, k)) for k, v in encoded.items() if k != '$object'}
   try:
@@ -227,13 +225,13 @@ def _decode_dict(encoded: dict[str, Any], path: str) -> dict[Any, Any]:
   return {k: _decode(v, child_path(path, k)) for k, v in pairs}
 
 
-def _decode_enum(encoded: dict[str, Any], path: str) -> Any:
+def _decode_enum(encoded: dict[str, Any], path: str) -> object:
   name, member = encoded['$enum']
   cls = _imported(name, path)
   return cls(member) if issubclass(cls, enum.Flag) else cls[member]
 
 
-def _decode_partial(encoded: dict[str, Any], path: str) -> Any:
+def _decode_partial(encoded: dict[str, Any], path: str) -> object:
   function, args, keywords = encoded['$partial']
   keywords = {k: _decode(v, child_path(path, k)) for k, v in keywords.items()}
   return functools.partial(_decode(function, path), *_decode_all(args, path), **keywords)
@@ -246,7 +244,7 @@ def _decode_array(encoded: dict[str, Any], path: str) -> np.ndarray:
   return np.ndarray(shape, _dtype_of(dtype), base64.b64decode(data)).copy()
 
 
-def _decode_scalar(encoded: dict[str, Any], path: str) -> Any:
+def _decode_scalar(encoded: dict[str, Any], path: str) -> object:
   import numpy as np
 
   dtype, data = encoded['$scalar']

@@ -6,10 +6,10 @@
       'task.model.params_init.scale=0.01',                      of a frozen dataclass, which is replaced
       'task.train.inputs_split_mapping.map_2d=(data, None)',    a dict key
       'datasets[0].batch_size=8',                               an index, or [*] for all entries
-      'task.train.learner.optimizer=optax.sgd',                 another class or function; what both have stays set
+      'task.train.learner.optimizer=optax.sgd',                 another class or function; shared fields are kept
     ])
 
-Values are checked against the annotations of the fields; `override_values.py` says how they are read.
+Values are checked against the annotations of the fields; `values.py` says how they are read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import fiddle as fdl
-
-from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints
+from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints, target
 from praxis_lite.config.text import child_path, to_text
 from praxis_lite.config.values import Text, describe, fit, members_of
 from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
@@ -34,26 +32,26 @@ _ALL = '*'
 _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
 
 
-def apply_overrides(root: Any, overrides: Iterable[str]) -> Any:
+def apply_overrides(root: object, overrides: Iterable[str]) -> object:
   """Applies overrides in place, in order, so that the last of several to one path wins. Returns `root`.
 
   Args:
     root: a config, or a dict of named configs and lists of configs.
-    overrides: texts of the form `path=value`.
+    overrides: strings of the form `path=value`.
 
   Raises:
-    UnknownFieldError: a path leads nowhere.
+    UnknownFieldError: a path does not exist.
     ConfigError: an override has no `=`, or a value has the wrong type.
   """
   for override in [overrides] if isinstance(overrides, str) else overrides:
     segments, rest = _parse(override)
     if not rest.startswith('=') or not segments:
-      raise ConfigError(f'{override!r} is no override; write path=value, as in task.train.num_train_steps=100')
+      raise ConfigError(f'{override!r} is not an override; write path=value, as in task.train.num_train_steps=100')
     _set(root, segments, Text(rest[1:].strip()))
   return root
 
 
-def set_by_path(root: Any, path: str, value: Any) -> None:
+def set_by_path(root: object, path: str, value: object) -> None:
   """Sets the field, dict key or index at `path` to `value`, checked as `apply_overrides` does.
 
   Args:
@@ -62,17 +60,17 @@ def set_by_path(root: Any, path: str, value: Any) -> None:
     value: the value itself. Where a config belongs, also a class or function, or its name.
 
   Raises:
-    UnknownFieldError: the path leads nowhere.
+    UnknownFieldError: the path does not exist.
     ConfigError: the value has the wrong type.
   """
   _set(root, _parsed_path(path), value)
 
 
-def get_by_path(root: Any, path: str) -> Any:
-  """Returns what is at `path`; where nothing is set, the default. To change it use `set_by_path`.
+def get_by_path(root: object, path: str) -> object:
+  """Returns the value at `path`, or its default if none is set. `set_by_path` changes it.
 
   Raises:
-    UnknownFieldError: the path leads nowhere.
+    UnknownFieldError: the path does not exist.
   """
   here, value = '', root
   for segment in _parsed_path(path):
@@ -106,7 +104,9 @@ def _parse(text: str) -> tuple[list[str | int], str]:
 def _parsed_path(path: str) -> list[str | int]:
   segments, rest = _parse(path)
   if rest or not segments:
-    raise ConfigError(f'{path!r} is no path; write names separated by dots, and indices as in datasets[0].batch_size')
+    raise ConfigError(
+      f'{path!r} is not a path; write names with dots between, and indices as in datasets[0].batch_size'
+    )
   return segments
 
 
@@ -115,12 +115,12 @@ class _Slot(NamedTuple):
 
   key: Any
   path: str
-  hint: Any
-  value: Any
+  hint: object
+  value: object
   is_new: bool = False
 
 
-def _slot(container: Any, segment: str | int, path: str, hint: Any) -> _Slot:
+def _slot(container: object, segment: str | int, path: str, hint: object) -> _Slot:
   """Returns the place that `segment` names in the container at `path`, which is annotated with `hint`."""
   if isinstance(container, Config):
     return _field_slot(container, segment, path)
@@ -141,18 +141,18 @@ def _slot(container: Any, segment: str | int, path: str, hint: Any) -> _Slot:
 
 
 def _field_slot(config: Config, segment: str | int, path: str) -> _Slot:
-  names, target = field_names(config), fdl.get_callable(config)
+  names, fn_or_cls = field_names(config), target(config)
   name = str(segment)
   if names is not None and segment not in names:
     if f'{segment}_tpl' not in names:
-      raise _unknown_field(target, segment, path, names)
+      raise _unknown_field(fn_or_cls, segment, path, names)
     name = f'{segment}_tpl'
   # A default belongs to the class, so it is copied before something below it is set.
   value = config.__arguments__[name] if name in config.__arguments__ else copy.deepcopy(config_values(config).get(name))
-  return _Slot(name, child_path(path, name), field_type_hints(target).get(name, Any), value)
+  return _Slot(name, child_path(path, name), field_type_hints(fn_or_cls).get(name, Any), value)
 
 
-def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path: str, hint: Any) -> _Slot:
+def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path: str, hint: object) -> _Slot:
   names: tuple[str, ...] = getattr(container, '_fields', ())
   size = len(container)
   if segment in names:
@@ -160,7 +160,7 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
   elif isinstance(segment, int) or segment.isdigit():
     index = int(segment)
   elif segment == _ALL:
-    raise UnknownFieldError(f'{path}[*]: {f"the {size} entries are to be read one by one" if size else "it is empty"}')
+    raise UnknownFieldError(f'{path}[*]: {f"the {size} entries must be read one by one" if size else "it is empty"}')
   else:
     raise UnknownFieldError(f'{path} is a {type(container).__name__}, so it has no {segment!r}; write {path}[0]')
   if not -size <= index < size:
@@ -170,7 +170,7 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
   return _Slot(index, child_path(path, index), _entry_hint(hint, 0, index), container[index])
 
 
-def _entry_hint(hint: Any, argument: int, index: int = 0) -> Any:
+def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
   """The annotation of the entries of a container annotated with `hint`, as far as it says."""
   for member in members_of(hint):
     origin, arguments = typing.get_origin(member), typing.get_args(member)
@@ -181,8 +181,8 @@ def _entry_hint(hint: Any, argument: int, index: int = 0) -> Any:
   return Any
 
 
-def _unknown_field(target: Any, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
-  what = getattr(target, '__qualname__', str(target))
+def _unknown_field(fn_or_cls: object, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
+  what = getattr(fn_or_cls, '__qualname__', str(fn_or_cls))
   close = did_you_mean(str(segment), [*names, *(n.removesuffix('_tpl') for n in names if n.endswith('_tpl'))])
   where = f'{path} ({what})' if path else what
   return UnknownFieldError(f'{where} has no field {_shown(segment)}.{close} Its fields: {", ".join(names)}.')
@@ -203,7 +203,7 @@ def _shown(segment: str | int) -> str:
 # -------------------------------------------------------------------- setting
 
 
-def _set(root: Any, segments: list[str | int], value: Any) -> None:
+def _set(root: object, segments: list[str | int], value: object) -> None:
   if not isinstance(root, dict):
     _put(root, segments, value, '', Any)
     return
@@ -219,10 +219,10 @@ def _set(root: Any, segments: list[str | int], value: Any) -> None:
     _put(slot.value, segments[1:], value, slot.path, Any)
 
 
-def _put(container: Any, segments: list[str | int], value: Any, path: str, hint: Any) -> Any:
+def _put(container: object, segments: list[str | int], value: object, path: str, hint: object) -> Any:
   """Returns `container` with `value` put at `segments` below it: itself if it is a config, otherwise a changed copy."""
   if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
-    container = {}  # The first entry of a dict that is not there yet.
+    container = {}  # The first entry of a dict that does not exist yet.
   if segments[0] == _ALL and isinstance(container, (list, tuple)) and container:
     for index in range(len(container)):
       container = _put(container, [index, *segments[1:]], value, path, hint)
@@ -237,7 +237,7 @@ def _put(container: Any, segments: list[str | int], value: Any, path: str, hint:
   return _with(container, slot, new)
 
 
-def _with(container: Any, slot: _Slot, value: Any) -> Any:
+def _with(container: Any, slot: _Slot, value: object) -> object:
   if isinstance(container, Config):
     setattr(container, slot.key, value)
     return container
@@ -252,20 +252,20 @@ def _with(container: Any, slot: _Slot, value: Any) -> Any:
     raise ConfigError(f'{slot.path}: {error}') from None
 
 
-def _fitted(value: Any, slot: _Slot, hint: Any) -> Any:
+def _fitted(value: object, slot: _Slot, hint: object) -> Any:
   try:
     new = fit(value, hint, slot.value)
   except UserError as error:
     raise ConfigError(f'{slot.path}: {error}') from None
   if isinstance(new, Config) and isinstance(slot.value, Config) and not isinstance(value, Config):
-    _carry_over(slot.value, Config(fdl.get_callable(slot.value)), new)
+    _carry_over(slot.value, Config(target(slot.value)), new)
   return new
 
 
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
   """Sets on `new` the fields it shares with `old`, of another class, where `old` is not as `untouched`, its default.
 
-  In a template that both classes fill in, it is the edits that are carried over, whatever the template's class in each.
+  Of a template that both classes have, only edited fields are carried over, even if its class differs between them.
   """
   names = field_names(new)
   for name, value in old.__arguments__.items():
@@ -274,9 +274,7 @@ def _carry_over(old: Config, untouched: Config, new: Config) -> None:
     default, counterpart = untouched.__arguments__.get(name, _UNSET), new.__arguments__.get(name)
     if default is not _UNSET and to_text(value) == to_text(default):
       continue
-    same_class = (
-      isinstance(value, Config) and isinstance(default, Config) and fdl.get_callable(value) is fdl.get_callable(default)
-    )
+    same_class = isinstance(value, Config) and isinstance(default, Config) and target(value) is target(default)
     if same_class and isinstance(counterpart, Config):
       _carry_over(value, default, counterpart)
     else:

@@ -1,8 +1,8 @@
 """References: the names by which dumps, JSON and overrides of configs refer to functions and classes.
 
-    reference(jax.nn.gelu)                    'jax.nn:gelu'        can be imported again, or raises
+    reference(jax.nn.gelu)                    'jax.nn:gelu'        can be imported to the same object, or raises
     dotted_name(jax.nn.gelu)                  'jax.nn.gelu'        for people; never raises
-    import_reference('jax.nn.gelu')           the function         from either spelling
+    import_reference('jax.nn.gelu')           the function         takes both spellings
 
 Libraries define much of what they export in private modules (`jax._src.nn.functions`), which move between releases. The
 public module that exports the object is named instead, so that dumps and files can still be read after an upgrade.
@@ -14,6 +14,8 @@ import functools
 import inspect
 import re
 import sys
+from collections.abc import Callable
+from typing import TypeGuard
 
 from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.importing import MissingModuleError, import_module
@@ -21,7 +23,7 @@ from praxis_lite.importing import MissingModuleError, import_module
 _REFERENCE = re.compile(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*([.:][A-Za-z_]\w*)(\.[A-Za-z_]\w*)*')
 
 
-def is_named(value: object) -> bool:
+def is_named(value: object) -> TypeGuard[Callable[..., object]]:
   """Whether `value` is a function, class or other callable with a `__name__`."""
   return callable(value) and isinstance(getattr(value, '__name__', None), str)
 

@@ -7,9 +7,9 @@
     task.train.inputs_split_mapping.map_2d = ('data', None)
     datasets[0].batch_size = 12
 
-Fields stand in the order of their declaration, defaults included, so that a golden file notices a changed default; the
-keys of a dict are sorted, but for those of the root. Each line says where it is, so a line diff needs no context. What
-stands left of `=` is the path that `overrides.py` takes.
+Fields are in the order of their declaration, defaults included, so that a golden file shows a changed default; the keys
+of a dict are sorted, except those of the root. Each line has its full path, so a line diff needs no context. The left
+side of `=` is the path that `overrides.py` takes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import functools
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fiddle as fdl
-
-from praxis_lite.config import REQUIRED, Config, config_values
+from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.references import dotted_name, is_named
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ _ADDRESS = re.compile(r' at 0x[0-9a-f]+')
 _MAX_ARRAY_ENTRIES = 16
 
 
-def to_text(config: Any, name: str = '') -> str:
+def to_text(config: object, name: str = '') -> str:
   """Returns the dump of a config, or of a dict or list of configs: lines joined by newlines, without one at the end.
 
   Args:
@@ -46,7 +44,7 @@ def to_text(config: Any, name: str = '') -> str:
   return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True))
 
 
-def diff(old: Any, new: Any, name: str = '') -> list[str]:
+def diff(old: object, new: object, name: str = '') -> list[str]:
   """Returns the differences of two configs, a line each, in the order of the dumps; equal configs have none.
 
   task.model.num_layers: 6 -> 8          changed: a value, or the class of a config
@@ -73,7 +71,7 @@ def child_path(path: str, key: str | int) -> str:
 
 
 def format_value(value: Any) -> str:
-  """Returns `value` on one line, the same in every process."""
+  """Returns `value` on one line; the text is the same in every process."""
   kind = type(value)
   if kind in _PLAIN or value is REQUIRED:
     return repr(value)
@@ -90,7 +88,7 @@ def format_value(value: Any) -> str:
     return f'{kind.__name__}({", ".join(sorted(map(format_value, value)))})'
   if isinstance(value, Config):
     fields = ', '.join(f'{k}={format_value(v)}' for k, v in value.__arguments__.items())
-    return f'Config({dotted_name(fdl.get_callable(value))}{", " if fields else ""}{fields})'
+    return f'Config({dotted_name(target(value))}{", " if fields else ""}{fields})'
   if (dtype := dtype_name(value)) is not None:
     return dtype
   if isinstance(value, functools.partial):
@@ -109,7 +107,7 @@ def format_value(value: Any) -> str:
   return ' '.join(_ADDRESS.sub('', repr(value)).split())
 
 
-def dtype_name(value: Any) -> str | None:
+def dtype_name(value: object) -> str | None:
   """Returns the name of a dtype, spelt as `jnp.float32`, `np.float32` or `np.dtype('float32')`; None for all else."""
   import numpy as np
 
@@ -139,11 +137,11 @@ def _line(path: str, entry: _Entry) -> str:
   return f'{path}: {entry.text}' if entry.is_config else f'{path} = {entry.text}'
 
 
-def _entries(value: Any, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
+def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
   """Yields (path, right side) of the lines of `value`."""
-  children: Any
+  children: object
   if isinstance(value, Config):
-    yield path, _Entry(dotted_name(fdl.get_callable(value)), True)
+    yield path, _Entry(dotted_name(target(value)), True)
     children = config_values(value).items()
   elif type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
     children = value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0]))
@@ -160,7 +158,7 @@ def _is_plain_key(key: object) -> bool:
   return isinstance(key, str) and _IDENTIFIER.fullmatch(key) is not None
 
 
-def _holds_config(value: Any) -> bool:
+def _holds_config(value: object) -> bool:
   if isinstance(value, Config):
     return True
   if isinstance(value, dict):
@@ -180,7 +178,7 @@ def _merged(old: list[str], new: list[str]) -> list[str]:
   return list(merged | dict.fromkeys(old))
 
 
-def _joined(values: Any) -> str:
+def _joined(values: Iterable[object]) -> str:
   return ', '.join(map(format_value, values))
 
 

@@ -1,9 +1,9 @@
 """Values of overrides: from text to a value, and from a value to one that fits the annotation of its field.
 
-Text is read as a Python literal, where names inside containers may lose their quotes: `(data, mdl)` is
-`('data', 'mdl')`. Text that is no literal is a string. `fit` then makes the value one of the annotated type, as far as
-that loses nothing: an int for a float, a list for a tuple, the name of an enum's member, and the name of a class for a
-config or callable, which is imported.
+Text is read as a Python literal, in which names inside containers need no quotes: `(data, mdl)` is `('data', 'mdl')`.
+Text that is not a literal is a string. `fit` then converts the value to the annotated type where nothing is lost: an
+int to a float, a list to a tuple, a name to an enum's member, and the name of a class, which is imported, to a config
+or callable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import re
 import sys
 import types
 import typing
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
-import fiddle as fdl
-
-from praxis_lite.config import REQUIRED, Config, Configurable
+from praxis_lite.config import REQUIRED, Config, Configurable, target
 from praxis_lite.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.config.text import format_value
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
@@ -37,7 +36,7 @@ class MismatchError(Exception):
   """A value does not fit its field; the message says what would."""
 
 
-def fit(value: Any, hint: Any, current: Any) -> Any:
+def fit(value: object, hint: object, current: object) -> object:
   """Returns `value` as one that a field takes.
 
   Args:
@@ -60,8 +59,8 @@ def fit(value: Any, hint: Any, current: Any) -> Any:
     raise ConfigError(f'expected {mismatch}, got {describe(value)}') from None
 
 
-def describe(value: Any) -> str:
-  """Returns how messages show a value: itself, and its type."""
+def describe(value: object) -> str:
+  """Returns a value as messages show it, with its type."""
   return 'None' if value is None else f'{format_value(value)} ({type(value).__name__})'
 
 
@@ -75,7 +74,7 @@ class _NotLiteralError(Exception):
   pass
 
 
-def _read(text: str, classes: list[type]) -> Any:
+def _read(text: str, classes: list[type]) -> object:
   """Reads a literal, or a call of one of `classes` such as `WeightInit('gaussian', 0.02)`; other text is itself."""
   if text.lower() in _NAMES:
     return _NAMES[text.lower()]
@@ -115,7 +114,7 @@ def _literal(node: ast.expr, classes: dict[str, type]) -> Any:
   raise _NotLiteralError
 
 
-def _maker(function: ast.expr, classes: dict[str, type]) -> Any:
+def _maker(function: ast.expr, classes: dict[str, type]) -> Callable[..., object]:
   """The class that a call names, or its class method."""
   match function:
     case ast.Name(id=name) if name in classes:
@@ -130,14 +129,14 @@ def _maker(function: ast.expr, classes: dict[str, type]) -> Any:
   raise _NotLiteralError
 
 
-def _is_value_class(kind: Any) -> bool:
+def _is_value_class(kind: object) -> bool:
   return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore
 
 
 # -------------------------------------------------------------------- to the annotation
 
 
-def _fit(value: Any, hint: Any, current: Any) -> Any:
+def _fit(value: object, hint: object, current: object) -> object:
   if value is REQUIRED or isinstance(value, Config):
     return value if value is REQUIRED else _convert(value, hint)
   members = members_of(hint)
@@ -154,10 +153,12 @@ def _fit(value: Any, hint: Any, current: Any) -> Any:
   with contextlib.suppress(MismatchError):
     if hint is not Any or value is None:
       return _convert(value, hint)
+  if _is_configurable(hint):
+    raise MismatchError(describe_hint(hint))
   raise MismatchError('the name of a class or function, such as package.module.Class')
 
 
-def _config_of(target: Any) -> Config:
+def _config_of(target: object) -> Config:
   if isinstance(target, Config):
     return target.clone()
   if not is_named(target):
@@ -165,8 +166,8 @@ def _config_of(target: Any) -> Config:
   return Config(target)
 
 
-def _convert(value: Any, hint: Any) -> Any:
-  """Returns `value` in the type of `hint`; raises MismatchError if that cannot be."""
+def _convert(value: Any, hint: Any) -> object:
+  """Returns `value` converted to the type `hint`; raises MismatchError if it cannot be converted."""
   members = members_of(hint)
   if Any in members:
     return value
@@ -194,11 +195,11 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy's are registered as these.
-# A string is one, of its letters, and never meant as one.
+# A string is a sequence too, of its letters, but never given as one.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
 
-def _convert_to_one_of(value: Any, members: list[Any], hint: Any) -> Any:
+def _convert_to_one_of(value: object, members: list[Any], hint: object) -> object:
   if type(value) in members:
     return value
   for member in members:
@@ -207,7 +208,7 @@ def _convert_to_one_of(value: Any, members: list[Any], hint: Any) -> Any:
   raise MismatchError(describe_hint(hint))
 
 
-def _convert_entries(value: Any, origin: Any, arguments: tuple[Any, ...], hint: Any) -> list[Any]:
+def _convert_entries(value: Sequence[object], origin: object, arguments: tuple[Any, ...], hint: object) -> list[Any]:
   with contextlib.suppress(MismatchError):
     if not arguments:
       return list(value)
@@ -218,7 +219,7 @@ def _convert_entries(value: Any, origin: Any, arguments: tuple[Any, ...], hint: 
   raise MismatchError(describe_hint(hint))
 
 
-def _member(cls: type[enum.Enum], value: Any) -> Any:
+def _member(cls: type[enum.Enum], value: object) -> object:
   if isinstance(value, str) and (name := value.removeprefix(f'{cls.__name__}.')) in cls.__members__:
     return cls[name]
   try:
@@ -227,7 +228,7 @@ def _member(cls: type[enum.Enum], value: Any) -> Any:
     raise MismatchError(f'one of {", ".join(cls.__members__)}') from None
 
 
-def _checked_dtype(value: Any, none_allowed: bool) -> Any:
+def _checked_dtype(value: Any, none_allowed: bool) -> object:
   from jax.numpy import dtype
 
   if value is None and none_allowed:
@@ -241,7 +242,7 @@ def _checked_dtype(value: Any, none_allowed: bool) -> Any:
 _DTYPES = ('float32', 'bfloat16', 'float16', 'int32')
 
 
-def _passes(value: Any, hint: Any) -> bool:
+def _passes(value: object, hint: object) -> bool:
   if hint in (str, bool, bytes, types.NoneType):
     return isinstance(value, hint)
   import typeguard
@@ -263,7 +264,7 @@ def _passes(value: Any, hint: Any) -> bool:
 # -------------------------------------------------------------------- annotations
 
 
-def members_of(hint: Any) -> list[Any]:
+def members_of(hint: object) -> list[Any]:
   """Returns the members of a union, or the annotation itself."""
   if typing.get_origin(hint) is typing.Annotated:
     return members_of(typing.get_args(hint)[0])
@@ -272,7 +273,7 @@ def members_of(hint: Any) -> list[Any]:
   return [hint]
 
 
-def describe_hint(hint: Any) -> str:
+def describe_hint(hint: object) -> str:
   """Returns an annotation as people write it."""
   members = members_of(hint)
   if typing.get_origin(hint) is typing.Literal:
@@ -281,6 +282,8 @@ def describe_hint(hint: Any) -> str:
     return ' | '.join(map(describe_hint, members))
   if hint is types.NoneType:
     return 'None'
+  if _is_configurable(hint):
+    return f'the config of a {hint.__qualname__}'
   if _is_callable_hint(hint):
     return 'a function or class'
   if isinstance(hint, type) and not typing.get_args(hint):
@@ -288,18 +291,22 @@ def describe_hint(hint: Any) -> str:
   return re.sub(r'(?:\w+\.)+(?=\w)', '', str(hint))
 
 
-def _is_config(hint: Any) -> bool:
+def _is_config(hint: object) -> bool:
   origin = typing.get_origin(hint) or hint
   return isinstance(origin, type) and issubclass(origin, Config)
 
 
-def _is_built_from(config: Config, hint: Any) -> bool:
+def _is_built_from(config: Config, hint: object) -> bool:
   """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
-  target = fdl.get_callable(config)
-  return all(isinstance(c, type) and issubclass(c, Configurable) for c in (target, hint)) and issubclass(target, hint)
+  built = target(config)
+  return _is_configurable(hint) and isinstance(built, type) and issubclass(built, hint)
 
 
-def _is_callable_hint(hint: Any) -> bool:
+def _is_configurable(hint: object) -> TypeGuard[type[Configurable]]:
+  return isinstance(hint, type) and issubclass(hint, Configurable)
+
+
+def _is_callable_hint(hint: object) -> bool:
   return (typing.get_origin(hint) or hint) in (collections.abc.Callable, type)
 
 

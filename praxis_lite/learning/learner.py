@@ -3,14 +3,14 @@
     gradient -> clipping: by value, by each variable's norm, by the global norm
              -> L2 -> optimizer -> decoupled weight decay -> new variables -> moving averages
 
-A step whose loss or gradient is not finite leaves variables, slots and averages as they were.
+A step whose loss or gradient is not finite changes neither variables nor slots nor averages.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ import optax
 
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.learning.optimizer import GroupedOptimizer, is_regularized
+from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams
 
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
-SumParts = Callable[[Any], Any]
+SumParts = Callable[[NestedDict], NestedDict]
+
+T = TypeVar('T')
 
 _ON_NONFINITE = ('skip', 'raise', 'ignore')
 
@@ -35,48 +37,48 @@ class LearnerUpdate(NamedTuple):
   Attributes:
     mdl_vars: all variables, the trained ones updated.
     opt_states: new optimizer state.
-    ema_vars: new moving averages, or None.
-    stats: float32 scalars: learning_rate, grad_norm (of the whole gradient, before clipping), skipped (0 or 1) unless
-      steps that are not finite are ignored, and param_norm if it is asked for.
-    finite: whether the step counts; None where it always does.
+    ema_vars: new moving averages; None if they are disabled.
+    stats: float32 scalars: learning_rate, grad_norm (of the whole gradient, before clipping), skipped (0 or 1; absent
+      if on_nonfinite is 'ignore'), and param_norm if report_param_norm is set.
+    finite: whether loss and gradient were finite; None if on_nonfinite is 'ignore'.
   """
 
-  mdl_vars: Any
-  opt_states: Any
-  ema_vars: Any
+  mdl_vars: NestedDict
+  opt_states: States
+  ema_vars: NestedDict | None
   stats: dict[str, jax.Array]
   finite: jax.Array | None
 
 
 class Learner(Configurable):
-  """Optimizer, schedule and all that is done to gradients.
+  """An optimizer, a learning rate schedule, and what else is done to gradients and variables in a step.
 
   Attributes:
     optimizer: config of an optax optimizer, as in `Config(optax.adamw, weight_decay=0.1)`, or of a function that
-      returns an optax transformation. Learning rate and weight decay mask are filled in where it, or a config nested
-      in it, takes them and they are not set.
-    learning_rate: multiplied with the schedule.
+      returns an optax transformation. Where it, or a config nested in it, has a learning rate or a weight decay mask
+      that is not set, the learner's is filled in.
+    learning_rate: factor of the schedule.
     schedule: config of a schedule: a function of the step.
-    clip_gradient_norm_to_value: the gradient is scaled down to this global norm; 0 does not.
-    clip_gradient_single_norm_to_value: each variable's gradient is scaled down to this norm; 0 does not.
-    clip_gradient_value: each element is clipped to +- this; 0 does not.
-    l2_regularizer_weight: adds this times the variable to its gradient.
-    decoupled_weight_decay: takes learning rate times this times the variable off it.
-    bprop_variable_inclusion: regexes of variable paths, matched whole; only these are trained. Empty: all.
-    bprop_variable_exclusion: regexes of variable paths, matched whole; these are not trained, and have no slots.
-    ema_decay: of moving averages of the trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0 keeps
-      none.
-    num_microbatches: gradients are accumulated over so many parts of each batch.
-    on_nonfinite: 'skip' leaves all as it was after a step whose loss or gradient norm is not finite in float32; 'raise'
-      does too and ends the run; 'ignore' does not look.
-    per_layer_statistics: whether the optimizer updates each layer of a repeated one by itself. None: unless it is known
-      to make no difference.
+    clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.
+    clip_gradient_single_norm_to_value: upper limit of the norm of each variable's gradient; 0 disables it.
+    clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
+    l2_regularizer_weight: this times the variable is added to its gradient; 0 disables it.
+    decoupled_weight_decay: learning rate times this times the variable is subtracted from it; 0 disables it.
+    bprop_variable_inclusion: regexes that match whole variable paths; only these variables are trained. Empty: all.
+    bprop_variable_exclusion: regexes that match whole variable paths; these are not trained, and have no slots.
+    ema_decay: decay of the moving averages of trained variables; at step t it is min(ema_decay, (1 + t) / (10 + t)). 0
+      disables them.
+    num_microbatches: number of parts of a batch that gradients are accumulated over.
+    on_nonfinite: what is done in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing;
+      'raise' changes nothing and ends the run; 'ignore' updates as in any other step.
+    per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only where
+      that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
 
-  Variables marked to skip regularization are spared both kinds of decay, and the optimizer's own.
+  Neither kind of decay, nor the optimizer's own, applies to variables marked to skip regularization.
 
   Raises:
-    ConfigError: values that cannot be, or both kinds of decay.
+    ConfigError: a value is out of range, or both kinds of decay are set.
   """
 
   optimizer: Config = template(optax.adamw)
@@ -117,7 +119,7 @@ class Learner(Configurable):
     self._bound: tuple[NestedDict, BoundLearner] | None = None
 
   def bind(self, weights: NestedDict) -> BoundLearner:
-    """Returns the learner of a model's variables.
+    """Returns this learner for the variables of a model.
 
     Args:
       weights: their declarations, `model.abstract_init()`.
@@ -125,7 +127,7 @@ class Learner(Configurable):
     Raises:
       ConfigError: a regex is not valid, or matches no variable, or no variable is left to train.
     """
-    if self._bound is None or self._bound[0] != weights:  # What it finds out about the optimizer is found out once.
+    if self._bound is None or self._bound[0] != weights:  # It keeps what it finds out about the optimizer.
       self._bound = weights, BoundLearner(self, weights)
     return self._bound[1]
 
@@ -188,27 +190,32 @@ class BoundLearner:
 
   # ---------------------------------------------------------------- state
 
-  def init(self, mdl_vars: NestedDict) -> Any:
+  def init(self, mdl_vars: NestedDict) -> States:
     """Returns the first optimizer state: slots for the trained variables only."""
     return self._optimizer.init(self.trained(mdl_vars), self._learner.learning_rate_at(0))
 
   def init_ema(self, mdl_vars: NestedDict) -> NestedDict | None:
-    """Returns the first moving averages, copies of the trained variables; None where none are kept."""
+    """Returns the first moving averages, copies of the trained variables; None if they are disabled."""
     return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    """Returns, by the path of a slot in the optimizer state, which axis of its variable each dimension of it runs
+    along, None for none. Slots of which this is not known are left out."""
+    return self._optimizer.slot_axes()
+
   def not_elementwise(self) -> list[str]:
-    """Returns the names of what the optimizer is built from that may need whole variables, not parts of them."""
+    """Returns the names of those functions in the optimizer's config whose results may differ on parts of variables."""
     return self._optimizer.not_elementwise()
 
   # ---------------------------------------------------------------- the update
 
   def update(
     self,
-    gradients: Any,
+    gradients: NestedDict,
     loss: jax.Array,
-    mdl_vars: Any,
-    opt_states: Any,
-    ema_vars: Any,
+    mdl_vars: NestedDict,
+    opt_states: States,
+    ema_vars: NestedDict | None,
     step: jax.Array,
     sum_parts: SumParts = lambda sums: sums,
   ) -> LearnerUpdate:
@@ -220,17 +227,17 @@ class BoundLearner:
       mdl_vars: all variables.
       opt_states, ema_vars: state from `init`, `init_ema` or an earlier update.
       step: number of steps taken before this one.
-      sum_parts: adds up sums over parts of variables, where variables and gradients are one device's parts.
+      sum_parts: adds sums over parts of variables over devices, where each device has a part of some variables.
 
     Raises:
-      ConfigError: the optimizer cannot be what its config says, or needs what a step does not have.
+      ConfigError: the optimizer cannot be built from its config, or needs an argument that a training step has not.
     """
     learner, variables = self._learner, self.trained(mdl_vars)
     grad_norm = _global_norm(gradients, sum_parts)
     rate = learner.learning_rate_at(step)
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    def changed() -> tuple[Any, Any, Any]:
+    def changed() -> tuple[NestedDict, States, NestedDict | None]:
       prepared = self._regularized(self._clipped(gradients, grad_norm, sum_parts), variables)
       updates, new_states = self._optimizer.update(prepared, opt_states, variables, rate, loss)
       new_variables = optax.apply_updates(variables, self._decayed(updates, variables, rate))
@@ -244,7 +251,7 @@ class BoundLearner:
       stats['param_norm'] = _global_norm(new_variables, sum_parts)
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
-  def _clipped(self, gradients: Any, norm: jax.Array, sum_parts: SumParts) -> Any:
+  def _clipped(self, gradients: NestedDict, norm: jax.Array, sum_parts: SumParts) -> NestedDict:
     original = gradients
     if self._learner.clip_gradient_value:
       gradients = jax.tree.map(
@@ -259,7 +266,7 @@ class BoundLearner:
       gradients = jax.tree.map(lambda g: g * (limit / jnp.maximum(norm, limit)).astype(g.dtype), gradients)
     return gradients
 
-  def _regularized(self, gradients: Any, variables: Any) -> Any:
+  def _regularized(self, gradients: NestedDict, variables: NestedDict) -> NestedDict:
     if not self._learner.l2_regularizer_weight:
       return gradients
     return jax.tree.map(
@@ -274,21 +281,21 @@ class BoundLearner:
     limit = self._learner.clip_gradient_single_norm_to_value
     return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
-  def _decayed(self, updates: Any, variables: Any, rate: jax.Array) -> Any:
+  def _decayed(self, updates: NestedDict, variables: NestedDict, rate: jax.Array) -> NestedDict:
     if not self._learner.decoupled_weight_decay:
       return updates
     factor = rate * self._learner.decoupled_weight_decay
     return jax.tree.map(lambda u, v, w: u - factor * v if is_regularized(w) else u, updates, variables, self._declared)
 
-  def _averaged(self, averages: Any, variables: Any, step: jax.Array) -> Any:
+  def _averaged(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
     if averages is None:
       return None
     new = 1.0 - jnp.minimum(self._learner.ema_decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
 
 
-def _if_finite(finite: jax.Array | None, changed: Callable[[], Any], kept: Any) -> Any:
-  """Returns what `changed()` does, or `kept` if the step is not finite.
+def _if_finite(finite: jax.Array | None, changed: Callable[[], T], kept: T) -> T:
+  """Returns `changed()`, or `kept` if the step is not finite.
 
   A branch lets XLA update donated arrays in place. Choosing between old and new element by element would read the old
   slots once more after the new ones are written, and so copy each of them.
@@ -299,12 +306,12 @@ def _if_finite(finite: jax.Array | None, changed: Callable[[], Any], kept: Any) 
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:
-  """The squared norm of a gradient, or of each layer's, where a variable holds a stack of them: [layers, 1, ...]."""
+  """The squared norm of a gradient; for a stack of layers, that of each layer: [layers, 1, ...]."""
   axes = tuple(range(len(weight.repeat_prefix), gradient.ndim))
   return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=axes, keepdims=True)
 
 
-def _global_norm(tree: Any, sum_parts: SumParts) -> jax.Array:
+def _global_norm(tree: NestedDict, sum_parts: SumParts) -> jax.Array:
   """The norm of all arrays of a tree as one vector, in float32 whatever their dtype."""
   squares = sum_parts(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
   return jnp.sqrt(sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32)))

@@ -24,6 +24,7 @@ what an optimizer does every so many steps is then still decided once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ import optax
 
 from praxis_lite.config import REQUIRED, Config, map_nested, nested_configs, target
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all
+from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, path_names, select
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
@@ -57,11 +58,11 @@ class GroupedOptimizer:
       filled in wherever a factory takes a `learning_rate` and none is set, and the variables that may be regularized
       wherever it takes a mask for its weight decay and none is set.
     weights: declarations of the variables it updates, a nested dict.
-    per_layer: whether repeated layers are updated each by itself; None does so unless that makes no difference.
+    per_layer: whether each layer of a stack is updated separately; None: only where that may make a difference.
 
-  Its methods raise ConfigError: no factory takes the learning rate, weight decay cannot be kept from variables marked
-  to skip it, what is built is not an optax transformation; or `per_layer` is None, and parts of the optimizer call for
-  both.
+  `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
+  marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of the
+  optimizer must see all layers together and another each separately.
   """
 
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None):
@@ -96,7 +97,7 @@ class GroupedOptimizer:
       loss: for the few optimizers that use it.
 
     Raises:
-      ConfigError: the optimizer needs something else, such as a function that evaluates the loss again.
+      ConfigError: the optimizer needs another argument, such as a function that evaluates the loss again.
     """
     optimizer, updates, new_states = self._build(learning_rate), [], {}
     for name, (paths, depth) in self._groups.items():
@@ -113,11 +114,20 @@ class GroupedOptimizer:
     return merge(*updates), new_states
 
   def not_elementwise(self) -> list[str]:
-    """Returns the names of the factories in the config that may need whole variables, not parts of them."""
+    """Returns the names of the factories in the config whose updates may differ on parts of variables."""
     if is_elementwise(self._build, self._weights):
       return []
     at_fault = [name for name, build in self._factories() if not is_elementwise(build, self._weights)]
     return at_fault or [_name(self._config)]
+
+  def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
+    """Returns, by the path of a slot in the state, which axis of its variable each dimension of it runs along."""
+    axes: dict[Path, tuple[int | None, ...]] = {}
+    for name, (paths, depth) in self._groups.items():
+      layers = jax.tree.map(functools.partial(_without_prefix, depth), _part(self._weights, paths))
+      for path, along in slot_axes(self._build, layers).items():
+        axes[name, *path] = (*range(depth), *(None if axis is None else axis + depth for axis in along))
+    return axes
 
   @functools.cached_property
   def _groups(self) -> dict[str, tuple[set[Path], int]]:
@@ -184,8 +194,8 @@ class GroupedOptimizer:
     return jax.tree_util.tree_map_with_path(may_be_regularized, params)
 
   def _factories(self) -> list[tuple[str, Callable[[Rate], Transformation]]]:
-    """The name of each factory of transformations in the config, and what builds its own one: around transformations
-    in it that do nothing."""
+    """The name of each factory of transformations in the config, and what builds its transformation alone: those that
+    are nested in it are replaced by the identity."""
 
     def build(config: Config, rate: Rate) -> object:
       return self._filled(config, rate, []).instantiate()
@@ -235,6 +245,10 @@ def is_regularized(weight: WeightHParams) -> bool:
 
 def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
   return select(tree, paths.__contains__)
+
+
+def _without_prefix(depth: int, weight: WeightHParams) -> WeightHParams:
+  return dataclasses.replace(weight, repeat_prefix=weight.repeat_prefix[depth:])
 
 
 def _parameters(config: Config) -> Mapping[str, inspect.Parameter]:
@@ -293,11 +307,11 @@ def _update(
 
 
 def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
-  """Returns 0 for each array of a state that each layer has its own of, None for those that all share.
+  """Returns 0 for each array of a state that every layer has its own of, None for those that all layers share.
 
   Args:
     optimizer: what is mapped.
-    variables, state: shapes of those of one layer.
+    variables, state: shapes of the variables and the state of one layer.
   """
   known = leaves_by_path(variables)
   slots, structure = jax.tree_util.tree_flatten_with_path(state)

@@ -6,17 +6,17 @@ Three questions about a transformation, whoever wrote it:
     is_elementwise    does it do to a part of a variable what it does to that part of the whole?
     looks_at_all      does what it does to one variable depend on sums over several?
 
-The programs (jaxprs) of its `init` and `update` are traced twice, on shapes alone: with stacks and with lists of their
-layers, or with variables of two sizes. Each array in a program is described by
+The programs (jaxprs) of its `init` and `update` are traced on shapes alone and compared: with stacks and with lists of
+their layers, or with variables of two sizes. Nothing is compiled. Each array in a program is described by
 
-    form      the formula of one entry, from this entry of the gradient, the parameter and the slots, from scalars, and
-              from sums over variables, where a sum over a stack is written as those over its layers
-    labels    for each dimension, which axes of its variable it runs along
-    marks     the variables whose other entries it depends on, and whether it draws noise
+    form      the formula of one entry, in terms of the same entry of the gradient, the parameter and the slots, of
+              scalars, and of sums over variables, where a sum over a stack is written as sums over its layers
+    labels    for each dimension, the axes of the variable that it runs along
+    marks     the variables whose other entries it depends on, and whether it draws random numbers
 
-Where both programs have the same forms, both do the same at every step, by induction: slots that are alike before an
-update are alike after it. What is not understood gets a form with all shapes in it, which differs between the two. So
-stackable and elementwise are answers that are shown, never guessed.
+If two programs have the same forms, they do the same at every step, by induction: slots that are equal before an update
+are equal after it. An operation that is not understood gets a form that contains all shapes and so differs between the
+two. `is_stackable` and `is_elementwise` are therefore true only where that is proved.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Shape = tuple[int, ...]
 
 # Primitives of JAX that treat each entry by itself.
 _ELEMENTWISE = """
-  abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj
+  abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
   convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac
   imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma
   population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
   shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
-# Reductions that combine to the same over a union, and the primitive that combines two of them.
+# Reductions that may be taken in parts, and the primitives that combine the results.
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')
 _MAX_SCAN = 64
@@ -56,27 +56,45 @@ _FLOAT, _INT = np.dtype(np.float32), np.dtype(np.int32)
 
 
 def is_stackable(build: Build, weights: NestedDict) -> bool:
-  """Whether a transformation does to each stack of layers what it does to every layer of it.
+  """Whether a transformation does to each stack of layers what it does to its layers one by one.
 
   Args:
     build: makes the transformation.
     weights: declarations of the variables it updates.
   """
   reader = _Reader()
-  return _alike(reader.program(build, _map(_stack, weights)), reader.program(build, _map(_layers, weights)))
+  two = reader.program(build, map_with_path(_two_layers, weights))
+  return _alike(two, reader.program(build, map_with_path(_list_of_two, weights))) and _alike(
+    two, reader.program(build, map_with_path(_stack, weights))
+  )
 
 
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
-  """Whether a transformation does to parts of variables what it does to the whole. One that draws noise does not."""
+  """Whether a transformation does to parts of variables what it does to the whole; false if it draws random numbers."""
   reader = _Reader()
-  whole, part = (reader.program(build, _map(_variable, weights)), reader.program(build, _map(_resized, weights)))
+  whole, part = (
+    reader.program(build, map_with_path(_variable, weights)),
+    reader.program(build, map_with_path(_resized, weights)),
+  )
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
 def looks_at_all(build: Build, weights: NestedDict) -> bool:
-  """Whether what a transformation does to a variable, or to a layer, depends on sums over several."""
-  program = _Reader().program(build, _map(_layers, weights))
+  """Whether what a transformation does to a variable, or to a layer, depends on sums over several of them."""
+  program = _Reader().program(build, map_with_path(_list_of_two, weights))
   return any(sum(isinstance(m, _Entries) for m in v.marks) > 1 for values in program.values() for v in values)
+
+
+def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None, ...]]:
+  """For each slot that runs along its variable, by path: which axis of it each dimension runs along; None for none."""
+  steps = _Reader().steps(build, map_with_path(_variable, weights))
+  axes: dict[Path, tuple[int | None, ...]] = {}
+  if steps is None:
+    return axes
+  for path, (_, slot, _) in steps.slots.items():
+    if slot.owner is not None and slot.owner.path == owner_of(path, steps.arrays):
+      axes[path] = tuple(label[0] if label and len(label) == 1 else None for label in slot.labels)
+  return axes
 
 
 # ---------------------------------------------------------------- variables
@@ -87,9 +105,9 @@ class _Variable(NamedTuple):
 
   Attributes:
     path: path of the declaration.
-    layers: numbers of the layers it holds.
-    shape, dtype: its own.
-    depth: how many leading dimensions number layers.
+    layers: indices of the layers it contains.
+    shape, dtype: of the array.
+    depth: number of leading dimensions that index layers.
   """
 
   path: Path
@@ -108,10 +126,6 @@ class _Variable(NamedTuple):
     return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
-def _map(variables_of: Callable[[Path, WeightHParams], _Variable | list[_Variable]], weights: NestedDict) -> NestedDict:
-  return map_with_path(variables_of, weights)
-
-
 def _variable(path: Path, weight: WeightHParams) -> _Variable:
   return _Variable(path, (0,), weight.full_shape, weight.as_struct().dtype)
 
@@ -123,12 +137,17 @@ def _resized(path: Path, weight: WeightHParams) -> _Variable:
 
 
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
-  """The variable with two layers along each dimension of the stack."""
+  """The variable as a stack of layers, with the same layer indices as in `_two_layers`, however many there are."""
   depth = len(weight.repeat_prefix)
-  return _Variable(path, tuple(range(2**depth)), (2,) * depth + weight.shape, weight.as_struct().dtype, depth)
+  return _Variable(path, tuple(range(2**depth)), weight.full_shape, weight.as_struct().dtype, depth)
 
 
-def _layers(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
+def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
+  """The variable with two layers along each dimension of the stack."""
+  return _stack(path, weight)._replace(shape=(2,) * len(weight.repeat_prefix) + weight.shape)
+
+
+def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
   """A list of these layers."""
   stack = _stack(path, weight)
   layers = [stack._replace(layers=(i,), shape=weight.shape, depth=0) for i in stack.layers]
@@ -211,6 +230,14 @@ def _marks(values: Sequence[_Value]) -> frozenset[Mark]:
   return frozenset().union(*(value.marks for value in values))
 
 
+class _Steps(NamedTuple):
+  """What `init` and `update` return: the updates, and each slot by path: at first, before any step, and after it."""
+
+  arrays: dict[Path, _Variable]
+  updates: list[_Value]
+  slots: dict[Path, tuple[_Value, _Value, _Value]]
+
+
 # ---------------------------------------------------------------- reading a program
 
 
@@ -222,12 +249,28 @@ class _Reader:
 
   def __init__(self) -> None:
     self._atoms: dict[Hashable, Atom] = {_ONE: _ONE}
-    self._members: dict[tuple[str, Terms], frozenset[Terms]] = {}  # Of a maximum and its like: what it is taken over.
-    self._entries: dict[Terms, list[_Value]] = {}  # Of a vector put together from scalars.
+    self._members: dict[tuple[str, Terms], frozenset[Terms]] = {}  # What a maximum, minimum, ... is taken over.
+    self._entries: dict[Terms, list[_Value]] = {}  # The entries of a vector made of scalars.
 
   def program(self, build: Build, variables: NestedDict) -> Program:
-    """Returns the updates, and the slots they ever depend on, before the first step and after one; nothing if the
-    transformation cannot be traced by itself."""
+    """Returns the updates and the slots they may depend on, before and after a step; empty if the transformation cannot
+    be traced on its own."""
+    steps, program = self.steps(build, variables), Program()
+    if steps is None:
+      return program
+    for variable, value in zip(steps.arrays.values(), steps.updates):
+      program.setdefault(('update', *variable.path), []).append(self._of(variable, value, is_update=True))
+    used = _marks([value for values in program.values() for value in values])
+    for path, values in steps.slots.items():
+      owner = steps.arrays.get(owner_of(path, steps.arrays) or ())
+      name = _slot_name(path, steps.arrays)
+      if _Slot(name) in used:
+        for kind, value in zip(('first slot', 'slot', 'new slot'), values):
+          program.setdefault((kind, *name), []).append(self._of(owner, value))
+    return program
+
+  def steps(self, build: Build, variables: NestedDict) -> _Steps | None:
+    """Reads `init` and `update`; None if the transformation cannot be traced on its own."""
     arrays = leaves_by_path(variables, is_leaf=_is_variable)
     tree = jax.tree.map(lambda v: v.struct, variables, is_leaf=_is_variable)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -236,34 +279,23 @@ class _Reader:
       update = jax.make_jaxpr(lambda rate, loss, g, s, p: build(rate).update(g, s, p, value=loss))(
         scalar, scalar, tree, state, tree
       )
-    except Exception:  # A user's code may do anything, when given other variables or less than it needs.
-      return {}
+    except Exception:  # A user's code may raise anything if it needs other variables or further arguments.
+      return None
     rate, loss = (_Value(self._atom(name), (), ()) for name in ('rate', 'loss'))
     params, grads = ([_Value(self._atom(name), v.shape, v.labels, v) for v in arrays.values()] for name in ('p', 'g'))
-    owners = {path: owner_of(path, arrays) for path in leaves_by_path(state)}
-    names = [_slot_name(path, owner, arrays) for path, owner in owners.items()]
+    paths = list(leaves_by_path(state))
+    names = [_slot_name(path, arrays) for path in paths]
     first = self._run(init, [rate, *params])
-    slots = [
-      value._replace(form=self._atom('slot', name), marks=value.marks | {_Slot(name)})
-      for value, name in zip(first, names)
-    ]
-    while True:  # Until what slots may hold is known: zeros become moments in the first step.
+    slots = [v._replace(form=self._atom('slot', n), marks=v.marks | {_Slot(n)}) for v, n in zip(first, names)]
+    while True:  # Until it is known what slots may hold: zeros become moments in the first step.
       outputs = self._run(update, [rate, loss, *grads, *slots, *params])
-      before, slots = slots, [self._either(*pair) for pair in zip(slots, outputs[len(grads) :])]
+      updates, after = outputs[: len(grads)], outputs[len(grads) :]
+      before, slots = slots, [self._either(*pair) for pair in zip(slots, after)]
       if before == slots:
-        break
-    program: Program = {}
-    for variable, value in zip(arrays.values(), outputs):
-      program.setdefault(('update', *variable.path), []).append(self._of(variable, value, is_update=True))
-    used = _marks([value for values in program.values() for value in values])
-    for name, owner, new, old in zip(names, owners.values(), outputs[len(grads) :], first):
-      if _Slot(name) in used:
-        for kind, value in (('slot', new), ('first slot', old)):
-          program.setdefault((kind, *name), []).append(self._of(arrays[owner] if owner else None, value))
-    return program
+        return _Steps(arrays, updates, dict(zip(paths, zip(first, slots, after))))
 
   def _of(self, owner: _Variable | None, value: _Value, is_update: bool = False) -> _Value:
-    """An output of `owner`; one that runs along another variable is like no other."""
+    """An output of `owner`; a value that runs along another variable gets a form that no other value has."""
     if value.owner not in (None, owner):
       return value._replace(form=self._atom('of', value.owner, value.form), marks=value.marks | {_UNKNOWN})
     if is_update and owner is not None and not value.is_uniform and value.labels != owner.labels:
@@ -312,14 +344,14 @@ class _Reader:
     return result if isinstance(result, list) else [result]
 
   def _unknown(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
-    """Of an operation that is not understood: like only the same one on arrays of the same shape and variable."""
+    """Results of an operation that is not understood: equal only to those of the same one on the same whole arrays."""
+    noise, operands = self._atom(_NOISE), tuple((v.form, v.shape, v.labels, v.owner) for v in values)
+    is_noise = bool(values) and all(value.form == noise for value in values)
     marks = _marks(values) | ({_UNKNOWN} if any(v.owner is not None for v in values) else set())
-    key = (eqn.primitive.name, str(eqn.params), *((v.form, v.shape, v.labels, v.owner) for v in values))
-    if values and all(v.form == self._atom(_NOISE) for v in values):
-      key = (_NOISE,)
+    forms = [self._atom(eqn.primitive.name, str(eqn.params), operands, i) for i in range(len(eqn.outvars))]
     return [
-      _Value(self._atom(*key, i) if key != (_NOISE,) else self._atom(_NOISE), shape, (None,) * len(shape), None, marks)
-      for i, shape in enumerate(_shapes(eqn))
+      _Value(noise if is_noise else form, shape, (None,) * len(shape), None, marks)
+      for form, shape in zip(forms, _shapes(eqn))
     ]
 
   def _constant(self, constant: ArrayLike) -> _Value:
@@ -350,7 +382,7 @@ class _Reader:
     return _Value(form, shape, *joined, _marks(values))
 
   def _combined(self, name: str, forms: Sequence[Terms], is_inexact: bool) -> Terms | None:
-    """A form in which sums over variables, and maxima and their like, look alike in whatever order they are taken."""
+    """A form that does not depend on the order in which sums, maxima, ... over variables are combined."""
     if name in _EXTREMES.values():
       members = frozenset().union(*(self._members.get((name, form), frozenset([form])) for form in forms))
       form = self._atom(name, members)
@@ -378,9 +410,6 @@ class _Reader:
     branches = [self._run(branch, values) for branch in eqn.params['branches']]
     made = [self._entrywise('cond', '', [index, *results], results[0].shape, _INT) for results in zip(*branches)]
     return None if None in made else [value for value in made if value is not None]
-
-  def _on_clamp(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
-    return self._entrywise('clamp', '', values, _shape(eqn))
 
   def _on_scan(self, eqn: JaxprEqn, *values: _Value) -> list[_Value] | None:
     params = eqn.params
@@ -440,7 +469,7 @@ class _Reader:
     return result._replace(form=_sum([(atom, c * times) for atom, c in value.form]))
 
   def _over(self, name: str, value: _Value, times: int = 1) -> _Value:
-    """The reduction of `value` over all entries of its owner, each `times` times: that over each of its layers."""
+    """The reduction of `value` over all entries of its owner, each counted `times` times, by layers."""
     owner = value.owner
     assert owner is not None
     over = [self._atom(name, 'over', owner.path, layer, value.form) for layer in owner.layers]
@@ -506,32 +535,13 @@ class _Reader:
       labels[at] = value.labels[i] if value.shape[i] == shape[at] else ()
     return value._replace(shape=shape, labels=tuple(labels))
 
-  def _on_transpose(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
-    order = eqn.params['permutation']
-    if value.labels.count(None) > 1:
-      return None
-    return value._replace(shape=tuple(value.shape[i] for i in order), labels=tuple(value.labels[i] for i in order))
-
-  def _on_slice(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
-    params, shape = eqn.params, _shape(eqn)
-    cut = [i for i, size in enumerate(value.shape) if size != shape[i]]
-    where = tuple((i - len(shape), params['start_indices'][i], str(params['strides'])) for i in cut)
-    return self._cut(value, shape, cut, 'slice', where)
-
   def _on_dynamic_slice(self, eqn: JaxprEqn, value: _Value, *starts: _Value) -> _Value | None:
     shape = _shape(eqn)
     cut = [i for i, size in enumerate(value.shape) if size != shape[i]]
-    if any(start.owner is not None for start in starts):
+    if any(start.owner is not None for start in starts) or any(value.labels[i] for i in cut):
       return None
-    where = tuple((shape[i], starts[i].form) for i in cut)
-    made = self._cut(value, shape, cut, 'dynamic_slice', where)
-    return made and made._replace(marks=_marks([value, *starts]))
-
-  def _cut(self, value: _Value, shape: Shape, cut: Sequence[int], name: str, where: Hashable) -> _Value | None:
-    if any(value.labels[i] for i in cut):
-      return None
-    is_uniform = all(value.labels[i] == () for i in cut)
-    return value._replace(shape=shape, form=value.form if is_uniform else self._atom(name, where, value.form))
+    form = self._atom('dynamic_slice', tuple((shape[i], starts[i].form) for i in cut), value.form)
+    return value._replace(form=form, shape=shape, marks=_marks([value, *starts]))
 
   def _on_scatter(self, eqn: JaxprEqn, value: _Value, index: _Value, new: _Value) -> _Value | None:
     numbers = eqn.params['dimension_numbers']
@@ -578,8 +588,9 @@ def _is_variable(x: object) -> bool:
   return isinstance(x, _Variable)
 
 
-def _slot_name(path: Path, owner: Path | None, arrays: Mapping[Path, _Variable]) -> Path:
+def _slot_name(path: Path, arrays: Mapping[Path, _Variable]) -> Path:
   """The path of a slot, with the path of the declaration in place of that of a layer."""
+  owner = owner_of(path, arrays)
   if owner is None:
     return path
   start = next(i for i in range(len(path)) if path[i : i + len(owner)] == owner)

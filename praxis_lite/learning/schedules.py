@@ -1,13 +1,12 @@
 """Learning rate schedules: functions of the step, as configurable objects.
 
-A schedule gives a factor that the learner multiplies with its `learning_rate`. Any optax schedule may stand in its
-place: `Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`.
+A schedule returns a factor that the learner multiplies by its `learning_rate`. Any optax schedule can be used instead:
+`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ class Constant(BaseSchedule):
 
 
 class Linear(BaseSchedule):
-  """A straight line from `start` to `limit`, both (step, value), constant before and after.
+  """Linear from `start` to `limit`, both (step, value), and constant before and after.
 
   Linear(start=(100, 0.1), limit=(200, 1.0)) is 0.1 up to step 100, 0.55 at step 150 and 1 from step 200 on.
   """
@@ -68,7 +67,7 @@ class Cosine(BaseSchedule):
 
 
 class Exponential(BaseSchedule):
-  """From 1 at step `start` to `limit` at step `end`, by equal factors; constant outside."""
+  """Exponential decay from 1 at step `start` to `limit` at step `end`; constant before and after."""
 
   start: int = 0
   end: int = REQUIRED
@@ -119,7 +118,7 @@ class Transformer(BaseSchedule):
 
 
 class _Warmup(BaseSchedule):
-  """In a straight line, (step + 1) / warmup_steps, to 1 at the end of the warm-up; from there on `decay`."""
+  """Linear warm-up, (step + 1) / warmup_steps, for `warmup_steps` steps, then `decay`."""
 
   warmup_steps: int = REQUIRED
 
@@ -137,9 +136,10 @@ class _Warmup(BaseSchedule):
 
 
 class LinearWarmupCosine(_Warmup):
-  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`; a shorter run only warms up.
+  """Linear warm-up to 1, then half a cosine down to `final_value` at step `total_steps`.
 
-  A task fills in its number of train steps where `total_steps` is not set.
+  If `total_steps` is not set, a task fills in its number of train steps. A run of fewer steps than the warm-up has no
+  decay.
   """
 
   total_steps: int = REQUIRED
@@ -158,7 +158,10 @@ class LinearWarmupSqrtDecay(_Warmup):
 
 
 class LinearWarmupExponentialDecay(_Warmup):
-  """Linear warm-up to 1, then equal factors to `final_value` at step `total_steps`; a shorter run only warms up."""
+  """Linear warm-up to 1, then exponential decay to `final_value` at step `total_steps`.
+
+  A run of fewer steps than the warm-up has no decay.
+  """
 
   total_steps: int = REQUIRED
   final_value: float = 0.01
@@ -178,5 +181,5 @@ def _check_positive(schedule: BaseSchedule, *fields: str) -> None:
       raise ConfigError(f'{type(schedule).__name__}.{field}: expected more than 0, got {getattr(schedule, field)}')
 
 
-def _float(step: Any) -> jax.Array:
+def _float(step: jax.Array | int) -> jax.Array:
   return jnp.asarray(step, jnp.float32)

@@ -93,7 +93,8 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     fraction of labels that are the most probable token. Per example: `loss`, the mean of a row, and `weights`, the sum.
     """
     xent_BT, weights_BT = predictions.xent, _weights_of_tokens(batch)
-    loss, num_tokens = weighted_mean(xent_BT, weights_BT)
+    loss_B, weights_B = weighted_mean(xent_BT, weights_BT, axis=1)
+    loss, num_tokens = weighted_mean(loss_B, weights_B)
     metrics = {'loss': (loss, num_tokens)}
     if 'bytes' in batch:
       num_bytes = jnp.sum(batch['bytes'] * weights_BT)
@@ -103,7 +104,6 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     if self.do_eval:
       correct_BT = jnp.argmax(predictions.logits, axis=-1) == batch['labels']
       metrics['accuracy'] = weighted_mean(correct_BT, weights_BT)
-    loss_B, weights_B = jax.vmap(weighted_mean)(xent_BT, weights_BT)
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
   # ---------------------------------------------------------------- decoding

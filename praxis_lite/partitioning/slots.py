@@ -10,16 +10,17 @@ to that parameter's:
     slot       0.v.decoder.w      (1,)         (None,)             a placeholder: replicated
     slot       0.count            ()           ()                  of no parameter: replicated
 
-Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. Given the
-transformation's `init`, it is run on shapes whose dimensions all differ (shapes only, no arrays), and every dimension
-of the state then says which one it comes from. Without it, the names `v_row` and `v_col` of optax's factored RMS are
-known, and otherwise the leftmost match is taken.
+Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. A learner reads it from
+the program of its optimizer's update. Given only the transformation's `init`, that is run on shapes whose dimensions
+all differ (shapes only, no arrays), and every dimension of the state then says which one it comes from, where the later
+of two that were equal counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
+known, and otherwise the leftmost match is taken. A wrong guess would cost communication, never correctness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -28,13 +29,17 @@ from jax.sharding import PartitionSpec
 from praxis_lite.partitioning.specs import complete_spec
 from praxis_lite.trees import Path, leaves_by_path, map_with_path
 
+State = TypeVar('State')
+Axes = tuple[int | None, ...]  # Of each dimension of a slot: the dimension of its parameter it runs along, or None.
+
 
 def opt_state_specs(
-  params_struct: Any,
-  params_specs: Any,
-  opt_state_struct: Any,
-  init_fn: Callable[[Any], Any] | None = None,
-) -> Any:
+  params_struct: object,
+  params_specs: object,
+  opt_state_struct: State,
+  init_fn: Callable[..., object] | None = None,
+  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
+) -> State:
   """Returns the tree of `opt_state_struct` with a spec of full rank for each array.
 
   Args:
@@ -42,9 +47,11 @@ def opt_state_specs(
     params_specs: the same tree with a PartitionSpec or None for each.
     opt_state_struct: the state, arrays or shapes: `jax.eval_shape(tx.init, params_struct)`.
     init_fn: `tx.init`; traces dimensions of equal size in factored slots.
+    axes_fn: returns, for slots by path, which dimension of its parameter each of its dimensions runs along, as
+      `learner.bind(weights).slot_axes`; called if some slot is of another shape than its parameter.
   """
   specs = leaves_by_path(params_specs, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
-  origins = slot_origins(params_struct, opt_state_struct, init_fn)
+  origins = slot_origins(params_struct, opt_state_struct, init_fn, axes_fn)
 
   def spec_of(path: Path, slot: jax.ShapeDtypeStruct) -> PartitionSpec:
     origin = origins.get(path)
@@ -67,7 +74,7 @@ class SlotOrigin(NamedTuple):
 
   owner: Path
   rank: int
-  dims: tuple[int | None, ...]
+  dims: Axes
 
   @property
   def whole(self) -> bool:
@@ -76,25 +83,30 @@ class SlotOrigin(NamedTuple):
 
 
 def slot_origins(
-  params_struct: object, opt_state_struct: object, init_fn: Callable[[Any], Any] | None = None
+  params_struct: object,
+  opt_state_struct: object,
+  init_fn: Callable[..., object] | None = None,
+  axes_fn: Callable[[], Mapping[Path, Axes]] | None = None,
 ) -> dict[Path, SlotOrigin]:
   """Returns the origin of each slot that belongs to a parameter and is no scalar; see `opt_state_specs`."""
   params = {path: tuple(x.shape) for path, x in leaves_by_path(params_struct).items()}
-  traced = _traced_origins(init_fn, params_struct) if init_fn is not None else {}
+  slots = {path: tuple(x.shape) for path, x in leaves_by_path(opt_state_struct).items()}
+  owners = {path: owner for path, shape in slots.items() if shape and (owner := owner_of(path, params)) is not None}
+  reduced = {path for path, owner in owners.items() if slots[path] != params[owner]}
+  known = axes_fn() if axes_fn is not None and reduced else {}
+  traced = _traced_axes(init_fn, params_struct) if init_fn is not None and reduced - known.keys() else {}
   origins: dict[Path, SlotOrigin] = {}
-  for path, slot in leaves_by_path(opt_state_struct).items():
-    owner, shape = owner_of(path, params), tuple(slot.shape)
-    if owner is None or not shape:
-      continue
-    true = params[owner]
-    dims: tuple[int | None, ...] = tuple(range(len(true)))
-    if shape != true:
-      dims = _valid(traced.get(path), shape, true) or dims_by_size(path, shape, true)
-    origins[path] = SlotOrigin(owner, len(true), dims)
+  for path, owner in owners.items():
+    shape = params[owner]
+    dims: Axes = tuple(range(len(shape)))
+    if path in reduced:
+      found = [axes for each in (known, traced) if (axes := _valid(each.get(path), slots[path], shape)) is not None]
+      dims = found[0] if found else dims_by_size(path, slots[path], shape)
+    origins[path] = SlotOrigin(owner, len(shape), dims)
   return origins
 
 
-def owner_of(path: Path, params: dict[Path, Any]) -> Path | None:
+def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
   """The longest parameter path that `path` ends with, or else ends with but for some indices, as in `mu.w.0`."""
   for end in range(len(path), -1, -1):
     for start in range(end + 1):
@@ -105,8 +117,8 @@ def owner_of(path: Path, params: dict[Path, Any]) -> Path | None:
   return None
 
 
-def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> tuple[int | None, ...]:
-  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for no one.
+def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
+  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for none.
 
   A dimension of size 1 comes from none: it has nothing to split.
   """
@@ -141,37 +153,35 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
   return tuple(found)
 
 
-def _traced_origins(init_fn: Callable[[Any], Any], params_struct: Any) -> dict[Path, tuple[int | None, ...]]:
+def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
   """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct.
 
   Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
-  stays as it is, ties go to the later dimension as before, and dimension 0, over which `init_fn` may be mapped, stays
-  common to the parameters that share it.
+  stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays common to
+  the parameters that share it.
   """
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
-  def distinct(p: Any) -> jax.ShapeDtypeStruct:
+  def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(d if d <= 1 else d * k + i for i, d in enumerate(p.shape)), p.dtype)
 
   probes = jax.tree.map(distinct, params_struct)
   try:
     state = jax.eval_shape(init_fn, probes)
-  except Exception:  # It depends on true sizes, and may say so in any way; what these say without it has to do.
+  except Exception:  # It may depend on true sizes, and raise anything at others: judge by the true shapes alone.
     return {}
   shapes = {path: tuple(p.shape) for path, p in leaves_by_path(probes).items()}
-  origins: dict[Path, tuple[int | None, ...]] = {}
+  axes: dict[Path, Axes] = {}
   for path, slot in leaves_by_path(state).items():
     owner = owner_of(path, shapes)
     if owner is not None:
       sizes = shapes[owner]
-      origins[path] = tuple(sizes.index(s) if s > 1 and s in sizes else None for s in slot.shape)
-  return origins
+      axes[path] = tuple(sizes.index(s) if s > 1 and s in sizes else None for s in slot.shape)
+  return axes
 
 
-def _valid(
-  dims: tuple[int | None, ...] | None, slot_shape: Sequence[int], shape: tuple[int, ...]
-) -> tuple[int | None, ...] | None:
-  """`dims`, if it explains the true shape of the slot: distinct sizes may have changed what the transformation does."""
+def _valid(dims: Axes | None, slot_shape: Sequence[int], shape: tuple[int, ...]) -> Axes | None:
+  """`dims`, if they explain the true shape of the slot: with distinct sizes an optimizer may do something else."""
   if dims is None or len(dims) != len(slot_shape) or all(d is None for d in dims):
     return None
   used = [d for d in dims if d is not None]

@@ -17,7 +17,7 @@ Under `shard_map` the state has the same layout, so that checkpoints, evaluation
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,14 @@ from praxis_lite.partitioning.specs import (
 )
 from praxis_lite.task import SingleTask
 from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
+from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
 from praxis_lite.weighted import mean_over_devices
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
-if TYPE_CHECKING:
-  from praxis_lite.training.state import TrainState
-  from praxis_lite.training.steps import TrainStepOutput
-
 T = TypeVar('T')
-TrainStep = Callable[['TrainState', jax.Array, NestedDict], 'TrainStepOutput']
+# (state, key, inputs) -> the fields of a `TrainStepOutput`, the new state first
+TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
@@ -106,9 +104,9 @@ class CompilerPlaced(Execution):
   def wrapped(self, step: TrainStep) -> TrainStep:
     """Returns a step of padded state and padded global inputs from one of what `step` sees of them."""
 
-    def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> TrainStepOutput:
-      out = step(self._layout.unpad(state), prng_key, self.split_inputs(inputs))
-      return out._replace(state=self._layout.pad(out.state))
+    def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
+      state, *others = step(self._layout.unpad(state), prng_key, self.split_inputs(inputs))
+      return (self._layout.pad(state), *others)
 
     return train_step
 
@@ -170,22 +168,18 @@ class ShardMapped(Execution):
     )
 
   def wrapped(self, step: TrainStep) -> TrainStep:
-    from praxis_lite.training.steps import TrainStepOutput
-
     mapping = self._task.train.inputs_split_mapping
     rows, whole = PartitionSpec(self.batch_axes or None), PartitionSpec()
-    # Specs stand where the step's arrays will.
-    out_specs: Any = TrainStepOutput(*(self._layout.specs, whole, whole, rows, whole))  # type: ignore[arg-type]
     mapped = jax.shard_map(
-      step,
+      lambda *arguments: tuple(step(*arguments)),
       mesh=self._mesh,
       in_specs=(self._layout.specs, whole, rows),
-      out_specs=out_specs,
+      out_specs=(self._layout.specs, whole, whole, rows, whole),
       # What is replicated is so by construction: layers need not say what varies over which axis.
       check_vma=False,
     )
 
-    def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> TrainStepOutput:
+    def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
       with located('task.train'):
         for x in jax.tree.leaves(inputs):
           # Rows are split over the batch axes whatever the mapping says, but it must be a valid one.

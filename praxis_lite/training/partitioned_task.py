@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.extend
@@ -20,6 +20,7 @@ from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
+from praxis_lite.partitioning.rules import LogicalAxisRules
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
@@ -34,12 +35,19 @@ from praxis_lite.training.state import (
 )
 from praxis_lite.trees import NestedDict
 
-if TYPE_CHECKING:
-  from praxis_lite.t5x import BasePartitioner, BasePjitPartitioner
-
-
 T = TypeVar('T')
 OutT = TypeVar('OutT', steps.EvalStepOutput, steps.DecodeStepOutput)
+
+
+class Partitioner(Protocol):
+  """Decides mesh and specs instead of a task; T5X's partitioners are such."""
+
+  @property
+  def mesh(self) -> Mesh: ...
+  @property
+  def logical_axis_rules(self) -> LogicalAxisRules: ...
+  def get_layout(self, train_state: TrainState) -> StateLayout: ...
+  def place_params(self, train_state: TrainState, layout: StateLayout) -> TrainState: ...
 
 
 class PartitionedModel(NamedTuple):
@@ -78,7 +86,7 @@ class PartitionedTask:
     inputs_shape: NestedDict,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    partitioner: BasePartitioner | None = None,
+    partitioner: Partitioner | None = None,
     layout: StateLayout | None = None,
   ):
     _check_one_mesh(mesh, partitioner, layout)
@@ -146,7 +154,7 @@ class PartitionedTask:
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
       with axis_rules(self.jax_task.logical_axis_rules or ()):
-        out = step(state, prng_key, inputs)
+        out = steps.TrainStepOutput(*step(state, prng_key, inputs))
       return out._replace(per_example_out=self._true_rows(out.per_example_out))
 
     rows = self.mesh.size * self.jax_task.learner.num_microbatches
@@ -191,7 +199,7 @@ def partition_spmd_model(
   inputs_shape: NestedDict,
   *,
   mesh: Mesh | None = None,
-  partitioner: BasePjitPartitioner | None = None,
+  partitioner: Partitioner | None = None,
 ) -> PartitionedModel:
   """Partitions a task over its mesh.
 

@@ -75,11 +75,11 @@ def state_layout(jax_task: SingleTask, mesh: Mesh | AbstractMesh) -> StateLayout
   """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables."""
   unpadded = train_state_shapes(jax_task)
   specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
-  init = jax_task.learner.bind(jax_task.model.abstract_init()).init
+  learner = jax_task.learner.bind(jax_task.model.abstract_init())
   specs = TrainState(
     step=PartitionSpec(),
     mdl_vars=specs_of_vars,
-    opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, init),
+    opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes),
     ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
   )
   return layout_of(unpadded, specs, mesh)

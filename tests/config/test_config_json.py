@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from praxis_lite.config import REQUIRED, Config, Configurable, template
+from praxis_lite.config import REQUIRED, Config, Configurable, target, template
 from praxis_lite.config.json import from_json, to_json
 from praxis_lite.errors import ConfigError
 from praxis_lite.weights import WeightHParamsCollection, WeightInit
@@ -67,7 +67,7 @@ def same(a: object, b: object) -> bool:
   if type(a) is not type(b):
     return False
   if isinstance(a, Config):
-    return a.__fn_or_cls__ is b.__fn_or_cls__ and same(dict(a.__arguments__), dict(b.__arguments__))
+    return target(a) is target(b) and same(dict(a.__arguments__), dict(b.__arguments__))
   if isinstance(a, dict):
     return len(a) == len(b) and all(same(k, j) and same(v, w) for (k, v), (j, w) in zip(a.items(), b.items()))
   if isinstance(a, (list, tuple)):

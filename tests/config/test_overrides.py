@@ -233,13 +233,13 @@ def test_path_below_a_required_field():
   'text', ['task.model.num_layers', '=3', '', 'task..model=1', '.task=1', 'task.model[=1', 'a b=1']
 )
 def test_text_that_is_no_override(text):
-  with pytest.raises(ConfigError, match='is no override; write path=value'):
+  with pytest.raises(ConfigError, match='is not an override; write path=value'):
     after(text)
 
 
 @pytest.mark.parametrize('path', ['', 'a..b', 'a=b', 'a[b]', 'a.'])
 def test_text_that_is_no_path(path):
-  with pytest.raises(ConfigError, match='is no path'):
+  with pytest.raises(ConfigError, match='is not a path'):
     get_by_path(roots(), path)
 
 
@@ -274,7 +274,7 @@ def test_a_star_is_every_entry():
   assert root['task'].model.pair == ('*', 1)
   with pytest.raises(UnknownFieldError, match=r'decode_datasets\[\*\]: it is empty'):
     after('decode_datasets[*].epsilon=2')
-  with pytest.raises(UnknownFieldError, match=r'datasets\[\*\]: the 2 entries are to be read one by one'):
+  with pytest.raises(UnknownFieldError, match=r'datasets\[\*\]: the 2 entries must be read one by one'):
     get_by_path(root, 'datasets[*].epsilon')
 
 
@@ -348,7 +348,7 @@ def test_a_field_annotated_with_a_class_takes_configs_of_it():
   assert config.split == Config(WideSplit, wt=('data',))
   apply_overrides(config, [f'split={__name__}.Split', 'split.wt=(data,)'])
   assert config.split == Config(Split, wt=('data',))
-  with pytest.raises(ConfigError, match='split: expected Split, got'):
+  with pytest.raises(ConfigError, match='split: expected the config of a Split, got'):
     set_by_path(config, 'split', Config(Norm))
 
 

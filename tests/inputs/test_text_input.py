@@ -172,6 +172,14 @@ def test_bad_paths_are_one_clear_line(tmp_path, model_path, path, message):
   assert '\n' not in str(error.value)
 
 
+@pytest.mark.parametrize('path', [3, [3]], ids=str)
+def test_what_is_no_path_is_told(path):
+  source = TextInput(name='books', path=path, **FIELDS)
+  with pytest.raises(ConfigError) as error:
+    source.get_next()
+  assert str(error.value) == f'books.path: expected a path, or a list of paths, got {path}'
+
+
 def test_unreadable_file_is_named(tmp_path, monkeypatch):
   _write(tmp_path, a='text')
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from small_layers import AXES, CASES, Case
 
 from praxis_lite import layers
+from praxis_lite.config import target
 from praxis_lite.errors import ShardingError
 from praxis_lite.layer import Layer
 from praxis_lite.partitioning.padding import padded_shape, slice_to
@@ -110,6 +111,7 @@ def test_every_weight_has_a_gradient(name):
   assert jax.tree.structure(grads) == jax.tree.structure(variables)
 
 
+@pytest.mark.slow
 @every_layer
 def test_bfloat16_with_float32_weights(name):
   _, _, _, ((expected, _), _, _) = on_one_device(name)
@@ -120,6 +122,7 @@ def test_bfloat16_with_float32_weights(name):
   assert_close(outputs, expected, 0.04)
 
 
+@pytest.mark.slow
 @every_layer
 def test_uneven_splits_over_a_mesh_equal_one_device(name):
   variables, args, _, expected = on_one_device(name)
@@ -154,7 +157,7 @@ def test_no_split_mapping_is_left_unread(name):
   """A mapping of a rank that no tensor has is refused, so the layer reads it; it has none that it cannot use."""
   config = case(name).config
   for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-    for field in dataclasses.fields(getattr(config, group).__fn_or_cls__):
+    for field in dataclasses.fields(target(getattr(config, group))):
       broken, args, _ = case(name)
       setattr(getattr(broken, group), field.name, (None,) * 9)
       method, args = ('emb_lookup', args[1:]) if field.name == 'emb' else ('__call__', args)

@@ -307,3 +307,9 @@ def test_variables_are_judged_where_the_optimizer_treats_them_apart() -> None:
   assert is_stackable(build, WEIGHTS)
   assert not is_elementwise(build, WEIGHTS)
   assert is_elementwise(build, {name: WEIGHTS[name] for name in ('stack', 'rows')})
+
+
+def test_a_stack_of_more_layers_than_the_layers_have_rows_may_be_treated_in_another_way() -> None:
+  along_the_longest = _each(lambda g, p: g / jnp.sum(jnp.abs(g), axis=int(np.argmax(g.shape)), keepdims=True))
+  assert is_stackable(along_the_longest, {'few': weight(4, 6, repeat=(3,))})
+  assert not is_stackable(along_the_longest, {'many': weight(4, 6, repeat=(9,))})

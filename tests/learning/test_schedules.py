@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from praxis_lite import learning
-from praxis_lite.config import Config
+from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError
 
 
@@ -91,7 +91,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize('config', SCHEDULES, ids=lambda c: c.__fn_or_cls__.__name__)
+@pytest.mark.parametrize('config', SCHEDULES, ids=lambda c: target(c).__name__)
 def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -> None:
   schedule = config.instantiate()
   steps = jnp.arange(8, dtype=jnp.int32)

@@ -272,6 +272,7 @@ def _decode(model):
   return jax.jit(lambda v, b, key: model.apply(v, b, key=key, do_eval=True, method='decode')[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('style', ['llama', 'gpt2'])
 def test_greedy_decoding_is_the_argmax_of_the_whole_model(style):
   p = config(style=style, num_kv_heads=1, max_len=10)

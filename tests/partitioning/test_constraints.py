@@ -42,6 +42,13 @@ def test_without_a_mesh_nothing_happens() -> None:
   assert with_sharding_constraint(x, None) is x
 
 
+def test_on_one_device_a_constraint_is_checked_and_not_traced() -> None:
+  with jax.sharding.use_abstract_mesh(create_device_mesh((1, 1, 1)).abstract_mesh):
+    assert not jax.make_jaxpr(lambda x: with_sharding_constraint(x, P('mdl')))(jnp.ones((5, 3))).eqns
+    with pytest.raises(ShardingError, match='nonsense'):
+      jax.make_jaxpr(lambda x: with_sharding_constraint(x, P('nonsense')))(jnp.ones((5, 3)))
+
+
 def test_constraint_splits_over_the_ambient_mesh(mesh: Mesh) -> None:
   with jax.set_mesh(mesh):
     assert global_mesh_defined()

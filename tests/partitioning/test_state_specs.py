@@ -13,7 +13,15 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.config import Config
+from praxis_lite.layer import Layer
+from praxis_lite.layers import Repeat
+from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning import opt_state_specs
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.task import SingleTask
+from praxis_lite.training.state import state_layout
+from praxis_lite.weights import WeightHParams
 
 PARAMS = {
   'emb': {'w': jnp.zeros((6, 4))},
@@ -148,3 +156,73 @@ def test_short_and_missing_specs_are_completed() -> None:
   slots = derive(optax.adam(1e-3), params, {'a': P('x'), 'b': None})
   assert tuple(slots['0.mu.a'][1]) == ('x', None)
   assert tuple(slots['0.mu.b'][1]) == (None, None)
+
+
+# ---------------------------------------------------------------- which of equal dimensions a slot has lost
+
+
+def factored_rms(learning_rate: float, keep: Callable[[tuple[int, ...]], int]) -> optax.GradientTransformation:
+  """Keeps the mean square over all dimensions but one, in slots whose names do not say which."""
+
+  def init(params: Any) -> Any:
+    return {'means': jax.tree.map(lambda p: jnp.zeros(p.shape[keep(p.shape)]), params)}
+
+  def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def others(g: jax.Array) -> tuple[int, ...]:
+      return tuple(i for i in range(g.ndim) if i != keep(g.shape))
+
+    means = jax.tree.map(lambda g, m: 0.9 * m + 0.1 * jnp.mean(g * g, others(g)), grads, state['means'])
+    scaled = jax.tree.map(lambda g, m: -learning_rate * g / jnp.sqrt(jnp.expand_dims(m, others(g))), grads, means)
+    return scaled, {'means': means}
+
+  return optax.GradientTransformation(init, update)
+
+
+def earlier_of_equal_is_lost(learning_rate: float) -> optax.GradientTransformation:
+  return factored_rms(learning_rate, keep=lambda shape: len(shape) - 1 - int(np.argmin(shape[::-1])))
+
+
+def later_of_equal_is_lost(learning_rate: float) -> optax.GradientTransformation:
+  return factored_rms(learning_rate, keep=lambda shape: int(np.argmin(shape)))
+
+
+class Matrices(Layer):
+  def setup(self) -> None:
+    for name, shape in (('square', (8, 8)), ('wide', (8, 16)), ('high', (16, 8))):
+      self.create_variable(name, WeightHParams(shape, tensor_split_dims_mapping=('rows', 'columns')))
+
+
+class StackedMatrices(BaseModel):
+  def setup(self) -> None:
+    self.create_child('alone', Config(Matrices))
+    self.create_child('stack', Config(Repeat, layers_tpl=Config(Matrices), num_layers=3))
+
+
+def slot_specs(optimizer: Config) -> dict[str, P]:
+  task = Config(SingleTask, model=Config(StackedMatrices), mesh_axis_names=('rows', 'columns'), ici_mesh_shape=(2, 2))
+  task.train.learner.optimizer = optimizer
+  return named(state_layout(task.instantiate(), abstract_mesh({'rows': 2, 'columns': 2})).specs.opt_states)
+
+
+@pytest.mark.parametrize('optimizer', [earlier_of_equal_is_lost, later_of_equal_is_lost])
+def test_slots_of_square_weights_keep_the_axis_they_run_along(optimizer: Callable[..., Any]) -> None:
+  slots = slot_specs(Config(optimizer))
+  of_square = 'columns' if optimizer is earlier_of_equal_is_lost else 'rows'
+  for name, axis in {'square': of_square, 'wide': 'rows', 'high': 'columns'}.items():
+    found = {path: tuple(spec) for path, spec in slots.items() if path.endswith(name)}
+    assert len(found) == 2, name
+    for path, spec in found.items():
+      assert spec == ((None, axis) if 'stack' in path else (axis,)), path
+
+
+def test_both_factors_of_a_square_weight_run_along_the_axis_that_their_entries_show() -> None:
+  slots = slot_specs(Config(optax.adafactor, min_dim_size_to_factor=4))
+  gradient = {'w': jnp.zeros((8, 8)).at[2, :].set(1.0)}
+  tx = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
+  state = named(tx.update(gradient, tx.init(gradient), gradient)[1])
+  for slot in ('v_row', 'v_col'):
+    axis = 'rows' if np.ptp(np.asarray(state[f'{slot}.w'])) > 0 else 'columns'
+    found = {path: tuple(spec) for path, spec in slots.items() if slot in path and path.endswith('square')}
+    assert len(found) == 2
+    for path, spec in found.items():
+      assert spec == ((None, axis) if 'stack' in path else (axis,)), path

@@ -240,6 +240,7 @@ def tensor_parallel_task(partitioning, strategy=None, hidden_dims=12):
   return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('strategy', [None, [('.*', 'fsdp(axis=("data", "mdl"), min_size_to_shard_mb=0)')]])
 def test_tensor_parallel_layers_train_as_under_compiler_placement(strategy):
   batches = [class_batch(13, seed) for seed in range(3)]
