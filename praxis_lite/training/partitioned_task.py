@@ -142,8 +142,6 @@ class PartitionedTask:
     fn, arguments = self._train_fn(execution)
     return jax.make_jaxpr(on_mesh(fn, self.mesh))(*arguments)
 
-  # ---------------------------------------------------------------- inside a step
-
   @functools.cached_property
   def execution(self) -> MeshExecution:
     """How the train step runs."""
@@ -179,8 +177,6 @@ class PartitionedTask:
     if jax.process_count() > 1:
       return per_example
     return jax.tree.map(lambda x: x[: self.batch_size], per_example)
-
-  # ---------------------------------------------------------------- around a step
 
   @property
   def _replicated(self) -> NamedSharding:
