@@ -40,7 +40,8 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
 
   Returns `x` itself where there is no spec, or a spec and no mesh or a mesh of one device. Dimensions need not divide;
   one that is UNCONSTRAINED is left to the compiler. Inside `shard_map`, `x` is already one device's part along the
-  mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven constraint does nothing.
+  mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven constraint does not split an
+  array.
 
   Raises:
     ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has
@@ -64,9 +65,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
       raise ShardingError(
         f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'
       )
-  if mesh.size == 1:
-    return x  # On one device it would only take time to trace.
-  if manual == set(mesh.axis_names):
+  if mesh.size == 1 or manual == set(mesh.axis_names):
     return x
   own = ([axis for axis in spec_axes(entry) if axis not in manual] for entry in spec)
   return _constrain(x, PartitionSpec(*(e if e is UNCONSTRAINED else axes_to_entry(axes) for e, axes in zip(spec, own))))
