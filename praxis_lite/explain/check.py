@@ -40,11 +40,9 @@ class Problem:
   """What is wrong with a sharding.
 
   Attributes:
-    severity: whether it keeps the task from running.
-    kind: which check has found it, such as 'unused axis'.
+    severity, kind: whether it keeps the task from running, and which check has found it, such as 'unused axis'.
     path: the field, rule, variable or axis it is about.
-    message: what was found.
-    remedy: what to change.
+    message, remedy: what was found, and what to change.
   """
 
   severity: Severity

@@ -50,8 +50,7 @@ class Mismatch(NamedTuple):
 
   Attributes:
     left, right: what the operands are called.
-    size: of the dimension that is summed over.
-    left_axes, right_axes: the mesh axes on it.
+    size, left_axes, right_axes: of the dimension that is summed over, and the mesh axes on it.
     shared: an axis that splits the summed dimension of one and another dimension of the other; '' if it is not that.
     scope: where in the program, as in 'lm/transformer/layers/ff'.
   """
@@ -113,7 +112,9 @@ class _Walker:
     if name == 'slice' and not any(eqn.params['start_indices']):  # Padding is cut off.
       return [operands[0]]
     if name in _ELEMENTWISE:
-      return [_agreed(eqn, operands)] * len(eqn.outvars)
+      said = [s for s, v in zip(operands, eqn.invars) if s and _shape(v) == _shape(eqn.outvars[0])]
+      agreed = said[0] if len({s.axes for s in said}) == 1 else None
+      return [agreed] * len(eqn.outvars)
     if name == 'scan':
       return self.scan(eqn, operands, where)
     inner = next((eqn.params[k] for k in ('jaxpr', 'call_jaxpr', 'fun_jaxpr') if k in eqn.params), None)
@@ -177,10 +178,3 @@ def _layers(name_stack: str) -> str:
   while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name_stack)) != name_stack:
     name_stack = inner
   return '/'.join(filter(None, name_stack.split('/')))
-
-
-def _agreed(eqn: JaxprEqn, operands: list[Split | None]) -> Split | None:
-  """What operands of the result's shape say, if those that say something agree."""
-  shape = _shape(eqn.outvars[0])
-  said = [s for s, v in zip(operands, eqn.invars) if s is not None and _shape(v) == shape]
-  return said[0] if len({s.axes for s in said}) == 1 else None

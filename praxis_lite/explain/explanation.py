@@ -198,12 +198,9 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-  """An `Explanation` of every array of a task.
+  """An `Explanation` of every array of a task, in the order of their trees; activations in that of the train step.
 
-  Attributes:
-    mesh_sizes: size of each mesh axis.
-    variables, slots, activations, inputs: in the order of their trees; activations in that of the train step.
-      Activations and inputs are empty where the shapes of a batch are not known.
+  Activations and inputs are empty where the shapes of a batch are not known.
   """
 
   mesh_sizes: Mapping[str, int]

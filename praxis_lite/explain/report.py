@@ -177,8 +177,7 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
 
 def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each array of the optimizer's state and of the moving averages."""
-  variables = leaves_by_path(layout.unpadded_shapes.mdl_vars)
-  variable_specs = leaves_by_path(layout.specs.mdl_vars)
+  variables, variable_specs = leaves_by_path(layout.unpadded_shapes.mdl_vars), leaves_by_path(layout.specs.mdl_vars)
   found = []
   for part in ('opt_states', 'ema_vars'):
     specs = leaves_by_path(getattr(layout.specs, part))

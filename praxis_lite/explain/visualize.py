@@ -36,8 +36,7 @@ def visualize_sharding(
   """Prints which device holds which part of an array.
 
   Args:
-    shape: of the array, 1 to 4 dimensions.
-    spec: how it is split; dimensions need not divide.
+    shape, spec: of the array, of 1 to 4 dimensions, which need not divide.
     mesh: the mesh, or the sizes of its axes. Devices are numbered in the order of the mesh.
     max_parts: so many parts of a dimension are drawn; of more, the first and the last.
     file: where to print; standard output by default.

@@ -91,8 +91,7 @@ def put_on_mesh(batch: BatchT, mesh: Mesh | None, specs: object) -> BatchT:
 
   Args:
     batch: NumPy arrays: the whole global batch, or with several processes this process's share of it.
-    mesh: the mesh; None: the default device.
-    specs: a spec for each leaf; may be a prefix of the tree.
+    mesh, specs: the mesh, None for the default device; and a spec for each leaf, or a prefix of the tree.
   """
   if mesh is None:
     return jax.device_put(batch)

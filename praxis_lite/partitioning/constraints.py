@@ -2,10 +2,7 @@
 
 The same layer code runs with a mesh and without: without one, a constraint returns its argument. The ambient mesh is
 the one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set. Logical names are resolved by the rules in
-force, which inside the steps of a task are the task's:
-
-    with axis_rules(standard_logical_axis_rules()):
-      h_BTF = with_logical_constraint(h_BTF, ('batch', 'length', 'mlp'))
+force (`axis_rules`), which inside the steps of a task are the task's.
 """
 
 from __future__ import annotations
@@ -77,10 +74,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
 def reshard_input_based_on_rank_fn(
   mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: TreeT
 ) -> TreeT:
-  """Constrains an array, or each array of a tree, to be split by the mapping for its rank.
-
-  See `infer_partition_spec_based_on_rank_fn` for the mappings and what is raised.
-  """
+  """Constrains each array of a tree by the mapping for its rank; see `infer_partition_spec_based_on_rank_fn`."""
 
   def reshard(leaf: jax.Array) -> jax.Array:
     return with_sharding_constraint(leaf, infer_partition_spec_based_on_rank_fn(mapping_dict, mesh_names, leaf))

@@ -67,8 +67,7 @@ def gather_array_with_mean_grads(
 
   Args:
     x: this device's part.
-    axis: the mesh axis, or several, that `dim` is split over.
-    dim: the dimension.
+    axis, dim: the mesh axis, or several, and the dimension that is split over them.
     size: its true size, if the parts add up to more.
     dtype: what is gathered is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
   """
@@ -108,8 +107,7 @@ class ShardedParam:
 
   Attributes:
     value: the part.
-    axes: for each dimension, the mesh axes that split it; () where it is whole.
-    shape: true sizes of the same dimensions.
+    axes, shape: for each dimension, the mesh axes that split it, () where it is whole; and its true size.
   """
 
   value: jax.Array

@@ -54,8 +54,9 @@ def create_device_mesh(
     array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   elif slices > 1 and len({getattr(d, 'slice_index', None) for d in devices} - {None}) == slices:
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
-  else:
-    array = _place_in_order(ici, dcn, devices)
+  else:  # As if each prod(ici) consecutive devices were a slice; along each axis, slices are outermost.
+    blocks, rank = np.array(devices).reshape((*dcn, *ici)), len(ici)
+    array = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)]).reshape([*shape.values()])
   return auto_mesh(array, names)
 
 
@@ -94,14 +95,6 @@ def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
       return fn(*args, **kwargs)
 
   return traced
-
-
-def _place_in_order(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-  """Arranges `devices` as if each prod(ici) consecutive ones were a slice; along each axis, slices are outermost."""
-  rank = len(ici)
-  blocks = np.array(devices).reshape((*dcn, *ici))
-  interleaved = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)])
-  return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
 
 
 def _checked_shape(field: str, shape: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:

@@ -60,11 +60,7 @@ class Placement:
 
 
 def to_partition_spec(
-  split_dims_mapping: SplitDimsMapping,
-  mesh_axis_names: Sequence[str],
-  *,
-  rank: int | None = None,
-  path: str = '',
+  split_dims_mapping: SplitDimsMapping, mesh_axis_names: Sequence[str], *, rank: int | None = None, path: str = ''
 ) -> PartitionSpec:
   """Returns the spec of full rank that a split mapping stands for.
 

@@ -53,8 +53,7 @@ class Variable:
   Attributes:
     name: its path, such as 'lm.softmax.w'.
     shape, dtype: its true shape, and its dtype.
-    logical_axes: the logical name of each axis, where it is declared with them.
-    logical_axis_rules: the rules of its task; none where these are not known.
+    logical_axes, logical_axis_rules: the logical name of each axis, where it is declared with them; the task's rules.
   """
 
   name: str
@@ -224,8 +223,7 @@ def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = F
   """Splits one dimension.
 
   Args:
-    axis: mesh axis, or several.
-    dim: the dimension; negative ones count from the last.
+    axis, dim: mesh axis, or several; and the dimension, negative ones counted from the last.
     ignore_ndim_error: leave variables as they are that have no such dimension.
     allow_padding: pad the dimension where it does not divide; otherwise that is an error.
   """

@@ -275,10 +275,10 @@ class BasePartitioner(abc.ABC):
     if self.params_on_devices:
       return train_state
 
-    def whole(x: jax.Array) -> np.ndarray:
-      return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
-
-    host = jax.tree.map(whole, train_state.mdl_vars)
+    host = jax.tree.map(
+      lambda x: np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)),
+      train_state.mdl_vars,
+    )
     return dataclasses.replace(train_state, mdl_vars=slice_to(host, layout.mdl_vars.unpadded_shapes))
 
   def move_params_to_devices(
@@ -335,12 +335,11 @@ class PjitPartitioner(BasePjitPartitioner):
   have its shape, and are replicated otherwise.
 
   Args:
-    *args: as for `BasePartitioner`.
+    *args, **mesh: as for `BasePartitioner`.
     logical_axis_rules: the rules; by default the standard ones, with 'batch' over ('replica', 'data') on a mesh of
       slices.
     params_axis_names_overrides: pairs (pattern on the path of a variable, names) that replace declared names.
     state_axis_names_overrides: the same on paths in `opt_states`, such as 'opt_states/0/v_row/.*'.
-    **mesh: as for `BasePartitioner`.
   """
 
   def __init__(

@@ -53,11 +53,7 @@ TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
-  """A step on one device, without a mesh.
-
-  Attributes:
-    surroundings: of the model's calls.
-  """
+  """A step on one device, without a mesh; `surroundings` are those of the model's calls."""
 
   surroundings = Surroundings()
 
@@ -84,11 +80,7 @@ class Execution:
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Completes, for each trained variable, a sum over the part at hand to the sum over the variable.
-
-    Args:
-      sums: scalars, or arrays in which all but the repeat prefix is summed over.
-    """
+    """Completes sums over parts of variables, by variable: scalars, or arrays with a sum for each repeated layer."""
     return sums
 
 
@@ -98,7 +90,14 @@ class CompilerPlaced(Execution):
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
     self._task, self._layout = jax_task, layout
     self._names = layout.mesh.axis_names
-    used = guards.gathered_specs(leaves_by_path(layout.specs.mdl_vars), self._row_specs(), dict(layout.mesh.shape))
+    with located('task.train'):
+      inputs = [
+        to_partition_spec(mapping, self._names, path=f'inputs_split_mapping.{key}')
+        for key, mapping in (jax_task.train.inputs_split_mapping or {}).items()
+        if mapping
+      ]
+    rows, sizes = [*inputs, *jax_task.model.activation_specs()], dict(layout.mesh.shape)
+    used = guards.gathered_specs(leaves_by_path(layout.specs.mdl_vars), rows, sizes)
     self._used = {(*jax_task.model.path, *path): spec for path, spec in used.items()}
     self.surroundings = Surroundings(read_weight=self._read)
 
@@ -125,15 +124,6 @@ class CompilerPlaced(Execution):
     """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
     with located('task.train'):
       return reshard_input_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, inputs)
-
-  def _row_specs(self) -> list[PartitionSpec]:
-    with located('task.train'):
-      inputs = [
-        to_partition_spec(mapping, self._names, path=f'inputs_split_mapping.{key}')
-        for key, mapping in (self._task.train.inputs_split_mapping or {}).items()
-        if mapping
-      ]
-    return [*inputs, *self._task.model.activation_specs()]
 
   def _read(self, path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     weight = stored if dtype is None else stored.astype(dtype)

@@ -105,7 +105,7 @@ def value_and_grad(
   output = LossOutput(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
-    per_example=jax.tree.map(join_rows, outputs.per_example),
+    per_example=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs.per_example),
     summaries=jax.tree.map(lambda x: x[-1], outputs.summaries),
     updates=select(updated, changed.__contains__),
   )
@@ -117,11 +117,6 @@ def split_rows(x: jax.Array, parts: int) -> jax.Array:
   if x.shape[0] % parts:
     raise ConfigError(f'learner.num_microbatches: a batch of {x.shape[0]} does not divide into {parts} microbatches')
   return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
-
-
-def join_rows(x: jax.Array) -> jax.Array:
-  """The inverse of `split_rows`."""
-  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:

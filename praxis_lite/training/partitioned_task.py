@@ -36,6 +36,7 @@ from praxis_lite.training.state import (
 from praxis_lite.trees import NestedDict
 
 T = TypeVar('T')
+OutT = TypeVar('OutT', steps.EvalStepOutput, steps.DecodeStepOutput)
 
 
 class Partitioner(Protocol):
@@ -119,22 +120,12 @@ class PartitionedTask:
   @functools.cached_property
   def eval_step(self) -> PartitionedStep[steps.EvalStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> EvalStepOutput`."""
-
-    def eval_step(mdl_vars: NestedDict, *args: Any) -> steps.EvalStepOutput:
-      out = self._inference(steps.eval_step_single_learner, mdl_vars, *args)
-      return out._replace(per_example_out=self._true_rows(out.per_example_out))
-
-    return self._inference_step(eval_step)
+    return self._inference_step(steps.eval_step_single_learner, 'per_example_out')
 
   @functools.cached_property
   def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
-
-    def decode_step(mdl_vars: NestedDict, *args: Any) -> steps.DecodeStepOutput:
-      out = self._inference(steps.decode_step, mdl_vars, *args)
-      return out._replace(decoded=self._true_rows(out.decoded))
-
-    return self._inference_step(decode_step)
+    return self._inference_step(steps.decode_step, 'decoded')
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded, each device holding its own part from the start."""
@@ -151,17 +142,10 @@ class PartitionedTask:
     fn, arguments = self._train_fn(execution)
     return jax.make_jaxpr(on_mesh(fn, self.mesh))(*arguments)
 
-  # ---------------------------------------------------------------- inside a step
-
   @functools.cached_property
   def execution(self) -> MeshExecution:
     """How the train step runs."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
-
-  @functools.cached_property
-  def _placed(self) -> CompilerPlaced:
-    """How evaluation and decoding run, whatever the partitioning of the train step."""
-    return CompilerPlaced(self.jax_task, self.layout)
 
   def _train_fn(self, execution: MeshExecution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
     step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
@@ -174,20 +158,25 @@ class PartitionedTask:
     rows = self.mesh.size * self.jax_task.learner.num_microbatches
     return train_step, (self.state_shapes, *self._placed_shapes(padded_batch_shape(self.inputs_shape, rows)))
 
-  def _inference(
-    self, step: Callable[..., T], mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict
-  ) -> T:
-    mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._placed.split_inputs(inputs)
-    with axis_rules(self.jax_task.logical_axis_rules or ()):
-      return step(self.jax_task, mdl_vars, key, global_step, inputs, self._placed.surroundings)
+  def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:
+    """A step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
+    shapes: tuple[object, ...] = self._placed_shapes(self.inputs_shape, jax.ShapeDtypeStruct((), jnp.int32))
+    placed = CompilerPlaced(self.jax_task, self.layout)  # Whatever the partitioning of the train step.
+
+    def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> OutT:
+      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(inputs)
+      with axis_rules(self.jax_task.logical_axis_rules or ()):
+        out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
+      return out._replace(**{by_row: self._true_rows(getattr(out, by_row))})
+
+    inference_step.__name__ = step.__name__  # What profiles call the program.
+    return PartitionedStep(inference_step, (self.state_shapes.mdl_vars, *shapes), self._replicated, mesh=self.mesh)
 
   def _true_rows(self, per_example: T) -> T:
     """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
     if jax.process_count() > 1:
       return per_example
     return jax.tree.map(lambda x: x[: self.batch_size], per_example)
-
-  # ---------------------------------------------------------------- around a step
 
   @property
   def _replicated(self) -> NamedSharding:
@@ -198,11 +187,6 @@ class PartitionedTask:
     shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
     specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)
     return layout_of(shapes, specs, self.mesh).padded_shapes
-
-  def _inference_step(self, fn: Callable[..., T]) -> PartitionedStep[T]:
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = (self.state_shapes.mdl_vars, *self._placed_shapes(self.inputs_shape, step))
-    return PartitionedStep(fn, arguments, self._replicated, mesh=self.mesh)
 
 
 def partition_spmd_model(

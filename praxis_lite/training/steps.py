@@ -64,8 +64,7 @@ def train_step_single_learner(
   """Takes one step.
 
   Args:
-    jax_task: the task.
-    states: the state before the step, every array in its true shape; under `shard_map`, this device's parts.
+    jax_task, states: the task, and its state, every array in its true shape; under `shard_map`, this device's parts.
     prng_key: key of the run; the step's own is folded in from `states.step`.
     inputs: a batch, dim 0 the batch; under `shard_map`, this device's rows.
     execution: what the step needs to know of the mesh; by default there is none.
@@ -113,10 +112,8 @@ def eval_step_single_learner(
   """Evaluates one batch.
 
   Args:
-    jax_task: the task.
-    mdl_vars: the model's variables, or their moving averages.
-    prng_key: folded with `global_step`, for models that draw while they evaluate.
-    global_step: int32 scalar.
+    jax_task, mdl_vars: the task, and the model's variables, or their moving averages.
+    prng_key: folded with `global_step`, an int32 scalar, for models that draw while they evaluate.
     inputs: a batch, dim 0 the batch.
     surroundings: what layers need to know of the mesh; by default there is none.
   """
