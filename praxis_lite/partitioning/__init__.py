@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from praxis_lite.partitioning.batch import batch_size, pad_batch, padded_batch_shape, put_on_mesh
-from praxis_lite.partitioning.collectives import assert_collectives, collectives
 from praxis_lite.partitioning.constraints import (
   axis_rules,
   global_mesh_defined,
@@ -27,6 +26,7 @@ from praxis_lite.partitioning.explicit import (
   shard_module_params,
   shard_params,
 )
+from praxis_lite.partitioning.hlo import assert_collectives, collectives
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.mesh import create_device_mesh
 from praxis_lite.partitioning.padding import local_shape, num_parts, pad_amounts, pad_to, padded_shape, slice_to

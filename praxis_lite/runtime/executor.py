@@ -24,7 +24,7 @@ from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, TaskOnMesh, Program, Programs
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.run_config import (
   build_datasets,
   check_intervals,

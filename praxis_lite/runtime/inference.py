@@ -18,7 +18,7 @@ from praxis_lite.inputs import ArrayInput, BaseInput
 from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, TaskOnMesh, Program
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
 from praxis_lite.runtime.run_config import Datasets, build_datasets, job_directory, run_keys
 from praxis_lite.trees import NestedDict
 
