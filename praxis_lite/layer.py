@@ -469,7 +469,7 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
 
   A method that the same layer's running method calls is in the scope already.
   """
-  _, first, *_ = (*inspect.signature(method).parameters, None, None)
+  first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
 
   @functools.wraps(method)
   def scoped(self: Layer, *args: Any, **kwargs: Any) -> Any:
