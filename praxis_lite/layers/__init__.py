@@ -1,4 +1,5 @@
 """Layers: what models are made of."""
+# ruff: noqa: F401 (what is imported here is what the package exports)
 
 from praxis_lite.layers.activations import ACTIVATIONS, get_activation
 from praxis_lite.layers.attention import MultiHeadAttention, Projection
@@ -13,38 +14,3 @@ from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryP
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
-
-__all__ = [
-  'ACTIVATIONS',
-  'BatchNorm',
-  'Bias',
-  'Conv2D',
-  'ConvNet',
-  'Dropout',
-  'Embedding',
-  'FeedForward',
-  'FullSoftmax',
-  'GatedFeedForward',
-  'GlobalPooling',
-  'GroupNorm',
-  'LayerNorm',
-  'LearnedPositions',
-  'Linear',
-  'Mlp',
-  'MultiHeadAttention',
-  'Pooling',
-  'Projection',
-  'RMSNorm',
-  'RelativeBias',
-  'Repeat',
-  'RepeatedTransformer',
-  'RotaryPositions',
-  'SharedEmbeddingSoftmax',
-  'SinusoidalPositions',
-  'StackedTransformer',
-  'TransformerBlock',
-  'TransformerLm',
-  'cross_entropy',
-  'dot_product_attention',
-  'get_activation',
-]
