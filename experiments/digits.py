@@ -89,12 +89,7 @@ class DigitsMlpSharded(DigitsMlp):
 
 
 class _Digits8(_Digits):
-  """A wider MLP with dropout in bfloat16, on 8 devices in 4 microbatches; subclasses differ in communication.
-
-  Attributes:
-    strategy: `strategy` of the task; None replicates all weights.
-    partitioning: `partitioning` of the task.
-  """
+  """A wider MLP with dropout in bfloat16, on 8 devices in 4 microbatches; subclasses differ in communication."""
 
   ici_mesh_shape = (8,)
   mesh_axis_names = ('data',)

@@ -19,6 +19,7 @@ class _ByteLm(BaseExperiment):
 
   seq_len = 256
   batch_size = 8
+  inputs_split_mapping: dict[str, tuple[object, ...] | None] = {'map_1d': None, 'map_2d': None}
 
   def text(self, split: str) -> Config | str:
     """Returns the value of `TextInput.path` for a split."""
@@ -40,7 +41,7 @@ class _ByteLm(BaseExperiment):
     task = Config(LanguageModelTask, model=self.model())
     task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=50)
     task.train.set(num_train_steps=900, log_interval_steps=20, eval_interval_steps=450, save_interval_steps=150)
-    task.train.inputs_split_mapping = {'map_1d': None, 'map_2d': None}
+    task.train.inputs_split_mapping = self.inputs_split_mapping
     return task
 
 
@@ -64,6 +65,7 @@ class _ShardedByteLm(_ByteLm):
   seq_len = 128
   batch_size = 12
   mesh_axis_names = ('replica', 'data', 'mdl')
+  inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
 
   def datasets(self) -> list[Config]:
     # The ids of begin, end and padding follow those of the bytes.
@@ -73,11 +75,6 @@ class _ShardedByteLm(_ByteLm):
   def model(self) -> Config:
     model = super().model().set(vocab_size=259, model_dims=126, hidden_dims=341, num_heads=3, dims_per_head=42)
     return set_sharding(model)
-
-  def task(self) -> Config:
-    task = super().task()
-    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
-    return task
 
 
 @registry.register
@@ -139,18 +136,13 @@ class SyntheticLmTiny(_Tiny):
   """For tests: the tiny model on counting sequences, with sizes that most meshes have to pad; reads no files."""
 
   mesh_axis_names = ('replica', 'data', 'mdl')
+  inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
 
   def datasets(self) -> list[Config]:
     train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
     validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
-    sizes = {'seq_len': self.seq_len, 'vocab_size': 37, 'batch_size': 6}
-    return [d.set(**sizes) for d in (train, validation)]
+    return [d.set(seq_len=self.seq_len, vocab_size=37, batch_size=6) for d in (train, validation)]
 
   def model(self) -> Config:
-    sizes = {'vocab_size': 37, 'model_dims': 18, 'hidden_dims': 45, 'num_heads': 3, 'dims_per_head': 6}
-    return set_sharding(super().model().set(tokens_are_bytes=False, **sizes))
-
-  def task(self) -> Config:
-    task = super().task()
-    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
-    return task
+    model = super().model().set(vocab_size=37, model_dims=18, hidden_dims=45, num_heads=3, dims_per_head=6)
+    return set_sharding(model.set(tokens_are_bytes=False))

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
 from praxis_lite import registry
@@ -31,9 +33,8 @@ class _PublishedSize(BaseExperiment):
   def datasets(self) -> list[Config]:
     train = Config(TextInput, name='train', is_training=True, split='train')
     validation = Config(TextInput, name='validation', split='validation')
-    tokenizer = Config(SentencePieceTokenizer)
-    shared = {'path': REQUIRED, 'tokenizer_tpl': tokenizer, 'seq_len': self.seq_len, 'batch_size': self.batch_size}
-    return [d.set(**shared) for d in (train, validation)]
+    sizes = {'seq_len': self.seq_len, 'batch_size': self.batch_size}
+    return [d.set(path=REQUIRED, tokenizer_tpl=Config(SentencePieceTokenizer), **sizes) for d in (train, validation)]
 
   def task(self) -> Config:
     task = Config(LanguageModelTask, model=set_sharding(self.model()).set(packed=False, fprop_dtype=jnp.bfloat16))
@@ -44,14 +45,16 @@ class _PublishedSize(BaseExperiment):
     return task
 
 
+_gpt2 = functools.partial(transformer_lm, style='gpt2', vocab_size=50257)
+_llama3 = functools.partial(transformer_lm, vocab_size=128256, num_kv_heads=8, rotary_base=500_000.0, remat='full')
+
+
 @registry.register
 class Gpt2Small(_PublishedSize):
   """GPT-2, 124M parameters (Radford et al., 2019), on one accelerator."""
 
   def model(self) -> Config:
-    return transformer_lm(
-      style='gpt2', vocab_size=50257, model_dims=768, num_layers=12, num_heads=12, max_len=self.seq_len
-    )
+    return _gpt2(model_dims=768, num_layers=12, num_heads=12, max_len=self.seq_len)
 
 
 @registry.register
@@ -63,9 +66,7 @@ class Gpt2Xl(_PublishedSize):
   learning_rate = 2e-4
 
   def model(self) -> Config:
-    return transformer_lm(
-      style='gpt2', vocab_size=50257, model_dims=1600, num_layers=48, num_heads=25, max_len=self.seq_len, remat='full'
-    )
+    return _gpt2(model_dims=1600, num_layers=48, num_heads=25, max_len=self.seq_len, remat='full')
 
 
 @registry.register
@@ -78,17 +79,7 @@ class Llama1B(_PublishedSize):
   learning_rate = 3e-4
 
   def model(self) -> Config:
-    return transformer_lm(
-      vocab_size=128256,
-      model_dims=2048,
-      num_layers=16,
-      num_heads=32,
-      num_kv_heads=8,
-      hidden_dims=8192,
-      rotary_base=500_000.0,
-      tie_embeddings=True,
-      remat='full',
-    )
+    return _llama3(model_dims=2048, num_layers=16, num_heads=32, hidden_dims=8192, tie_embeddings=True)
 
 
 @registry.register
@@ -101,13 +92,4 @@ class Llama8B(_PublishedSize):
   learning_rate = 3e-4
 
   def model(self) -> Config:
-    return transformer_lm(
-      vocab_size=128256,
-      model_dims=4096,
-      num_layers=32,
-      num_heads=32,
-      num_kv_heads=8,
-      hidden_dims=14336,
-      rotary_base=500_000.0,
-      remat='full',
-    )
+    return _llama3(model_dims=4096, num_layers=32, num_heads=32, hidden_dims=14336)

@@ -21,45 +21,21 @@ if TYPE_CHECKING:
   from praxis_lite.training import partition_spmd_model
   from praxis_lite.weights import WeightHParams, WeightInit
 
-__all__ = [
-  'REQUIRED',
-  'ActivationSplit',
-  'BaseExperiment',
-  'BaseModel',
-  'Config',
-  'Layer',
-  'Learner',
-  'SingleTask',
-  'SplitMapping',
-  'WeightHParams',
-  'WeightInit',
-  'WeightSplit',
-  'partition_spmd_model',
-  'registry',
-  'simulate_cpu_devices',
-  'template',
-]
-
-_MODULES = {
-  'REQUIRED': 'config',
-  'ActivationSplit': 'layer',
-  'BaseExperiment': 'experiment',
-  'BaseModel': 'models',
-  'Config': 'config',
-  'Layer': 'layer',
-  'Learner': 'learning',
-  'SingleTask': 'task',
-  'WeightHParams': 'weights',
-  'SplitMapping': 'layer',
-  'WeightInit': 'weights',
-  'WeightSplit': 'layer',
-  'partition_spmd_model': 'training',
-  'simulate_cpu_devices': 'runtime',
-  'template': 'config',
+_EXPORTS = {
+  'config': ('REQUIRED', 'Config', 'template'),
+  'experiment': ('BaseExperiment',),
+  'layer': ('ActivationSplit', 'Layer', 'SplitMapping', 'WeightSplit'),
+  'learning': ('Learner',),
+  'models': ('BaseModel',),
+  'runtime': ('simulate_cpu_devices',),
+  'task': ('SingleTask',),
+  'training': ('partition_spmd_model',),
+  'weights': ('WeightHParams', 'WeightInit'),
 }
 
 
 def __getattr__(name: str) -> Any:
-  if name not in _MODULES:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  return getattr(importlib.import_module(f'{__name__}.{_MODULES[name]}'), name)
+  for module, names in _EXPORTS.items():
+    if name in names:
+      return getattr(importlib.import_module(f'{__name__}.{module}'), name)
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -20,7 +20,6 @@ first values, and `apply(variables, ...)` is the pure call. The variable tree ha
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -40,7 +39,7 @@ from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
-from praxis_lite.trees import NestedDict, Path, path_name
+from praxis_lite.trees import NestedDict, Path, map_with_path, path_name
 from praxis_lite.weights import (
   DeclaredSplit,
   SplitDimsMapping,
@@ -73,7 +72,6 @@ class ActivationSplit(SplitMapping):
 
 # Hyperparameters that a child takes from its parent where it leaves them None.
 _INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules')
-_ROOT_DEFAULTS = {'dtype': 'float32', 'params_init': WeightInit.Xavier()}
 
 
 class Layer(Configurable):
@@ -113,13 +111,15 @@ class Layer(Configurable):
 
   def __post_init__(self) -> None:
     self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
+    self._names: set[str] = set()  # Those of variables, children and lists of children.
     self._weights: dict[str, WeightHParams] = {}
-    self._children: dict[str, Layer | list[Layer]] = {}
-    for field, default in _ROOT_DEFAULTS.items():
-      if getattr(self, field) is None:
-        setattr(self, field, default)
+    self._children: dict[str, Layer] = {}
+    if self.dtype is None:
+      self.dtype = 'float32'
     if self.fprop_dtype is None:
       self.fprop_dtype = self.dtype
+    if self.params_init is None:
+      self.params_init = WeightInit.Xavier()
     for field in ('dtype', 'fprop_dtype'):
       dtype = jnp.dtype(getattr(self, field))
       if not jnp.issubdtype(dtype, jnp.floating):
@@ -150,19 +150,17 @@ class Layer(Configurable):
     self._claim(name)
     if not all(size > 0 for size in weight.shape):
       raise ConfigError(f'{self.path_name}.{name}: shape {tuple(weight.shape)}; every dimension must be at least 1')
-    collections = weight.collections if trainable else weight.collections | {WeightHParamsCollection.NON_TRAINABLE}
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
     if mapping is None:  # What there is to set is the layer's first field, which maps its main weight.
       field = next(iter(self._split_mappings('weight_split_dims_mapping')), field)
-    weight = dataclasses.replace(
+    self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
+    self._weights[name] = dataclasses.replace(
       weight,
       dtype=weight.dtype or self.dtype,
       init=weight.init or self.params_init,
-      collections=collections,
+      collections=weight.collections | (set() if trainable else {WeightHParamsCollection.NON_TRAINABLE}),
       mapping_field=field,
     )
-    self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
-    self._weights[name] = weight
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
     """Builds a child from a copy of `config`; it is reached as `self.<name>`, and its variables as `<path>.<name>`.
@@ -171,8 +169,14 @@ class Layer(Configurable):
     none.
     """
     self._claim_child(name)
-    child = self._build_child(name, config)
+    inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
+    token = _parent_path.set(self._path)
+    try:
+      child = config.instantiate(name=name, **inherited)
+    finally:
+      _parent_path.reset(token)
     self._children[name] = child
+    setattr(self, name, child)
     return child
 
   def create_children(
@@ -187,21 +191,14 @@ class Layer(Configurable):
     if templates is None or len(names) != 1:
       raise ConfigError(f'{self.path_name}: create_children takes names and template=, or one name and templates=')
     self._claim_child(names[0])
-    numbered = [f'{names[0]}_{i}' for i in range(len(templates))]
-    for name in numbered:
-      self._claim(name)
-    children = [self._build_child(name, config) for name, config in zip(numbered, templates)]
-    self._children[names[0]] = list(children)
+    children = [self.create_child(f'{names[0]}_{i}', config) for i, config in enumerate(templates)]
+    setattr(self, names[0], children)
     return children
 
-  def _build_child(self, name: str, config: Config[LayerT]) -> LayerT:
-    inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
-    with _constructing_under(self._path):
-      return config.instantiate(name=name, **inherited)
-
   def _claim(self, name: str) -> None:
-    if name in self._weights or name in self._children or any(name == child for child, _ in self.children()):
+    if name in self._names:
       raise ConfigError(f"{self.path_name}: the name '{name}' is declared twice")
+    self._names.add(name)
 
   def _claim_child(self, name: str) -> None:
     self._claim(name)
@@ -223,8 +220,8 @@ class Layer(Configurable):
   def _split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
     """The mappings of one of the two configs of split mappings, by the paths of their fields."""
     mappings: Config | None = getattr(self, group)
-    values = config_values(mappings) if mappings is not None else {}
-    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in values.items()}
+    fields = {} if mappings is None else config_values(mappings)
+    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
 
   # ---------------------------------------------------------------- structure
 
@@ -239,12 +236,8 @@ class Layer(Configurable):
     return path_name(self._path) or type(self).__name__
 
   def children(self) -> Iterator[tuple[str, Layer]]:
-    """Yields (name, child), lists flattened, in the order of creation."""
-    for name, child in self._children.items():
-      if isinstance(child, list):
-        yield from ((c.name, c) for c in child)
-      else:
-        yield name, child
+    """Yields (name, child), those of lists too, in the order of creation."""
+    yield from self._children.items()
 
   def descendants(self) -> Iterator[Layer]:
     """Yields this layer and all layers below it, parents first."""
@@ -253,14 +246,10 @@ class Layer(Configurable):
       yield from child.descendants()
 
   def __getattr__(self, name: str) -> Any:
-    children = self.__dict__.get('_children', {})
-    if name in children:
-      return children[name]
     if name.startswith('_'):
       raise AttributeError(name)
-    raise AttributeError(
-      f'{self.path_name} ({type(self).__name__}) has no attribute or child {name!r}.{did_you_mean(name, children)}'
-    )
+    close = did_you_mean(name, self._names - self._weights.keys())
+    raise AttributeError(f'{self.path_name} ({type(self).__name__}) has no attribute or child {name!r}.{close}')
 
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path_name}>'
@@ -271,14 +260,13 @@ class Layer(Configurable):
     """Returns the declarations of all variables below this layer: the variable tree with `WeightHParams` leaves."""
     tree: NestedDict = dict(self._weights)
     for name, child in self.children():
-      below = child.abstract_init()
-      if below:
+      if below := child.abstract_init():
         tree[name] = below
     return tree
 
   def init(self, key: jax.Array) -> NestedDict:
     """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
-    return init_tree(self.abstract_init(), key)
+    return map_with_path(lambda path, w: init_weight(w, call.fold_in_path(key, path)), self.abstract_init())
 
   @property
   def variables(self) -> NestedDict:
@@ -319,7 +307,7 @@ class Layer(Configurable):
     """
     outer = call.current_frame()
     if do_eval is None:
-      do_eval = outer.do_eval if outer else False
+      do_eval = outer is not None and outer.do_eval
     if surroundings is None:
       surroundings = outer.surroundings if outer else Surroundings(manual_axes=manual_axes())
     frame = call.Frame(
@@ -431,10 +419,11 @@ class Layer(Configurable):
     if mappings is None or names is None:
       return x
 
+    field = f'{self.path_name}.inputs_split_mapping'
+
     def shard(leaf: jax.Array) -> jax.Array:
-      if not hasattr(leaf, 'shape') or not leaf.shape:
+      if not getattr(leaf, 'shape', ()):
         return leaf
-      field = f'{self.path_name}.inputs_split_mapping'
       return self._constrained(leaf, f'{field}.map_{leaf.ndim}d', place_by_rank(mappings, names, leaf, field))
 
     return jax.tree.map(shard, x)
@@ -447,13 +436,7 @@ class Layer(Configurable):
     return x if placement is None else with_sharding_constraint(x, placement.spec)
 
   def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:
-    """Returns what a mapping stands for, and why; None for no mapping, or where there are no names of mesh axes.
-
-    Args:
-      mapping: the mapping.
-      field: its path, with which messages begin.
-      rank: of the tensor.
-    """
+    """Returns what a mapping stands for, and why; None without a mapping, or without names of mesh axes."""
     if mapping is None or self.mesh_axis_names is None:
       return None
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
@@ -474,31 +457,11 @@ class Theta:
     value = frame.variable(path)
     if value is None:
       raise ConfigError(f'{layer.path_name}.{name}: the variables passed to apply() have no such entry')
-    castable = (
-      jnp.issubdtype(value.dtype, jnp.floating) and WeightHParamsCollection.KEEP_FLOAT32 not in weight.collections
-    )
-    return frame.surroundings.read_weight(path, value, layer.fprop_dtype if castable else None)
-
-
-def init_tree(weights: NestedDict, key: jax.Array) -> NestedDict:
-  """Returns first values of a tree of declarations, each drawn with `key` folded with its path in the tree."""
-
-  def init_one(path: tuple[jax.tree_util.DictKey, ...], weight: WeightHParams) -> jax.Array:
-    return init_weight(weight, call.fold_in_path(key, tuple(str(entry.key) for entry in path)))
-
-  return jax.tree_util.tree_map_with_path(init_one, weights)
+    kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
+    return frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
 
 
 _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
-
-
-@contextlib.contextmanager
-def _constructing_under(path: Path) -> Iterator[None]:
-  token = _parent_path.set(path)
-  try:
-    yield
-  finally:
-    _parent_path.reset(token)
 
 
 def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -506,7 +469,7 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
 
   A method that the same layer's running method calls is in the scope already.
   """
-  first = next(iter(list(inspect.signature(method).parameters)[1:]), None)
+  first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
 
   @functools.wraps(method)
   def scoped(self: Layer, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,4 @@
-"""SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over.
-
-A task config describes a run, except for its data:
-
-    task.model       what is trained, a config of a `BaseModel`
-    task.train       learner, steps, intervals, `inputs_split_mapping`
-    task.evaluate    whether moving averages are used, how many batches
-    task.decode      intervals and sizes of decoding runs
-    task.ici_mesh_shape, task.dcn_mesh_shape, task.mesh_axis_names
-"""
+"""SingleTask: one model, how it is trained, evaluated and decoded, and the mesh it is split over."""
 
 from __future__ import annotations
 
@@ -22,8 +13,6 @@ from praxis_lite.errors import ConfigError, check_choice, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
-
-PARTITIONINGS = ('auto', 'shard_map')
 
 
 class TrainParams(Configurable):
@@ -57,24 +46,16 @@ class EvalParams(Configurable):
   """How the task is evaluated.
 
   Attributes:
-    use_ema: whether the moving averages are evaluated, if the learner keeps them.
-    max_batches: number of batches; None: the whole set.
-  """
-
-  use_ema: bool = True
-  max_batches: int | None = None
-
-
-class DecodeParams(Configurable):
-  """How the task decodes its `decode_datasets()`.
-
-  Attributes:
     use_ema: whether the moving averages are used, if the learner keeps them.
     max_batches: number of batches; None: the whole set.
   """
 
   use_ema: bool = True
   max_batches: int | None = None
+
+
+class DecodeParams(EvalParams):
+  """How the task decodes its `decode_datasets()`; the attributes are those of `EvalParams`."""
 
 
 class SingleTask(Configurable):
@@ -109,20 +90,23 @@ class SingleTask(Configurable):
   decode: DecodeParams = template(DecodeParams)
 
   def __post_init__(self) -> None:
-    check_choice('task.partitioning', self.partitioning, PARTITIONINGS)
+    check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
     for section in ('train', 'evaluate', 'decode'):
       config = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.{section}: expected the config of its settings, got {config!r}')
-      setattr(self, section, config.instantiate())
-    for section in ('evaluate', 'decode'):
-      max_batches = getattr(self, section).max_batches
+      settings = config.instantiate()
+      setattr(self, section, settings)
+      max_batches = getattr(settings, 'max_batches', None)
       if max_batches is not None and max_batches < 1:
         raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
     with located('task.train'):
-      self.learner: Learner = _with_total_steps(self.train.learner, self.train.num_train_steps).instantiate()
+      learner = self.train.learner.clone()
+      if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
+        learner.schedule.total_steps = self.train.num_train_steps
+      self.learner: Learner = learner.instantiate()
     model_p: object = self.model
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
@@ -150,12 +134,3 @@ class SingleTask(Configurable):
   def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:
     names = self.mesh_axis_names or ('data',)
     return self.ici_mesh_shape or (1,) * len(names), self.dcn_mesh_shape, names
-
-
-def _with_total_steps(learner: Config, num_train_steps: int) -> Config:
-  """Sets the `total_steps` of a schedule that requires it and has none to the number of steps of the run."""
-  schedule = learner.schedule
-  if getattr(schedule, 'total_steps', None) is REQUIRED:
-    learner = learner.clone()
-    learner.schedule.total_steps = num_train_steps
-  return learner

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,6 +81,27 @@ class WeightHParamsCollection(enum.StrEnum):
   KEEP_SPLIT = 'keep_split'
 
 
+_DISTRIBUTIONS = ('gaussian', 'uniform', 'truncated_gaussian')
+_SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
+# The distribution and the scaling of each method.
+_METHODS = {
+  'constant': ('constant', ''),
+  'xavier': ('uniform', '_xavier'),
+  **{distribution + scaling: (distribution, scaling) for distribution in _DISTRIBUTIONS for scaling in _SCALINGS},
+}
+
+
+def _constructor(name: str, default: float = 1.0) -> classmethod[WeightInit, ..., WeightInit]:
+  """Returns the class method `name`(scale) of `WeightInit`, as in `WeightInit.GaussianFanIn(0.5)`."""
+  method = re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()
+
+  def construct(cls: type[WeightInit], scale: float = default) -> WeightInit:
+    return cls(method, scale)
+
+  construct.__name__, construct.__qualname__ = name, f'WeightInit.{name}'
+  return classmethod(construct)
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
   """An initializer: a distribution and a scale.
@@ -102,58 +124,18 @@ class WeightInit:
     if self.method not in _METHODS:
       raise ConfigError(f"unknown initializer '{self.method}'; known: {', '.join(_METHODS)}")
 
-  @classmethod
-  def Gaussian(cls, scale: float = 1.0) -> WeightInit:
-    return cls('gaussian', scale)
-
-  @classmethod
-  def Uniform(cls, scale: float = 1.0) -> WeightInit:
-    return cls('uniform', scale)
-
-  @classmethod
-  def Xavier(cls, scale: float = 1.0) -> WeightInit:
-    return cls('xavier', scale)
-
-  @classmethod
-  def TruncatedGaussian(cls, scale: float = 1.0) -> WeightInit:
-    return cls('truncated_gaussian', scale)
-
-  @classmethod
-  def Constant(cls, scale: float = 0.0) -> WeightInit:
-    return cls('constant', scale)
-
-  @classmethod
-  def GaussianSqrtDim(cls, scale: float = 1.0) -> WeightInit:
-    return cls('gaussian_sqrt_dim', scale)
-
-  @classmethod
-  def GaussianFanIn(cls, scale: float = 1.0) -> WeightInit:
-    return cls('gaussian_fan_in', scale)
-
-  @classmethod
-  def GaussianFanOut(cls, scale: float = 1.0) -> WeightInit:
-    return cls('gaussian_fan_out', scale)
-
-  @classmethod
-  def GaussianFanAvg(cls, scale: float = 1.0) -> WeightInit:
-    return cls('gaussian_fan_avg', scale)
-
-  @classmethod
-  def TruncatedGaussianFanIn(cls, scale: float = 1.0) -> WeightInit:
-    return cls('truncated_gaussian_fan_in', scale)
-
-  @classmethod
-  def UniformSqrtDim(cls, scale: float = 1.0) -> WeightInit:
-    return cls('uniform_sqrt_dim', scale)
-
-  @classmethod
-  def UniformFanIn(cls, scale: float = 1.0) -> WeightInit:
-    return cls('uniform_fan_in', scale)
-
-
-_DISTRIBUTIONS = ('gaussian', 'uniform', 'truncated_gaussian')
-_SCALINGS = ('', '_sqrt_dim', '_fan_in', '_fan_out', '_fan_avg')
-_METHODS = ('constant', 'xavier', *(d + s for d in _DISTRIBUTIONS for s in _SCALINGS))
+  Gaussian = _constructor('Gaussian')
+  Uniform = _constructor('Uniform')
+  Xavier = _constructor('Xavier')
+  TruncatedGaussian = _constructor('TruncatedGaussian')
+  Constant = _constructor('Constant', default=0.0)
+  GaussianSqrtDim = _constructor('GaussianSqrtDim')
+  GaussianFanIn = _constructor('GaussianFanIn')
+  GaussianFanOut = _constructor('GaussianFanOut')
+  GaussianFanAvg = _constructor('GaussianFanAvg')
+  TruncatedGaussianFanIn = _constructor('TruncatedGaussianFanIn')
+  UniformSqrtDim = _constructor('UniformSqrtDim')
+  UniformFanIn = _constructor('UniformFanIn')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +180,10 @@ class WeightHParams:
   @property
   def full_split_dims_mapping(self) -> DeclaredSplit:
     """Mapping of the stored array, of the rank of `full_shape`."""
-    own = self.tensor_split_dims_mapping
-    if own is None:
-      mapping = DeclaredSplit.of((None,) * len(self.shape), f'{self.mapping_field} is not set')
-    else:
-      mapping = DeclaredSplit.of(own, self.mapping_field)
-    return self.repeat_prefix_split_dims_mapping.followed_by(mapping)
+    mapping, source = self.tensor_split_dims_mapping, self.mapping_field
+    if mapping is None:
+      mapping, source = (None,) * len(self.shape), f'{source} is not set'
+    return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.of(mapping, source))
 
   @property
   def trainable(self) -> bool:
@@ -261,8 +241,7 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   if not weight.repeat_prefix:
     return _init_one(weight, key)
   keys = jax.random.split(key, math.prod(weight.repeat_prefix))
-  stacked = jax.vmap(lambda k: _init_one(weight, k))(keys)
-  return stacked.reshape(weight.full_shape)
+  return jax.vmap(lambda k: _init_one(weight, k))(keys).reshape(weight.full_shape)
 
 
 def _init_one(weight: WeightHParams, key: jax.Array) -> jax.Array:
@@ -271,36 +250,21 @@ def _init_one(weight: WeightHParams, key: jax.Array) -> jax.Array:
       'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'
     )
   dtype, shape, scale = jnp.dtype(weight.dtype or jnp.float32), weight.shape, weight.init.scale
-  method = weight.init.method
-  if method == 'constant':
+  distribution, scaling = _METHODS[weight.init.method]
+  if distribution == 'constant':
     return jnp.full(shape, scale, dtype)
-  fan_in, fan_out = get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes)
   draw_dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
-  if method == 'xavier':
-    limit = scale * math.sqrt(6.0 / ((fan_in or 1) + (fan_out or 1)))
-    return jax.random.uniform(key, shape, draw_dtype, -limit, limit).astype(dtype)
-  distribution = next(d for d in sorted(_DISTRIBUTIONS, key=len, reverse=True) if method.startswith(d))
-  scale *= _factor(method.removeprefix(distribution), shape, fan_in, fan_out)
-  match distribution:
-    case 'gaussian':
-      value = scale * jax.random.normal(key, shape, draw_dtype)
-    case 'uniform':
-      value = jax.random.uniform(key, shape, draw_dtype, -scale, scale)
-    case _:
-      value = scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)
-  return value.astype(dtype)
-
-
-def _factor(scaling: str, shape: tuple[int, ...], fan_in: int | None, fan_out: int | None) -> float:
-  match scaling:
-    case '':
-      denominator = 1.0
-    case '_sqrt_dim':
-      denominator = shape[0] if shape else 1.0
-    case '_fan_in':
-      denominator = fan_in or 1.0
-    case '_fan_out':
-      denominator = fan_out or 1.0
-    case _:
-      denominator = ((fan_in or 1.0) + (fan_out or 1.0)) / 2
-  return 1.0 / math.sqrt(max(denominator, 1.0))
+  fan_in, fan_out = (fan or 1 for fan in get_fan_in_fan_out(shape, weight.fan_in_axes, weight.fan_out_axes))
+  scale *= {
+    '': 1.0,
+    '_sqrt_dim': 1 / math.sqrt(max(shape[0], 1) if shape else 1),
+    '_fan_in': 1 / math.sqrt(fan_in),
+    '_fan_out': 1 / math.sqrt(fan_out),
+    '_fan_avg': 1 / math.sqrt((fan_in + fan_out) / 2),
+    '_xavier': math.sqrt(6 / (fan_in + fan_out)),
+  }[scaling]
+  if distribution == 'uniform':
+    return jax.random.uniform(key, shape, draw_dtype, -scale, scale).astype(dtype)
+  if distribution == 'gaussian':
+    return (scale * jax.random.normal(key, shape, draw_dtype)).astype(dtype)
+  return (scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, draw_dtype)).astype(dtype)

@@ -13,38 +13,3 @@ from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryP
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
-
-__all__ = [
-  'ACTIVATIONS',
-  'BatchNorm',
-  'Bias',
-  'Conv2D',
-  'ConvNet',
-  'Dropout',
-  'Embedding',
-  'FeedForward',
-  'FullSoftmax',
-  'GatedFeedForward',
-  'GlobalPooling',
-  'GroupNorm',
-  'LayerNorm',
-  'LearnedPositions',
-  'Linear',
-  'Mlp',
-  'MultiHeadAttention',
-  'Pooling',
-  'Projection',
-  'RMSNorm',
-  'RelativeBias',
-  'Repeat',
-  'RepeatedTransformer',
-  'RotaryPositions',
-  'SharedEmbeddingSoftmax',
-  'SinusoidalPositions',
-  'StackedTransformer',
-  'TransformerBlock',
-  'TransformerLm',
-  'cross_entropy',
-  'dot_product_attention',
-  'get_activation',
-]

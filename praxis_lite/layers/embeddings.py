@@ -41,10 +41,7 @@ class Embedding(Layer):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
-    y = lookup(split_rows(self, self.theta.w, self.activation_split_dims_mapping.out), ids, self.lookup_style)
-    if self.scale_sqrt_depth:
-      y *= self.input_dims**0.5
-    return self.shard(y)
+    return embed(self, ids, 'out')
 
 
 def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None) -> WeightHParams:
@@ -52,16 +49,21 @@ def embedding_weight(num_classes: int, dims: int, split: SplitDimsMapping = None
   return WeightHParams((num_classes, dims), tensor_split_dims_mapping=split, fan_in_axes=(1,), fan_out_axes=(0,))
 
 
-def split_rows(layer: Layer, table_VD: jax.Array, out: SplitDimsMapping) -> jax.Array:
-  """Returns the table with its dimension D gathered, where `out` does not split D of the vectors looked up.
+def embed(layer: Layer, ids: jax.Array, field: str) -> jax.Array:
+  """Returns vectors [..., D] of ids [...] by the table `w` of a layer with the fields of `Embedding`.
 
-  If a mesh axis splits both D of the table and the batch, one of the two has to be gathered. The compiler would gather
-  the vectors of the whole batch.
+  Args:
+    layer: the layer, in a call.
+    ids: integers.
+    field: the activation mapping of the vectors. Where it leaves D whole, D of the table is gathered before the lookup:
+      if a mesh axis splits both D of the table and the batch, the compiler would gather the vectors of the whole batch.
   """
-  wt = layer.weight_split_dims_mapping.wt
-  if wt is None or out is None or out[-1] is not None:
-    return table_VD
-  return layer.shard(table_VD, wt.pick(0, None))
+  table_VD = layer.theta.w
+  wt, out = layer.weight_split_dims_mapping.wt, getattr(layer.activation_split_dims_mapping, field)
+  if wt is not None and out is not None and out[-1] is None:
+    table_VD = layer.shard(table_VD, wt.pick(0, None))
+  y = lookup(table_VD, ids, layer.lookup_style)
+  return layer.shard(y * layer.input_dims**0.5 if layer.scale_sqrt_depth else y, field)
 
 
 def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Array:

@@ -125,10 +125,8 @@ class GlobalPooling(Layer):
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, C]."""
     if self.kind == 'max':
-      y_BC = jnp.max(x_BHWC, axis=(1, 2))
-    else:
-      y_BC = jnp.mean(x_BHWC.astype(jnp.float32), axis=(1, 2)).astype(x_BHWC.dtype)
-    return self.shard(y_BC)
+      return self.shard(jnp.max(x_BHWC, axis=(1, 2)))
+    return self.shard(jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32).astype(x_BHWC.dtype))
 
 
 class Mlp(Layer):
@@ -207,10 +205,9 @@ class ConvNet(Layer):
 
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
-    counts = (self.input_channels, *self.channels)
-    shapes = [(*self.filter_size, i, o) for i, o in itertools.pairwise(counts)]
     conv = self.conv_tpl.clone(use_bias=self.norm_tpl is None)
-    self.create_children('conv', templates=[conv.clone(filter_shape=s) for s in shapes])
+    counts = itertools.pairwise((self.input_channels, *self.channels))
+    self.create_children('conv', templates=[conv.clone(filter_shape=(*self.filter_size, i, o)) for i, o in counts])
     if self.norm_tpl is not None:
       self.create_children('norm', templates=[self.norm_tpl.clone(dims=c) for c in self.channels])
     if self.pooling_tpl is not None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.embeddings import LOOKUP_STYLES, embedding_weight, lookup, split_rows
+from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -184,7 +184,4 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of integer ids [...]; NaN for an id that is not in [0, V)."""
-    y = lookup(split_rows(self, self.theta.w, self.activation_split_dims_mapping.emb), ids, self.lookup_style)
-    if self.scale_sqrt_depth:
-      y *= self.input_dims**0.5
-    return self.shard(y, 'emb')
+    return embed(self, ids, 'emb')

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 
 from praxis_lite.errors import ShardingError, check_choice
-from praxis_lite.layers.linears import Linear, bias_weight
+from praxis_lite.layers.linears import Linear
 from praxis_lite.partitioning.explicit import column_parallel_linear, row_parallel_linear
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
@@ -44,14 +44,12 @@ class TensorParallelLinear(Linear):
         f'which is split over one mesh axis, as in {right}'
       )
     self._axis: str | None = None if wt is None else wt[split]
-    keep = frozenset() if wt is None else frozenset({WeightHParamsCollection.KEEP_SPLIT})
-    shape = (self.input_dims, self.output_dims)
-    self.create_variable('w', WeightHParams(shape, tensor_split_dims_mapping=wt, collections=keep))
-    if self.use_bias:
-      bias = bias_weight(self.output_dims, None if wt is None else wt[-1:])
-      if self.parallel == 'column':
-        bias = dataclasses.replace(bias, collections=bias.collections | keep)
-      self.create_variable('b', bias)
+    super().setup()
+
+  def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:
+    if self._axis is not None and (name == 'w' or self.parallel == 'column'):
+      weight = dataclasses.replace(weight, collections=weight.collections | {WeightHParamsCollection.KEEP_SPLIT})
+    super().create_variable(name, weight, trainable)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I], or this device's parts of these; see the class."""

@@ -5,13 +5,3 @@ from praxis_lite.models.classifier import ClassificationModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import set_sharding, transformer_lm
 from praxis_lite.weighted import WeightedScalars, weighted_mean
-
-__all__ = [
-  'BaseModel',
-  'ClassificationModel',
-  'LanguageModel',
-  'WeightedScalars',
-  'set_sharding',
-  'transformer_lm',
-  'weighted_mean',
-]
