@@ -29,7 +29,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -210,14 +210,8 @@ def _decode_partial(encoded: dict[str, Any], path: str) -> object:
   return functools.partial(_decode(function, path), *_decode_all(args, path), **keywords)
 
 
-def _decode_array(encoded: dict[str, Any], path: str) -> np.ndarray:
-  dtype, shape, data = encoded['$array']
+def _array(dtype: str, shape: Sequence[int], data: str) -> np.ndarray:
   return np.ndarray(shape, _dtype_of(dtype), base64.b64decode(data)).copy()
-
-
-def _decode_scalar(encoded: dict[str, Any], path: str) -> object:
-  dtype, data = encoded['$scalar']
-  return np.ndarray((), _dtype_of(dtype), base64.b64decode(data))[()]
 
 
 def _imported(name: str, path: str) -> Any:
@@ -245,8 +239,8 @@ _DECODERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
   '$bytes': lambda e, path: base64.b64decode(e['$bytes']),
   '$ref': lambda e, path: _imported(e['$ref'], path),
   '$dtype': lambda e, path: _dtype_of(e['$dtype']),
-  '$scalar': _decode_scalar,
-  '$array': _decode_array,
+  '$scalar': lambda e, path: _array(e['$scalar'][0], (), e['$scalar'][1])[()],
+  '$array': lambda e, path: _array(*e['$array']),
   '$path': lambda e, path: pathlib.Path(e['$path']),
   '$enum': _decode_enum,
   '$partial': _decode_partial,

@@ -69,12 +69,10 @@ def import_reference(text: str) -> object:
   parts = text.split('.')
   for split in range(len(parts) - 1, 0, -1):
     try:
-      found = import_module('.'.join(parts[:split]))
+      return _attribute(import_module('.'.join(parts[:split])), '.'.join(parts[split:]), text)
     except MissingModuleError:
-      if split > 1:
-        continue
-      raise
-    return _attribute(found, '.'.join(parts[split:]), text)
+      if split == 1:
+        raise
   raise UserError(f'{text!r} names no module; write package.module.Name')
 
 

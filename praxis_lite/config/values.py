@@ -166,8 +166,9 @@ def _convert(value: Any, hint: Any) -> object:
   members = members_of(hint)
   if Any in members:
     return value
-  if isinstance(value, Config) and any(_is_built_from(value, member) for member in members):
-    return value
+  built = target(value) if isinstance(value, Config) else None
+  if isinstance(built, type) and any(_is_configurable(member) and issubclass(built, member) for member in members):
+    return value  # The annotation is the class that the field's config builds.
   if _is_dtype_hint(members):
     return _checked_dtype(value, none_allowed=types.NoneType in members)
   if len(members) > 1:
@@ -213,10 +214,9 @@ def _convert_entries(value: Sequence[object], origin: object, arguments: tuple[A
 def _member(cls: type[enum.Enum], value: object) -> object:
   if isinstance(value, str) and (name := value.removeprefix(f'{cls.__name__}.')) in cls.__members__:
     return cls[name]
-  try:
+  with contextlib.suppress(ValueError):
     return cls(value)
-  except ValueError:
-    raise MismatchError(f'one of {", ".join(cls.__members__)}') from None
+  raise MismatchError(f'one of {", ".join(cls.__members__)}')
 
 
 def _checked_dtype(value: Any, none_allowed: bool) -> object:
@@ -282,12 +282,6 @@ def describe_hint(hint: object) -> str:
 def _is_config(hint: object) -> bool:
   origin = typing.get_origin(hint) or hint
   return isinstance(origin, type) and issubclass(origin, Config)
-
-
-def _is_built_from(config: Config, hint: object) -> bool:
-  """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
-  built = target(config)
-  return _is_configurable(hint) and isinstance(built, type) and issubclass(built, hint)
 
 
 def _is_configurable(hint: object) -> TypeGuard[type[Configurable]]:

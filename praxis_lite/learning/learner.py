@@ -173,8 +173,8 @@ class BoundLearner:
       except re.error as error:
         raise ConfigError(f'learner.{field}: {pattern!r} is not a regular expression: {error}') from None
       if not matched:
-        names = [path_name(path) for path in declared]
-        raise ConfigError(f'learner.{field}: {pattern!r} matches no variable.{did_you_mean(pattern, names)}')
+        close = did_you_mean(pattern, map(path_name, declared))
+        raise ConfigError(f'learner.{field}: {pattern!r} matches no variable.{close}')
       matching |= matched
     return matching
 

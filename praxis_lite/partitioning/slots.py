@@ -11,9 +11,8 @@ to that parameter's:
     slot       0.count            ()           ()                  of no parameter: replicated
 
 Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. A learner reads it from
-the program of its optimizer's update. Given only the transformation's `init`, that is run on shapes whose dimensions
-all differ (shapes only, no arrays), and every dimension of the state then says which one it comes from, where the later
-of two that were equal counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
+the program of its optimizer's update. Given only `init`, that is run on shapes whose dimensions all differ, where the
+later of two equal ones counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
 known, and otherwise the leftmost match is taken. A wrong guess would cost communication, never correctness.
 """
 
