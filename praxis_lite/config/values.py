@@ -94,7 +94,7 @@ class _Literals(ast.NodeTransformer):
     self._classes = {c.__name__: c for c in classes}
 
   def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-    if node.value is Ellipsis or isinstance(node.value, complex):
+    if node.value is Ellipsis:
       raise ValueError('no value of a field')
     return node
 
