@@ -465,10 +465,7 @@ _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite
 
 
 def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method in a named scope, so that profiles and HLO show paths, with its input sharded on entry.
-
-  A method that the same layer's running method calls is in the scope already.
-  """
+  """Runs a layer's method, unless called by another one of it, in a named scope and with its input sharded on entry."""
   first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
 
   @functools.wraps(method)

@@ -20,6 +20,7 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.weighted import weighted_mean
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array]
@@ -147,10 +148,9 @@ class FullSoftmax(Layer):
     logits = self.get_logits(x)
     xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
     if self.z_loss_weight:
-      weights = jnp.ones_like(xent) if class_weights is None else class_weights.astype(jnp.float32)
-      total = jnp.sum(weights)
-      z_loss = jnp.sum(jnp.where(weights > 0, jnp.square(log_normalizer) * weights, 0.0))
-      self.add_aux_loss('z_loss', z_loss / jnp.where(total > 0, total, 1.0), weight=self.z_loss_weight)
+      weights = jnp.ones_like(xent) if class_weights is None else class_weights
+      z_loss, _ = weighted_mean(jnp.square(log_normalizer), weights)
+      self.add_aux_loss('z_loss', z_loss, weight=self.z_loss_weight)
     return SoftmaxOutput(logits, xent)
 
 

@@ -29,6 +29,7 @@ from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 from praxis_lite.trees import NestedDict
 
 T = TypeVar('T')
+_HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
 
 
 class TransformerBlock(Layer):
@@ -59,14 +60,9 @@ class TransformerBlock(Layer):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post'))
-    attention = self.attention_tpl.clone(
-      input_dims=self.input_dims,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      dims_per_head=self.dims_per_head,
-    )
+    heads = {field: getattr(self, field) for field in _HEADS}
     self.create_children('attention_norm', 'ff_norm', template=self.norm_tpl.clone(dims=self.input_dims))
-    self.create_child('attention', attention)
+    self.create_child('attention', self.attention_tpl.clone(input_dims=self.input_dims, **heads))
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
 
@@ -193,13 +189,8 @@ class TransformerLm(Layer):
       self.create_child('position', self.position_tpl.clone(dims=D))
     self.create_child('embedding_dropout', self.dropout_tpl)
     transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
-    transformer.layers_tpl.set(
-      input_dims=D,
-      hidden_dims=4 * D if self.hidden_dims is None else self.hidden_dims,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      dims_per_head=self.dims_per_head,
-    )
+    hidden_dims, heads = self.hidden_dims, {field: getattr(self, field) for field in _HEADS}
+    transformer.layers_tpl.set(input_dims=D, hidden_dims=4 * D if hidden_dims is None else hidden_dims, **heads)
     transformer.layers_tpl.attention_tpl.causal = True
     self.create_child('transformer', transformer)
     if self.final_norm_tpl is not None:
