@@ -232,16 +232,13 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other.
 
   Args:
-    weight: its `init` and `dtype` must be filled in.
+    weight: the declaration, with its `init`.
     key: PRNG key of this weight.
   """
-  if not weight.repeat_prefix:
-    return _init_one(weight, key)
-  keys = jax.random.split(key, math.prod(weight.repeat_prefix))
-  return jax.vmap(lambda k: _init_one(weight, k))(keys).reshape(weight.full_shape)
-
-
-def _init_one(weight: WeightHParams, key: jax.Array) -> jax.Array:
+  if weight.repeat_prefix:
+    one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
+    keys = jax.random.split(key, math.prod(weight.repeat_prefix))
+    return jax.vmap(lambda k: init_weight(one, k))(keys).reshape(weight.full_shape)
   if weight.init is None:
     raise ConfigError(
       'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'
