@@ -3,7 +3,6 @@
 The names most experiments need can be imported from here; each is loaded when it is first used, so that the command
 line starts at once.
 """
-# ruff: noqa: F401 (type checkers see the names by these imports)
 
 from __future__ import annotations
 

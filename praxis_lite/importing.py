@@ -62,6 +62,3 @@ def _where(error: Exception) -> str:
 
 def _is_library(file: str) -> bool:
   return file.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(file.split(os.sep))
-
-
-__all__ = ['MissingModuleError', 'import_failure', 'import_module', 'short_path']

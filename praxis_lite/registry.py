@@ -121,8 +121,7 @@ def short_name(name: str) -> str:
 def load_all() -> list[str]:
   """Imports all modules of `PACKAGES`, which register their experiments.
 
-  Returns:
-    For each module that cannot be imported, one line that says what was raised and where. The others are imported.
+  Returns one line for each module that cannot be imported, that says what was raised and where.
   """
   problems = []
   for package in dict.fromkeys(map(_canonical, PACKAGES)):
@@ -155,11 +154,8 @@ def _matches(ending: str) -> list[str]:
 
 
 def _canonical(module: str) -> str:
-  """Returns the name to import a module by, so that no file is imported under two names.
-
-  `praxis_lite/experiments` of a checkout is a link to its top-level `experiments`, which is importable by that name too
-  where the root of the checkout is on sys.path.
-  """
+  """Returns the name to import a module by, so that no file is imported under two names."""
+  # In a checkout, praxis_lite/experiments is a link to the top-level `experiments`, which may be on sys.path too.
   is_link = module.split('.')[0] == _OWN and _origin(_OWN) == _origin(_BUILT_IN)
   return f'{_BUILT_IN}{module.removeprefix(_OWN)}' if is_link else module
 
@@ -213,9 +209,7 @@ class _MissingExperimentError(UserError):
 
 def _experiment_in(module: ModuleType, name: str) -> type[BaseExperiment]:
   """Returns the experiment of a qualified name in a module, or its only one if the name is empty."""
-  known = {
-    key: value for key, value in vars(module).items() if _is_experiment(value) and value.__module__ == module.__name__
-  }
+  known = {key: v for key, v in vars(module).items() if _is_experiment(v) and v.__module__ == module.__name__}
   if not name and len(known) == 1:
     return next(iter(known.values()))
   value: object = module
@@ -250,6 +244,3 @@ def _not_found(name: str, problems: list[str]) -> str:
   hint = f' Did you mean {" or ".join(near)}?' if near else ''
   also = ''.join(f' Not loaded: {problem}.' for problem in problems)
   return f'there is no experiment {name!r}.{hint} `praxis-lite list` prints them all.{also}'
-
-
-__all__ = ['PACKAGES', 'full_name', 'get', 'load_all', 'names', 'register', 'short_name']

@@ -79,7 +79,7 @@ def main() -> int:
   print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
 
   if args.devices > 1:
-    from praxis_lite.partitioning.collectives import collectives
+    from praxis_lite.partitioning.hlo import collectives
 
     even = built_ours
     uneven = ours(one_short(size), args.devices)

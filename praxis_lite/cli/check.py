@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_flags, prepare_for_shapes
+from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 
 _MIB = 2**20
 
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.explain import Limits, check, format_problems, has_errors
+  from praxis_lite.runtime.distributed import leave_accelerators_alone
 
-  prepare_for_shapes()
+  leave_accelerators_alone()
   limits = Limits(
     replicated_bytes=int(values.replicated_mib * _MIB),
     wasted_fraction=values.wasted_percent / 100,
@@ -25,32 +28,16 @@ def _run(values: flags.FlagValues) -> int:
 
 def _flags() -> flags.FlagValues:
   values = experiment_flags()
-  flags.DEFINE_float(
-    'replicated_mib',
-    64,
-    'Report replicated weights of this many MiB or more. Example: --replicated_mib=1',
-    lower_bound=0,
-    flag_values=values,
-  )
-  flags.DEFINE_float(
-    'wasted_percent',
-    10,
-    'Report arrays and batches with more padding than this. Example: --wasted_percent=5',
-    lower_bound=0,
-    flag_values=values,
-  )
-  flags.DEFINE_float(
-    'wasted_mib',
-    1,
-    'Report no padding of fewer MiB than this. Example: --wasted_mib=0',
-    lower_bound=0,
-    flag_values=values,
-  )
+  number = functools.partial(flags.DEFINE_float, lower_bound=0, flag_values=values)
+  number('replicated_mib', 64, 'Report replicated weights of this many MiB or more. Example: --replicated_mib=1')
+  number('wasted_percent', 10, 'Report arrays and batches with more padding than this. Example: --wasted_percent=5')
+  number('wasted_mib', 1, 'Report no padding of fewer MiB than this. Example: --wasted_mib=0')
   return values
 
 
 COMMAND = Command(
   'check',
+  'report problems in the shardings of an experiment, from shapes alone',
   "look for mistakes in an experiment's shardings, from shapes alone: unknown and unused mesh axes, large replicated "
   'weights, padding, products whose operands do not fit, rules and patterns without effect. Exits with 1 on errors.',
   "praxis-lite check --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",

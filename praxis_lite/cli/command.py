@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
   Attributes:
     name: as typed on the command line.
+    summary: a line for the list of commands.
     description: a paragraph for its help.
     example: a valid command line.
     flags: its flags.
@@ -29,6 +30,7 @@ class Command(NamedTuple):
   """
 
   name: str
+  summary: str
   description: str
   example: str
   flags: flags.FlagValues
@@ -38,70 +40,38 @@ class Command(NamedTuple):
 def experiment_flags() -> flags.FlagValues:
   """Returns the flags of all commands on an experiment."""
   values = flags.FlagValues()
-  flags.DEFINE_string(
-    'exp',
-    None,
-    'Experiment: a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment. '
-    'Example: --exp=lm.StdlibLm',
-    flag_values=values,
-  )
-  flags.DEFINE_multi_string(
-    'set',
-    [],
-    'Override a field of the config, by its path in the output of show; may be repeated. '
-    'Example: --set task.train.num_train_steps=100',
-    flag_values=values,
-  )
-  flags.DEFINE_integer(
-    'devices', None, 'Simulate this many CPU devices. Example: --devices=8', lower_bound=1, flag_values=values
-  )
+  classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
+  flags.DEFINE_string('exp', None, f'Experiment: {classes}. Example: --exp=lm.StdlibLm', flag_values=values)
+  override = 'Override a field of the config, by its path in the output of show; may be repeated.'
+  example = 'Example: --set task.train.num_train_steps=100'
+  flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
+  simulate = 'Simulate this many CPU devices. Example: --devices=8'
+  flags.DEFINE_integer('devices', None, simulate, lower_bound=1, flag_values=values)
   return values
 
 
-def job_log_dir_flag(values: flags.FlagValues) -> None:
-  """Adds --job_log_dir."""
-  flags.DEFINE_string(
-    'job_log_dir', None, 'Directory of checkpoints and logs. Example: --job_log_dir=runs/1', flag_values=values
-  )
+def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
+  """Returns the flags of all commands on a run: those on an experiment, its directory and the compilation cache.
 
-
-def compilation_cache_flag(values: flags.FlagValues) -> None:
-  """Adds --compilation_cache."""
-  flags.DEFINE_boolean(
-    'compilation_cache',
-    True,
-    'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache',
-    flag_values=values,
-  )
-
-
-def seed_flag(values: flags.FlagValues, text: str) -> None:
-  """Adds --seed. JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones."""
-  flags.DEFINE_integer('seed', 0, text, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
-
-
-def checkpoint_flags(values: flags.FlagValues) -> None:
-  """Adds the flags of commands that restore a checkpoint."""
-  job_log_dir_flag(values)
-  compilation_cache_flag(values)
-  flags.DEFINE_integer(
-    'step',
-    None,
-    'Step of the checkpoint; by default the newest. Example: --step=500',
-    lower_bound=0,
-    flag_values=values,
-  )
-
-
-def prepare_for_shapes() -> None:
-  """Prepares a command that computes nothing: JAX uses the CPU, and leaves accelerators to others."""
-  from praxis_lite.runtime.distributed import leave_accelerators_alone
-
-  leave_accelerators_alone()
+  Args:
+    seed: help of --seed; without it the command has no such flag.
+    restores: whether the command has --step, the checkpoint to restore.
+  """
+  values = experiment_flags()
+  directory = 'Directory of checkpoints and logs. Example: --job_log_dir=runs/1'
+  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
+  cache = 'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache'
+  flags.DEFINE_boolean('compilation_cache', True, cache, flag_values=values)
+  if seed:  # JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones.
+    flags.DEFINE_integer('seed', 0, seed, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
+  if restores:
+    step = 'Step of the checkpoint; by default the newest. Example: --step=500'
+    flags.DEFINE_integer('step', None, step, lower_bound=0, flag_values=values)
+  return values
 
 
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
-  """Simulates the CPU devices that --devices asks for; returns the config of the run and its directory.
+  """Returns the config of the run and its directory; sets up the devices of --devices and the compilation cache.
 
   Must be called before JAX looks for devices.
 
@@ -110,11 +80,14 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   """
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
-  if values.devices is not None:
-    from praxis_lite.runtime.distributed import simulate_cpu_devices
 
+  from praxis_lite.runtime.distributed import set_up_compilation_cache, simulate_cpu_devices
+
+  if values.devices is not None:
     simulate_cpu_devices(values.devices)
-  return configured_experiment(values), values.job_log_dir
+  config = configured_experiment(values)
+  set_up_compilation_cache(enabled=values.compilation_cache)
+  return config, values.job_log_dir
 
 
 def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:

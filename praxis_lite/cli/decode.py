@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, checkpoint_flags, configured_run, experiment_flags, seed_flag
+from praxis_lite.cli.command import Command, configured_run, run_flags
 from praxis_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,15 +22,11 @@ _DECODER_FLAGS = {'max_tokens': 'max_decode_steps', 'temperature': 'temperature'
 def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.runtime.distributed import set_up_compilation_cache
-  from praxis_lite.runtime.inference import run_decode
+  from praxis_lite.runtime.inference import decode_prompts, run_decode
 
-  set_up_compilation_cache(enabled=values.compilation_cache)
   if not values.prompt:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed)
     return 0
-
-  from praxis_lite.runtime.inference import decode_prompts
 
   tokenizer = _tokenizer(config)
   _set_decoder(config.task, tokenizer, values)
@@ -75,43 +72,29 @@ def _set_decoder(task: Config, tokenizer: BaseTokenizer, values: flags.FlagValue
 
 
 def _flags() -> flags.FlagValues:
-  values = experiment_flags()
-  checkpoint_flags(values)
-  flags.DEFINE_multi_string(
+  values = run_flags(seed='Seed of the samples. Example: --seed=1', restores=True)
+  texts = functools.partial(flags.DEFINE_multi_string, flag_values=values)
+  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+  number = functools.partial(flags.DEFINE_float, flag_values=values)
+  texts(
     'prompt',
     [],
     'Text to continue; may be repeated. Without it, the decode_datasets of the experiment are decoded into '
     "job_log_dir/decoded. Example: --prompt='def main('",
-    flag_values=values,
   )
-  flags.DEFINE_integer(
-    'num_samples', 1, 'Samples for each prompt. Example: --num_samples=3', lower_bound=1, flag_values=values
-  )
-  flags.DEFINE_integer(
-    'max_tokens', None, 'Largest number of tokens to add. Example: --max_tokens=200', lower_bound=1, flag_values=values
-  )
-  flags.DEFINE_float(
-    'temperature',
-    None,
-    '0 takes the likeliest token, 1 samples from the model as it is. Example: --temperature=0.8',
-    flag_values=values,
-  )
-  flags.DEFINE_integer('top_k', None, 'Sample from the k likeliest tokens. Example: --top_k=40', flag_values=values)
-  flags.DEFINE_float(
-    'top_p',
-    None,
-    'Sample from the fewest tokens whose probabilities reach p. Example: --top_p=0.95',
-    flag_values=values,
-  )
-  flags.DEFINE_multi_string(
-    'stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"', flag_values=values
-  )
-  seed_flag(values, 'Seed of the samples. Example: --seed=1')
+  integer('num_samples', 1, 'Samples for each prompt. Example: --num_samples=3', lower_bound=1)
+  integer('max_tokens', None, 'Largest number of tokens to add. Example: --max_tokens=200', lower_bound=1)
+  likeliest = '0 takes the likeliest token, 1 samples from the model as it is.'
+  number('temperature', None, f'{likeliest} Example: --temperature=0.8')
+  integer('top_k', None, 'Sample from the k likeliest tokens. Example: --top_k=40')
+  number('top_p', None, 'Sample from the fewest tokens whose probabilities reach p. Example: --top_p=0.95')
+  texts('stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"')
   return values
 
 
 COMMAND = Command(
   'decode',
+  'print samples from a checkpoint',
   'print samples from a checkpoint, or decode the decode_datasets of the experiment.',
   "praxis-lite decode --exp=lm.StdlibLm --job_log_dir=runs/1 --prompt='def ' --temperature=0.7 --max_tokens=200",
   _flags(),

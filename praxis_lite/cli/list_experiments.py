@@ -15,7 +15,8 @@ def _run(values: flags.FlagValues) -> int:
 
   problems = registry.load_all()
   wanted = values.match.lower()
-  rows = [(registry.short_name(name), _summary(registry.get(name))) for name in registry.names()]
+  classes = {registry.short_name(name): registry.get(name) for name in registry.names()}
+  rows = [(name, (experiment.__doc__ or '').strip().split('\n')[0]) for name, experiment in classes.items()]
   rows = [row for row in rows if wanted in ' '.join(row).lower()]
   width = max((len(name) for name, _ in rows), default=0)
   for name, summary in rows:
@@ -33,16 +34,12 @@ def _cut(line: str) -> str:
   return line if len(line) <= columns else f'{line[: columns - 1].rstrip()}…'
 
 
-def _summary(experiment: type) -> str:
-  return (experiment.__doc__ or '').strip().split('\n')[0]
-
-
 def _flags() -> flags.FlagValues:
   values = flags.FlagValues()
-  flags.DEFINE_string(
-    'match', '', 'Only experiments whose name or summary has this text. Example: --match=lm', flag_values=values
-  )
+  match = 'Only experiments whose name or summary has this text. Example: --match=lm'
+  flags.DEFINE_string('match', '', match, flag_values=values)
   return values
 
 
-COMMAND = Command('list', 'list the registered experiments.', 'praxis-lite list --match=lm', _flags(), _run)
+_DOES = 'list the registered experiments'
+COMMAND = Command('list', _DOES, f'{_DOES}.', 'praxis-lite list --match=lm', _flags(), _run)

@@ -6,33 +6,19 @@ Nothing heavier than absl's flags is imported before a command runs, so that hel
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, help_text
+from praxis_lite.cli import check, decode, evaluate, list_experiments, show, train
+from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-
-class _Entry(NamedTuple):
-  module: str
-  summary: str
-
-
-_COMMANDS = {
-  'list': _Entry('praxis_lite.cli.list_experiments', 'list the registered experiments'),
-  'show': _Entry('praxis_lite.cli.show', 'print the config and parameters of an experiment, from shapes alone'),
-  'check': _Entry('praxis_lite.cli.check', 'report problems in the shardings of an experiment, from shapes alone'),
-  'train': _Entry('praxis_lite.cli.train', 'train an experiment, or resume its training'),
-  'eval': _Entry('praxis_lite.cli.evaluate', 'evaluate a checkpoint'),
-  'decode': _Entry('praxis_lite.cli.decode', 'print samples from a checkpoint'),
-}
+_COMMANDS = {m.COMMAND.name: m.COMMAND for m in (list_experiments, show, check, train, evaluate, decode)}
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 
@@ -52,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
   """Runs one command and returns its exit code; 2 after a user's mistake, which is printed on stderr in one line."""
   name, *arguments = argv or ['--help']
   if name in ('--help', '-h', '-help', 'help', '--helpfull'):
-    print(_usage(), end='')
+    width = max(map(len, _COMMANDS))
+    print(_USAGE.format(commands='\n'.join(f'  {c.name:<{width}}  {c.summary}' for c in _COMMANDS.values())), end='')
     return 0
   if name == '--version':
     from importlib.metadata import version
@@ -60,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     print(f'praxis_lite {version("praxis_lite")}')
     return 0
   try:
-    command = _load(name)
+    if name not in _COMMANDS:
+      raise UserError(f"no command '{name}'.{did_you_mean(name, _COMMANDS)} Commands: {', '.join(_COMMANDS)}.")
+    command = _COMMANDS[name]
     if any(a in ('--help', '-h', '-help', '--helpfull') for a in arguments):
       print(help_text(command), end='')
       return 0
@@ -74,9 +63,12 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return 130
   except Exception as error:
-    if not _is_out_of_memory(error):
+    # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
+    if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    return _failed(name, _out_of_memory(error))
+    what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
+    remedy = 'it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
+    return _failed(name, f'{what}; {remedy}')
 
 
 def run() -> None:
@@ -104,17 +96,6 @@ def _failed(command: str, message: str) -> int:
   return 2
 
 
-def _load(name: str) -> Command:
-  if name not in _COMMANDS:
-    raise UserError(f"no command '{name}'.{did_you_mean(name, _COMMANDS)} Commands: {', '.join(_COMMANDS)}.")
-  return importlib.import_module(_COMMANDS[name].module).COMMAND
-
-
-def _usage() -> str:
-  width = max(map(len, _COMMANDS))
-  return _USAGE.format(commands='\n'.join(f'  {n:<{width}}  {e.summary}' for n, e in _COMMANDS.items()))
-
-
 def _one_line(error: Exception, command: str) -> str:
   text = ' '.join(str(error).split())
   # absl reports these in the words of Python's own errors, or incompletely.
@@ -124,16 +105,6 @@ def _one_line(error: Exception, command: str) -> str:
   if isinstance(error, flags.UnrecognizedFlagError):
     text = f'{text.replace("mean: ", "mean --").replace(" ?", "?")}; `praxis-lite {command} --help` lists the flags'
   return text
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-  # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
-  return type(error).__name__ in ('JaxRuntimeError', 'XlaRuntimeError') and 'RESOURCE_EXHAUSTED' in str(error)
-
-
-def _out_of_memory(error: Exception) -> str:
-  what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
-  return f'{what}; it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
 
 
 if __name__ == '__main__':

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_flags, prepare_for_shapes
+from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.config.json import to_json
   from praxis_lite.config.text import to_text
+  from praxis_lite.runtime.distributed import leave_accelerators_alone
 
   if values.html == '':
     raise UserError('--html is empty: name a file, as in --html=sharding.html')
-  prepare_for_shapes()
+  leave_accelerators_alone()
   config = configured_experiment(values)
   if values.json:
     print(to_json(config.roots()))
@@ -45,26 +48,20 @@ def _run(values: flags.FlagValues) -> int:
 
 def _flags() -> flags.FlagValues:
   values = experiment_flags()
-  flags.DEFINE_boolean('config', True, 'Print the config. Example: --noconfig', flag_values=values)
-  flags.DEFINE_boolean('parameters', True, 'Print the parameter table. Example: --noparameters', flag_values=values)
-  flags.DEFINE_boolean('json', False, 'Print the config as JSON instead. Example: --json', flag_values=values)
-  flags.DEFINE_boolean(
-    'sharding',
-    False,
-    'Print instead how each parameter, optimizer slot, activation and input is split, and why. Example: --sharding',
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    'html',
-    None,
-    'Write the output of --sharding as an HTML page with diagrams. Example: --html=sharding.html',
-    flag_values=values,
-  )
+  switch = functools.partial(flags.DEFINE_boolean, flag_values=values)
+  switch('config', True, 'Print the config. Example: --noconfig')
+  switch('parameters', True, 'Print the parameter table. Example: --noparameters')
+  switch('json', False, 'Print the config as JSON instead. Example: --json')
+  split = 'Print instead how each parameter, optimizer slot, activation and input is split, and why.'
+  switch('sharding', False, f'{split} Example: --sharding')
+  page = 'Write the output of --sharding as an HTML page with diagrams. Example: --html=sharding.html'
+  flags.DEFINE_string('html', None, page, flag_values=values)
   return values
 
 
 COMMAND = Command(
   'show',
+  'print the config and parameters of an experiment, from shapes alone',
   "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, "
   'padding and bytes, with totals. Works for models of any size: no arrays are allocated.',
   "praxis-lite show --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",

@@ -13,17 +13,3 @@ from praxis_lite.config.base import (
   target,
   template,
 )
-
-__all__ = [
-  'REQUIRED',
-  'Config',
-  'Configurable',
-  'config_values',
-  'field_names',
-  'field_type_hints',
-  'instantiate',
-  'map_nested',
-  'nested_configs',
-  'target',
-  'template',
-]

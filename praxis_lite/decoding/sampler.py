@@ -163,16 +163,13 @@ class Sampler(Configurable):
         decoded.lengths + ~done_B,
         decoded.log_probs.at[:, index].set(jnp.where(done_B, 0.0, log_probs_B)),
       )
-      stops_B = jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32))
-      return ids_B, decoded, done_B | stops_B
+      return ids_B, decoded, done_B | jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32))
 
     def unfinished(carry: _Carry[Caches]) -> jax.Array:
       index, *_, done_B = carry
       return (index < self.max_decode_steps) & ~jnp.all(done_B)
 
-    def extend(
-      carry: _Carry[Caches],
-    ) -> _Carry[Caches]:
+    def extend(carry: _Carry[Caches]) -> _Carry[Caches]:
       index, state, ids_B, decoded, done_B = carry
       pos_B = prompt_lengths_B + index - 1
       logits_BV, state = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), state)

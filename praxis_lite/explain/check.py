@@ -1,17 +1,14 @@
 """check: what is wrong with a task's shardings, found before anything is compiled, each with its remedy.
 
-    error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
-    warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
-              pattern, optimizer slot unlike its weight
-
-A warning is a fact, with what it costs; whether it is intended, the user knows.
+error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
+warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
+          pattern, optimizer slot unlike its weight
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
@@ -25,7 +22,7 @@ from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.partitioning.placement import place_variables
 from praxis_lite.partitioning.rules import shadowed_rules
 from praxis_lite.partitioning.specs import place_by_rank, spec_axes
-from praxis_lite.partitioning.strategies import parse_strategy, unused_patterns
+from praxis_lite.partitioning.strategies import unused_patterns
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.trees import inserted, leaves_by_path, path_matches, path_name
@@ -43,11 +40,9 @@ class Problem:
   """What is wrong with a sharding.
 
   Attributes:
-    severity: whether it keeps the task from running.
-    kind: which check has found it, such as 'unused axis'.
+    severity, kind: whether it keeps the task from running, and which check has found it, such as 'unused axis'.
     path: the field, rule, variable or axis it is about.
-    message: what was found.
-    remedy: what to change.
+    message, remedy: what was found, and what to change.
   """
 
   severity: Severity
@@ -100,8 +95,7 @@ def check(
     sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
   except ShardingError as error:
     return [_error(error)]
-  problems = [*_shadowed_rules(jax_task), *_placing_errors(jax_task, sizes)]
-  problems += _input_errors(jax_task, inputs_struct, sizes)
+  problems = [*_shadowed_rules(jax_task), *_placing_errors(jax_task, inputs_struct, sizes)]
   if has_errors(problems):
     return problems
   layout = layout or state_layout(jax_task, abstract_mesh(sizes))
@@ -116,8 +110,8 @@ def check(
     problems += _mismatches(step, report.variables, sizes)
   problems += _replicated(report.variables, report.slots, limits)
   problems += _unlike_slots(report.slots, layout)
-  problems += _padding([*report.variables, *report.activations, *report.inputs], limits)
-  return problems
+  problems += _padding([*report.variables, *report.activations], limits)
+  return [*problems, *_batch_padding(report.inputs, limits)]
 
 
 def has_errors(problems: Sequence[Problem]) -> bool:
@@ -130,66 +124,52 @@ def format_problems(problems: Sequence[Problem]) -> str:
   if not problems:
     return 'no problems found'
   ordered = sorted(problems, key=lambda p: p.severity is not Severity.ERROR)
-  errors = sum(p.severity is Severity.ERROR for p in problems)
-  warnings = len(problems) - errors
-  total = f'{errors} error{"s" * (errors != 1)}, {warnings} warning{"s" * (warnings != 1)}'
+  counts = [(sum(p.severity is severity for p in problems), severity) for severity in Severity]
+  total = ', '.join(f'{count} {severity}{"s" * (count != 1)}' for count, severity in counts)
   return '\n\n'.join([*map(str, ordered), total])
 
 
 # ---------------------------------------------------------------- errors
 
+_KINDS = {
+  'occurs twice': 'axis used twice',
+  'is not a mesh axis': 'unknown axis',
+  'is not an axis': 'unknown axis',
+  'out of range': 'unknown axis',
+  'neither a mesh axis': 'unknown axis',
+  'entries, but': 'wrong rank',
+  'inputs_split_mapping has no': 'missing input mapping',
+}
+
 
 def _error(error: UserError, path: str = 'task') -> Problem:
   """An exception as a problem. Messages begin with the path they are about and end with what would be right."""
-  head, separator, rest = str(error).partition(': ')
+  head, separator, text = str(error).partition(': ')
   if separator and ' ' not in head:
-    path, text = head, rest
+    path = head
   else:
     text = str(error)
-  return Problem(Severity.ERROR, _kind(text), path, text, '')
+  kind = next((kind for part, kind in _KINDS.items() if part in text), 'invalid sharding')
+  return Problem(Severity.ERROR, kind, path, text, '')
 
 
-def _kind(text: str) -> str:
-  for part, kind in (
-    ('occurs twice', 'axis used twice'),
-    ('is not a mesh axis', 'unknown axis'),
-    ('is not an axis', 'unknown axis'),
-    ('out of range', 'unknown axis'),
-    ('neither a mesh axis', 'unknown axis'),
-    ('entries, but', 'wrong rank'),
-    ('inputs_split_mapping has no', 'missing input mapping'),
-  ):
-    if part in text:
-      return kind
-  return 'invalid sharding'
-
-
-def _placing_errors(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Every variable that cannot be placed, not the first alone."""
-  try:
-    parse_strategy(jax_task.strategy or ())
-  except ShardingError as error:
-    return [_error(error, 'task.strategy')]
-  problems: dict[str, Problem] = {}
-  for path, weight in leaves_by_path(jax_task.model.abstract_init()).items():
-    try:
-      tree = inserted({}, path, weight)
-      place_variables(tree, sizes, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
-    except ShardingError as error:
-      problems.setdefault(str(error), _error(error, path_name(path)))
-  return list(problems.values())
-
-
-def _input_errors(
+def _placing_errors(
   jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
 ) -> list[Problem]:
-  problems: dict[str, Problem] = {}
-  for path, struct in leaves_by_path(inputs_struct).items():
-    try:
-      place_by_rank(jax_task.train.inputs_split_mapping, tuple(sizes), struct)
-    except ShardingError as error:
-      problems.setdefault(str(error), _error(error, path_name(('inputs', *path))))
-  return list(problems.values())
+  """Every variable and input that cannot be placed, not the first alone; each message once."""
+  rules, strategy, mapping = jax_task.logical_axis_rules, jax_task.strategy, jax_task.train.inputs_split_mapping
+  variables, inputs = leaves_by_path(jax_task.model.abstract_init()), leaves_by_path({'inputs': inputs_struct})
+  found: dict[str, Problem] = {}
+  for place, arrays in (
+    (lambda path, x: place_variables(inserted({}, path, x), sizes, rules=rules, strategy=strategy), variables),
+    (lambda path, x: place_by_rank(mapping, tuple(sizes), x), inputs),
+  ):
+    for path, x in arrays.items():
+      try:
+        place(path, x)
+      except ShardingError as error:
+        found.setdefault(str(error), _error(error, path_name(path)))
+  return list(found.values())
 
 
 # ---------------------------------------------------------------- warnings
@@ -255,26 +235,23 @@ def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], 
       continue
     message = f'{format_bytes(e.bytes)} are replicated on all {e.num_devices} devices'
     if e.kind is Kind.VARIABLE:
-      problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', _where_to_split(e)))
+      dim = max(range(len(e.shape)), key=lambda i: (e.shape[i], i))
+      free = ' or '.join(repr(axis) for axis, size in e.mesh_sizes.items() if size > 1)
+      remedy = f'split dimension {dim}, of size {e.shape[dim]}, over {free}'
+      problems.append(_warn('replicated weight', e.path, f'{message}: {e.why}', remedy))
     else:
       remedy = 'keep in the optimizer state trees like that of the parameters, so that slots follow them'
       problems.append(_warn('replicated slot', e.path, f'{message}, as it is of no variable', remedy))
   return problems
 
 
-def _where_to_split(e: Explanation) -> str:
-  dim = max(range(len(e.shape)), key=lambda i: (e.shape[i], i))
-  free = [axis for axis, size in e.mesh_sizes.items() if size > 1]
-  return f'split dimension {dim}, of size {e.shape[dim]}, over {" or ".join(map(repr, free))}'
-
-
 def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Problem]:
   """Slots of the shape of their weight that are split in another way."""
-  variables = {path_name(p): s for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
+  shapes = {path_name(p): s.shape for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
   specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
   problems = []
   for e in slots:
-    if not e.owner or e.shape != tuple(variables[e.owner].shape):
+    if not e.owner or e.shape != shapes[e.owner]:
       continue
     if _splitting(e.spec, e.mesh_sizes) != _splitting(specs[e.owner], e.mesh_sizes):
       message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
@@ -289,57 +266,49 @@ def _splitting(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[tuple[str
 
 
 def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
-  """Arrays of which much is padding, and batches of which many rows are."""
+  """Arrays of which much is padding."""
   problems = []
-  rows_reported = False
   for e in explained:
-    fraction = e.wasted_bytes / max(e.bytes + e.wasted_bytes, 1)
-    if fraction <= limits.wasted_fraction:
+    if e.wasted_fraction <= limits.wasted_fraction or e.wasted_bytes < limits.wasted_bytes:
       continue
-    if e.kind is Kind.INPUT:
-      if not rows_reported:
-        rows_reported = True
-        problems.append(_batch_padding(e, fraction))
-    elif e.wasted_bytes >= limits.wasted_bytes:
-      worst = max(range(len(e.dims)), key=lambda i: e.dims[i].padding / max(e.dims[i].padded, 1))
-      dim = e.dims[worst]
-      message = (
-        f'{fraction:.1%} of it, {format_bytes(e.wasted_bytes)}, is padding: dimension {worst} has {dim.size} and is '
-        f'split in {dim.parts}'
-      )
-      remedy = f'make it a multiple of {dim.parts}, such as {dim.padded}, or split it over fewer devices ({dim.source})'
-      problems.append(_warn('padding', e.path, message, remedy))
+    worst, dim = max(enumerate(e.dims), key=lambda numbered: numbered[1].padding / max(numbered[1].padded, 1))
+    message = (
+      f'{e.wasted_fraction:.1%} of it, {format_bytes(e.wasted_bytes)}, is padding: dimension {worst} has {dim.size} '
+      f'and is split in {dim.parts}'
+    )
+    remedy = f'make it a multiple of {dim.parts}, such as {dim.padded}, or split it over fewer devices ({dim.source})'
+    problems.append(_warn('padding', e.path, message, remedy))
   return problems
 
 
-def _batch_padding(e: Explanation, fraction: float) -> Problem:
-  rows = e.dims[0]
-  return _warn(
-    'padding',
-    'inputs',
-    f'{fraction:.1%} of the rows of a batch only fill up the mesh: {rows.size} examples are computed as {rows.padded}',
-    f'make the batch size a multiple of the {math.prod(e.mesh_sizes.values())} devices (times the microbatches), such '
-    f'as {rows.padded}',
-  )
+def _batch_padding(inputs: Sequence[Explanation], limits: Limits) -> list[Problem]:
+  """Rows that only fill up the mesh; they are the same in all arrays of a batch."""
+  for e in inputs:
+    if e.wasted_fraction > limits.wasted_fraction:
+      size, rows = e.dims[0].size, e.dims[0].padded
+      message = (
+        f'{e.wasted_fraction:.1%} of the rows of a batch only fill up the mesh: {size} examples are computed as {rows}'
+      )
+      remedy = f'make the batch size a multiple of the {e.num_devices} devices (times the microbatches), such as {rows}'
+      return [_warn('padding', 'inputs', message, remedy)]
+  return []
 
 
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
   """Products for which an operand is moved; see `contractions.py`."""
   by_path = {e.path: e for e in variables}
-  splits = [
-    Split(_splitting(by_path[path_name(path[1:])].spec, sizes), path_name(path[1:]), is_weight=True)
-    if path[0] == 'mdl_vars'
-    else None
-    for path in leaves_by_path(step.task.state_shapes)
-  ]
-  others = [None] * (len(step.jaxpr.in_avals) - len(splits))
-  return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, [*splits, *others], sizes)))
+  splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
+  for i, path in enumerate(leaves_by_path(step.task.state_shapes)):
+    if path[0] == 'mdl_vars':
+      name = path_name(path[1:])
+      splits[i] = Split(_splitting(by_path[name].spec, sizes), name, is_weight=True)
+  return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, splits, sizes)))
 
 
 def _mismatch(m: Mismatch, variables: Mapping[str, Explanation]) -> Problem:
-  weight = next((label for label in (m.left, m.right) if label in variables), m.right)
-  other = m.left if weight == m.right else m.right
-  axes, other_axes = (m.right_axes, m.left_axes) if weight == m.right else (m.left_axes, m.right_axes)
+  weight, axes, other, other_axes = m.right, m.right_axes, m.left, m.left_axes
+  if m.left in variables:
+    weight, axes, other, other_axes = other, other_axes, weight, axes
   if m.shared:
     message = (
       f'the sum over {m.size} with {other} is split over {m.shared!r} in one of them, which splits another '

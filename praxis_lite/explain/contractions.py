@@ -1,7 +1,7 @@
 """Products of matrices whose operands are split so that one of them has to be moved.
 
-The traced train step is followed with what is certain: the specs of weights, the constraints of layers, and the
-operations that keep a split (casts, transposes, element by element). At a product of the forward pass,
+The traced train step is followed with what is certain: specs of weights, constraints of layers, and operations that
+keep a split (casts, transposes, element by element). At a product of the forward pass,
 
     x [B, T, F/mdl]  w [F/mdl, D]    the sum is over parts of F: one reduction, nothing moves
     x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, as intended
@@ -40,14 +40,17 @@ class Split:
   label: str
   is_weight: bool = False
 
+  def elsewhere(self, dim: int) -> set[str]:
+    """The axes that split other dimensions."""
+    return {axis for axes in self.axes for axis in axes} - {*self.axes[dim]}
+
 
 class Mismatch(NamedTuple):
   """A product for which one operand has to be moved.
 
   Attributes:
     left, right: what the operands are called.
-    size: of the dimension that is summed over.
-    left_axes, right_axes: the mesh axes on it.
+    size, left_axes, right_axes: of the dimension that is summed over, and the mesh axes on it.
     shared: an axis that splits the summed dimension of one and another dimension of the other; '' if it is not that.
     scope: where in the program, as in 'lm/transformer/layers/ff'.
   """
@@ -67,8 +70,7 @@ def find_mismatches(
   """Returns the mismatches in the forward pass of a traced program, each once.
 
   Args:
-    jaxpr: the program.
-    splits: how each of its arguments is split; None where that is not known.
+    jaxpr, splits: the program, and how each of its arguments is split; None where that is not known.
     mesh_sizes: size of each mesh axis; axes of size 1 split nothing.
   """
   walker = _Walker(mesh_sizes)
@@ -105,13 +107,14 @@ class _Walker:
     if name == 'dot_general':
       self.check_product(eqn, operands, where)
       return unknown
-    if name == 'transpose' and operands[0] is not None:
-      first = operands[0]
+    if name == 'transpose' and (first := operands[0]):
       return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
     if name == 'slice' and not any(eqn.params['start_indices']):  # Padding is cut off.
       return [operands[0]]
     if name in _ELEMENTWISE:
-      return [_agreed(eqn, operands)] * len(eqn.outvars)
+      said = [s for s, v in zip(operands, eqn.invars) if s and _shape(v) == _shape(eqn.outvars[0])]
+      agreed = said[0] if len({s.axes for s in said}) == 1 else None
+      return [agreed] * len(eqn.outvars)
     if name == 'scan':
       return self.scan(eqn, operands, where)
     inner = next((eqn.params[k] for k in ('jaxpr', 'call_jaxpr', 'fun_jaxpr') if k in eqn.params), None)
@@ -138,9 +141,7 @@ class _Walker:
   def scan(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
     """The body sees slices of what is scanned; what it passes on is not followed from one round to the next."""
     consts, carry = eqn.params['num_consts'], eqn.params['num_carry']
-    slices = [
-      dataclasses.replace(s, axes=s.axes[1:]) if s is not None and s.axes else None for s in operands[consts + carry :]
-    ]
+    slices = [dataclasses.replace(s, axes=s.axes[1:]) if s and s.axes else None for s in operands[consts + carry :]]
     self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
     return [None] * len(eqn.outvars)
 
@@ -151,10 +152,12 @@ class _Walker:
     (left_dims, right_dims), _ = eqn.params['dimension_numbers']
     for i, j in zip(left_dims, right_dims):
       size = _shape(eqn.invars[0])[i]
-      elsewhere = [_others(left, i), _others(right, j)]
+      a, b, elsewhere = left.axes[i], right.axes[j], (left.elsewhere(i), right.elsewhere(j))
       # A weight's axis that splits the batch of the activation is gathered: fully sharded training, as intended.
-      a = _not_in(left.axes[i], elsewhere[1]) if left.is_weight and not right.is_weight else left.axes[i]
-      b = _not_in(right.axes[j], elsewhere[0]) if right.is_weight and not left.is_weight else right.axes[j]
+      if left.is_weight and not right.is_weight:
+        a = tuple(axis for axis in a if axis not in elsewhere[1])
+      elif right.is_weight and not left.is_weight:
+        b = tuple(axis for axis in b if axis not in elsewhere[0])
       shorter = min(len(a), len(b))
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, '', where))
@@ -175,20 +178,3 @@ def _layers(name_stack: str) -> str:
   while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name_stack)) != name_stack:
     name_stack = inner
   return '/'.join(filter(None, name_stack.split('/')))
-
-
-def _others(split: Split, dim: int) -> set[str]:
-  return {axis for k, axes in enumerate(split.axes) if k != dim for axis in axes}
-
-
-def _not_in(axes: Axes, gathered: set[str]) -> Axes:
-  return tuple(axis for axis in axes if axis not in gathered)
-
-
-def _agreed(eqn: JaxprEqn, operands: list[Split | None]) -> Split | None:
-  """What operands of the result's shape say, if those that say something agree."""
-  shape = _shape(eqn.outvars[0])
-  said = [s for s, v in zip(operands, eqn.invars) if s is not None and _shape(v) == shape]
-  if not said or any(s.axes != said[0].axes for s in said):
-    return None
-  return said[0]

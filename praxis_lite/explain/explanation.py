@@ -3,8 +3,6 @@
 dimension   size   mesh axes   parts   each device   padding   why
 0           50257  mdl         4       12565         3         lm.softmax.weight_split_dims_mapping.wt
 1           768    data        2       384           0         strategy '.*': fsdp(axis="data")
-
-All from shapes: there is no array, and no device.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ class Dimension:
   """One dimension of an array on a mesh.
 
   Attributes:
-    size: true size.
-    entry: its entry in the spec.
-    parts: into how many parts it is split.
-    local: its size on each device, padding included.
+    size, entry: true size, and its entry in the spec.
+    parts, local: into how many parts it is split, and the size of each, padding included.
     source: the field, rule or strategy that says so, or why it is not split.
   """
 
@@ -82,12 +78,10 @@ class Explanation:
   """How an array is split, and why.
 
   Attributes:
-    path: what it is called.
-    kind: what it is.
+    path, kind: what it is called, and what it is.
     dims: its dimensions. Those of an activation that the compiler places are not split: what is said of its bytes is
       then the most it can take.
-    dtype: its dtype.
-    mesh_sizes: size of each mesh axis.
+    dtype, mesh_sizes: its dtype, and the size of each mesh axis.
     remarks: what else is worth knowing.
     owner: of an optimizer slot, the variable it belongs to.
     trainable: of a variable, whether an optimizer may change it.
@@ -161,6 +155,11 @@ class Explanation:
     return (math.prod(self.padded_shape) - math.prod(self.shape)) * self.dtype.itemsize
 
   @property
+  def wasted_fraction(self) -> float:
+    """Share of padding in what is stored."""
+    return self.wasted_bytes / max(self.bytes + self.wasted_bytes, 1)
+
+  @property
   def sources(self) -> tuple[str, ...]:
     """For each dimension what decided it."""
     return tuple(d.source for d in self.dims)
@@ -177,7 +176,13 @@ class Explanation:
       (str(i), str(d.size), format_entry(d.entry), str(d.parts), str(d.local), str(d.padding), d.source)
       for i, d in enumerate(self.dims)
     ]
-    share = self.wasted_bytes / max(self.bytes + self.wasted_bytes, 1)
+    parts = self.num_devices // self.replication
+    if self.per_device:
+      copies = 'a part of its own on each'
+    elif parts == 1:
+      copies = 'replicated on every device' if self.num_devices > 1 else 'on the one device'
+    else:
+      copies = f'{parts} parts, each on {self.replication} device{"s" * (self.replication != 1)}'
     lines = [
       f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}',
       '',
@@ -185,20 +190,17 @@ class Explanation:
       '',
       f'  spec ({format_spec(self.spec)}) on mesh {format_mesh(self.mesh_sizes)}',
       f'  {format_bytes(self.bytes)} in all, {"at most " if self.at_most else ""}'
-      f'{format_bytes(self.bytes_per_device)} on each device; {_format_copies(self)}',
-      f'  padding {format_bytes(self.wasted_bytes)}, {share:.2%} of what is stored',
+      f'{format_bytes(self.bytes_per_device)} on each device; {copies}',
+      f'  padding {format_bytes(self.wasted_bytes)}, {self.wasted_fraction:.2%} of what is stored',
     ]
     return '\n'.join(lines + [f'  {remark}' for remark in self.remarks])
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-  """An `Explanation` of every array of a task.
+  """An `Explanation` of every array of a task, in the order of their trees; activations in that of the train step.
 
-  Attributes:
-    mesh_sizes: size of each mesh axis.
-    variables, slots, activations, inputs: in the order of their trees; activations in that of the train step.
-      Activations and inputs are empty where the shapes of a batch are not known.
+  Activations and inputs are empty where the shapes of a batch are not known.
   """
 
   mesh_sizes: Mapping[str, int]
@@ -208,7 +210,6 @@ class ShardingReport:
   inputs: list[Explanation]
 
   def all(self) -> list[Explanation]:
-    """All of them."""
     return [*self.variables, *self.slots, *self.activations, *self.inputs]
 
   def find(self, path: str) -> Explanation:
@@ -242,8 +243,12 @@ def format_report(report: ShardingReport) -> str:
     ('Activations', report.activations),
     ('Inputs', report.inputs),
   ):
+    on_each = sum(e.bytes_per_device for e in rows)
+    total = f'{format_bytes(sum(e.bytes for e in rows))}, {format_bytes(on_each)} on each device'
+    if title == 'Activations':  # Their bytes do not add up: not all exist at once.
+      total = f'{len(rows)}, of one layer each where layers repeat'
     if rows:
-      sections.append(f'{title}: {_total(rows, adds_up=title != "Activations")}\n{_format_rows(rows)}')
+      sections.append(f'{title}: {total}\n{_format_rows(rows)}')
   if not report.inputs:
     sections.append('Activations and inputs: not known, as the shapes of a batch take its data to know')
   return '\n\n'.join(sections)
@@ -277,30 +282,21 @@ def _format_rows(rows: Sequence[Explanation]) -> str:
   body = []
   for e in rows:
     split, copies = format_spec(e.spec), f'x{e.replication}'
-    local = '?' if e.at_most else format_shape(e.local_shape)
     if not e.constrained:
       split, copies = 'own part' if e.per_device else 'free', '?'
-    at_most = '<= ' if e.at_most else ''
-    cost = f'{at_most}{format_bytes(e.bytes_per_device)}'
+    local, cost = format_shape(e.local_shape), format_bytes(e.bytes_per_device)
+    if e.at_most:
+      local, cost = '?', f'<= {cost}'
     body.append((e.path, format_shape(e.shape), e.dtype.name, split, local, _format_padding(e), copies, cost, e.why))
   lines = _aligned([header, *body], right={6, 7})
   return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 160), *lines[1:]])
 
 
-def _total(rows: Sequence[Explanation], adds_up: bool) -> str:
-  if not adds_up:
-    return f'{len(rows)}, of one layer each where layers repeat'
-  on_each = format_bytes(sum(e.bytes_per_device for e in rows))
-  return f'{format_bytes(sum(e.bytes for e in rows))}, {on_each} on each device'
-
-
 def _aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-  """Returns the rows as lines whose columns are aligned, those of `right` to the right."""
+  """The rows as lines whose columns are aligned, those of `right` to the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
-  return [
-    '  '.join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-    for row in rows
-  ]
+  align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+  return ['  '.join(fill(c, w) for fill, c, w in zip(align, row, widths)).rstrip() for row in rows]
 
 
 # ---------------------------------------------------------------- text
@@ -335,15 +331,6 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
   devices = math.prod(sizes.values())
   axes = ' x '.join(f'{name} {size}' for name, size in sizes.items())
   return f'{axes} = {devices} device{"s" * (devices != 1)}'
-
-
-def _format_copies(e: Explanation) -> str:
-  if e.per_device:
-    return 'a part of its own on each'
-  parts = e.num_devices // e.replication
-  if parts == 1:
-    return 'replicated on every device' if e.num_devices > 1 else 'on the one device'
-  return f'{parts} parts, each on {e.replication} device{"s" * (e.replication != 1)}'
 
 
 def _format_padding(e: Explanation) -> str:

@@ -1,8 +1,4 @@
-"""The report as one page for a browser: no server, no network, nothing beside the file.
-
-The page is three assets and the data, put into one file: layer tree, bytes per device as an area, and for each array a
-picture of its parts and of the devices that hold them.
-"""
+"""The report as one page for a browser, without a server: a layer tree, bytes as areas, and each array's parts."""
 
 from __future__ import annotations
 
@@ -22,13 +18,9 @@ def write_page(path: str, report: ShardingReport, title: str, problems: Sequence
   """Writes the page.
 
   Args:
-    path: the file; directories above it are made.
-    report: what to show.
-    title: what it is of, such as the name of the experiment.
+    path: the file, which is returned; directories above it are made.
+    report, title: what to show, and what it is of, such as the name of the experiment.
     problems: what `check` has found, shown above.
-
-  Returns:
-    The path of the file.
 
   Raises:
     UserError: it cannot be written.
@@ -56,12 +48,9 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
   # A script ends at the first '</', wherever it stands.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')
   page = _asset('page.html')
-  for name, content in (
-    ('TITLE', html.escape(title)),
-    ('STYLE', _asset('page.css')),
-    ('DATA', text),
-    ('SCRIPT', '\n'.join(_asset(f'{part}.js') for part in ('treemap', 'picture', 'page'))),
-  ):
+  script = '\n'.join(_asset(f'{part}.js') for part in ('treemap', 'picture', 'page'))
+  parts = {'TITLE': html.escape(title), 'STYLE': _asset('page.css'), 'DATA': text, 'SCRIPT': script}
+  for name, content in parts.items():
     page = page.replace(f'%{name}%', content, 1)
   return page
 

@@ -1,13 +1,13 @@
 """explain: why any variable, optimizer slot, activation or input of a task is split as it is.
 
-All from shapes: a model of any size, on a mesh of any size, in a second or so on a laptop. Activations are those that
-the train step constrains; it is traced on a mesh without devices.
+All from shapes, for a model and a mesh of any size. Activations are those that the train step constrains; it is traced
+on a mesh without devices.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class TracedStep(NamedTuple):
   Attributes:
     task: the task on a mesh without devices.
     constraints: each constraint on an array of its field and shape, once, in the order of the step.
-    jaxpr: the program; its arguments are the leaves of the padded state, the key, and those of the padded inputs.
+    jaxpr: the program; see `PartitionedTask.trace_train_step`.
   """
 
   task: PartitionedTask
@@ -95,13 +95,11 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
   placements = leaves_by_path(place_task_variables(jax_task, mesh_sizes))
   found = []
   for path, weight in leaves_by_path(jax_task.model.abstract_init()).items():
-    struct, placement = weight.as_struct(), placements[path]
+    struct, placement, trainable = weight.as_struct(), placements[path], weight.trainable
     dims = dimensions(struct.shape, placement, mesh_sizes)
-    remarks = (*placement.remarks, *(() if weight.trainable else ('not trained by the optimizer',)))
+    remarks = placement.remarks if trainable else (*placement.remarks, 'not trained by the optimizer')
     dtype = np.dtype(struct.dtype)
-    found.append(
-      Explanation(path_name(path), Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=weight.trainable)
-    )
+    found.append(Explanation(path_name(path), Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable))
   return found
 
 
@@ -126,10 +124,7 @@ def task_and_inputs(
 
 
 def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
-  """Returns the shapes and dtypes of a global training batch; None where the data has to be read to know.
-
-  What has to be set only to read the data, such as the path of a text, may be missing.
-  """
+  """The shapes and dtypes of a global training batch; None where the data has to be read to know."""
   training = [c for c in experiment.datasets if getattr(c, 'is_training', False)] or experiment.datasets
   for config in training:
     try:
@@ -140,7 +135,7 @@ def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
 
 
 def _filled(config: Config) -> Config:
-  """A copy in which text stands for the required values that are missing below `config`."""
+  """A copy with text in place of required values that are missing below, such as the path of a text to read."""
   config = config.clone()
   for name, value in config_values(config).items():
     if not isinstance(name, str) or name == 'batch_size':
@@ -156,8 +151,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
   """Traces the train step of a task whose state has this layout.
 
   Args:
-    jax_task: an instantiated task.
-    layout: of its state, on a mesh that needs no devices.
+    jax_task, layout: an instantiated task, and the layout of its state, on a mesh that needs no devices.
     inputs_struct: tree of shapes and dtypes of a global batch.
 
   Raises:
@@ -173,27 +167,24 @@ def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None
   """Returns explanations of all arrays of a task.
 
   Args:
-    jax_task: an instantiated task.
-    layout: of its state.
+    jax_task, layout: an instantiated task, and the layout of its state.
     step: its traced step; None leaves out activations and inputs.
   """
   sizes = dict(layout.mesh.shape)
-  activations = [] if step is None else _activations(step.constraints, sizes)
-  inputs = [] if step is None else _inputs(step.task, sizes)
-  return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), activations, inputs)
+  traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
+  return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), *traced)
 
 
 def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each array of the optimizer's state and of the moving averages."""
-  variables = leaves_by_path(layout.unpadded_shapes.mdl_vars)
-  variable_specs = leaves_by_path(layout.specs.mdl_vars)
+  variables, variable_specs = leaves_by_path(layout.unpadded_shapes.mdl_vars), leaves_by_path(layout.specs.mdl_vars)
   found = []
   for part in ('opt_states', 'ema_vars'):
     specs = leaves_by_path(getattr(layout.specs, part))
     for path, struct in leaves_by_path(getattr(layout.unpadded_shapes, part)).items():
       owner = owner_of(path, variables)
+      name = path_name(owner or ())
       remarks: tuple[str, ...] = ()
-      name = '' if owner is None else path_name(owner)
       if owner is None:
         why = 'of no variable, so replicated'
         remarks = (why,)
@@ -212,40 +203,37 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
 
 def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each activation that a layer names."""
-  counts: dict[str, itertools.count[int]] = {}
+  counts: collections.Counter[str] = collections.Counter()
   found = []
   for constraint in constraints:
     name = constraint.field.replace('.activation_split_dims_mapping.', '.')
     if '.weight_split_dims_mapping.' in name:
       name = name.replace('.weight_split_dims_mapping.', '.') + ' (as used)'
-    number = next(counts.setdefault(name, itertools.count(1)))
-    found.append(_activation(f'{name}[{number}]' if number > 1 else name, constraint, sizes))
+    counts[name] += 1
+    if counts[name] > 1:
+      name = f'{name}[{counts[name]}]'
+    rank, placement, per_device = len(constraint.shape), constraint.placement, bool(constraint.manual_axes)
+    remarks: tuple[str, ...] = ()
+    if per_device:
+      why = 'inside shard_map: each device computes its own part'
+      placement = Placement(PartitionSpec(*(None,) * rank), (why,) * rank)
+      remarks = ('mappings of activations do nothing inside shard_map',)
+    elif placement is None:
+      placement = Placement(PartitionSpec(*(UNCONSTRAINED,) * rank), (f'{constraint.field} is not set',) * rank)
+      remarks = ('left to the compiler',)
+    elif UNCONSTRAINED in placement.spec:
+      free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
+      remarks = (f'left to the compiler: dimension {free}',)
+    dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
+    found.append(Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
   return found
-
-
-def _activation(name: str, constraint: Constraint, sizes: Mapping[str, int]) -> Explanation:
-  rank, placement = len(constraint.shape), constraint.placement
-  remarks: tuple[str, ...] = ()
-  if constraint.manual_axes:
-    why = 'inside shard_map: each device computes its own part'
-    placement = Placement(PartitionSpec(*(None,) * rank), (why,) * rank)
-    remarks = ('mappings of activations do nothing inside shard_map',)
-  elif placement is None:
-    placement = Placement(PartitionSpec(*(UNCONSTRAINED,) * rank), (f'{constraint.field} is not set',) * rank)
-    remarks = ('left to the compiler',)
-  elif UNCONSTRAINED in placement.spec:
-    free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
-    remarks = (f'left to the compiler: dimension {free}',)
-  dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
-  return Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=bool(constraint.manual_axes))
 
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each array of a batch as it is split inside a step; rows that only fill up the mesh are padding."""
   rows = task.mesh.size * task.jax_task.learner.num_microbatches
-  padded = leaves_by_path(padded_batch_shape(task.inputs_shape, rows))
   found = []
-  for path, struct in padded.items():
+  for path, struct in leaves_by_path(padded_batch_shape(task.inputs_shape, rows)).items():
     dims = dimensions(struct.shape, task.execution.place_input(struct), sizes)
     dims = (dataclasses.replace(dims[0], size=task.batch_size), *dims[1:])
     remarks = (f'enters a step with dimension 0 over all mesh axes, as {struct.shape[0]} rows',)

@@ -17,7 +17,9 @@ A cell lists the devices that hold it; dots are padding.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -34,8 +36,7 @@ def visualize_sharding(
   """Prints which device holds which part of an array.
 
   Args:
-    shape: of the array, 1 to 4 dimensions.
-    spec: how it is split; dimensions need not divide.
+    shape, spec: of the array, of 1 to 4 dimensions, which need not divide.
     mesh: the mesh, or the sizes of its axes. Devices are numbered in the order of the mesh.
     max_parts: so many parts of a dimension are drawn; of more, the first and the last.
     file: where to print; standard output by default.
@@ -53,113 +54,105 @@ def draw_sharding(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLi
     raise ShardingError(f'visualize_sharding draws arrays of 1 to 4 dimensions, and shape {shape} has {len(shape)}')
   spec = complete_spec(spec, len(shape))
   check_axes_once(spec)
-  devices = device_grid(spec, mesh)
-  parts, local = devices.shape[:-1], [-(-d // n) for d, n in zip(shape, devices.shape)]
-  lines = [f'shape {format_shape(shape)}, split ({format_spec(spec)}), mesh {format_mesh(sizes)}']
-  lines.append(f'each device holds {format_shape(local)}' + _copies(devices.shape[-1]))
-  leading = len(shape) - 2 if len(shape) > 2 else 0
-  shown = [_shown(n, max_parts) for n in parts[:leading]]
-  for index in itertools.product(*shown):
-    slices = [_slice_name(i, local[d], shape[d]) for d, i in enumerate(index)]
-    lines.append('')
-    if slices:
-      lines.append(f'[{", ".join(slices)}, ...]')
-    lines += _picture(devices[index], shape[leading:], local[leading:], max_parts)
-  hidden = [
-    f'dimension {d}: {n} parts, of which {len(s)} are drawn' for d, (n, s) in enumerate(zip(parts, shown)) if n > len(s)
+  devices, leading = device_grid(spec, mesh), max(len(shape) - 2, 0)
+  copies = f', each part on {devices.shape[-1]} devices' if devices.shape[-1] > 1 else ''
+  lines = [
+    f'shape {format_shape(shape)}, split ({format_spec(spec)}), mesh {format_mesh(sizes)}',
+    f'each device holds {format_shape([-(-d // n) for d, n in zip(shape, devices.shape)])}{copies}',
   ]
-  return '\n'.join([*lines, *hidden])
+  drawn = [[part for part in _parts(*sides, max_parts) if part] for sides in zip(devices.shape, shape[:leading])]
+  for parts in itertools.product(*drawn):
+    lines.append('')
+    if parts:
+      lines.append(f'[{", ".join(part.name for part in parts)}, ...]')
+    lines += _picture(devices[tuple(part.number for part in parts)], shape[leading:], max_parts)
+  for dim, (count, shown) in enumerate(zip(devices.shape, drawn)):
+    if count > len(shown):
+      lines.append(f'dimension {dim}: {count} parts, of which {len(shown)} are drawn')
+  return '\n'.join(lines)
 
 
 def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
   """Numbers of the devices that hold each part: [parts of dimension 0, ..., parts of the last, copies].
 
-  Args:
-    spec: of full rank.
-    mesh: the mesh, or the sizes of its axes; devices are numbered in its order, the last axis fastest.
+  The spec is of full rank. Devices are numbered in the order of the mesh, the last axis fastest.
   """
   sizes = axis_sizes(mesh)
   parts = [num_parts(entry, mesh) for entry in spec]
-  names = list(sizes)
-  devices = np.arange(int(np.prod(list(sizes.values())))).reshape(tuple(sizes.values()))
+  devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
   used = [axis for entry in spec for axis in spec_axes(entry)]
-  order = [names.index(axis) for axis in (*used, *(n for n in names if n not in used))]
+  order = [[*sizes].index(axis) for axis in dict.fromkeys((*used, *sizes))]
   return devices.transpose(order).reshape(*parts, -1)
 
 
-def _picture(devices: np.ndarray, shape: Sequence[int], local: Sequence[int], max_parts: int) -> list[str]:
+class _Part(NamedTuple):
+  """A part of a dimension: its number, its slice of the true array, its size, and how much of that is padding."""
+
+  number: int
+  name: str
+  size: int
+  padding: int
+
+
+def _parts(count: int, size: int, limit: int) -> list[_Part | None]:
+  """The parts to draw; None stands for those that are left out where there are more than `limit`."""
+  local = -(-size // count)
+  parts: list[_Part | None] = []
+  for i in range(count):
+    start, stop = i * local, min((i + 1) * local, size)
+    name = f'{start}:{stop}' if stop > start else 'padding'
+    parts.append(_Part(i, name, local, min(start + local - stop, local)))
+  return parts if count <= limit else [*parts[: limit - 1], None, parts[-1]]
+
+
+def _picture(devices: np.ndarray, shape: Sequence[int], max_parts: int) -> list[str]:
   """One or two dimensions: rows of cells with a heading; a vector is one row."""
-  if len(shape) == 1:
-    devices, shape, local = devices[None], (1, *shape), (1, *local)
-    is_vector = True
-  else:
-    is_vector = False
-  rows, columns = _shown(devices.shape[0], max_parts), _shown(devices.shape[1], max_parts)
-  names = {(r, c): _devices(devices[r, c]) for r in rows for c in columns}
-  heads = {c: _slice_name(c, local[1], shape[1]) for c in columns}
-  width = max(8, *(len(text) for text in (*names.values(), *heads.values()))) + 2
-  pads = {c: _dots(_pad(c, local[1], shape[1]), local[1], width) for c in columns}
-  gutter = max(len(_slice_name(r, local[0], shape[0])) for r in rows)
-  gutter = max(gutter, len('pad ') + len(str(shape[0])))
+  is_vector = len(shape) == 1
+  if is_vector:
+    devices, shape = devices[None], (1, *shape)
+  rows, columns = (_parts(*sides, max_parts) for sides in zip(devices.shape, shape))
+  held = {(r, c): _devices(devices[r.number, c.number]) for r in rows if r for c in columns if c}
+  width = max(8, *map(len, held.values()), *(len(c.name) for c in columns if c)) + 2
+  gutter = max(len(f'pad {shape[0]}'), *(len(r.name) for r in rows if r))
 
-  def line(label: str, cells: Sequence[str], edge: str) -> str:
-    return (f'  {label.rjust(gutter)}  {edge}' + ''.join(cell + edge for cell in cells)).rstrip()
+  def line(label: str, cell: Callable[[_Part], str], gap: str, edge: str) -> str:
+    cells = (cell(c) if c else gap for c in columns)
+    return (f'  {label.rjust(gutter)}  {edge}' + ''.join(text + edge for text in cells)).rstrip()
 
-  def gapped(cells: dict[int, str], fill: str) -> list[str]:
-    return _with_gap([cells[c] for c in columns], columns, devices.shape[1], fill)
+  def row_cells(row: _Part) -> Callable[[_Part], str]:
+    return lambda column: _cell(held[row, column], column, width)
 
-  rule = line('', gapped(dict.fromkeys(columns, '-' * width), '-----'), '+')
-  out = [line('', gapped({c: heads[c].ljust(width) for c in columns}, ' ... '), ' '), rule]
-  for k, r in enumerate(rows):
-    if k and rows[k] != rows[k - 1] + 1:
-      out += [line('...', gapped(dict.fromkeys(columns, ' ' * width), '     '), ' '), rule]
-    cells = {c: f' {names[r, c]} '.ljust(width)[: width - pads[c]] + '.' * pads[c] for c in columns}
-    label = '' if is_vector else _slice_name(r, local[0], shape[0])
-    padding = _pad(r, local[0], shape[0])
-    if padding < local[0]:
-      out.append(line(label, gapped(cells, '     '), '|'))
-    if padding:
-      note = label if padding == local[0] else f'pad {padding}'
-      out.append(line(note, gapped(dict.fromkeys(columns, '.' * width), '.....'), '|'))
+  rule = line('', lambda _: '-' * width, '-----', '+')
+  out = [line('', lambda column: column.name.ljust(width), ' ... ', ' '), rule]
+  for row in rows:
+    if row is None:
+      out += [line('...', lambda _: ' ' * width, '     ', ' '), rule]
+      continue
+    label = '' if is_vector else row.name
+    if row.padding < row.size:
+      out.append(line(label, row_cells(row), '     ', '|'))
+    if row.padding:
+      note = label if row.padding == row.size else f'pad {row.padding}'
+      out.append(line(note, lambda _: '.' * width, '.....', '|'))
     out.append(rule)
-  right = [f'{_pad(c, local[1], shape[1])} in {heads[c]}' for c in columns if _pad(c, local[1], shape[1])]
-  return [*out, f'  padding of columns: {", ".join(right)}'] if right else out
+  padded = [f'{c.padding} in {c.name}' for c in columns if c and c.padding]
+  return [*out, f'  padding of columns: {", ".join(padded)}'] if padded else out
 
 
-def _dots(padding: int, local: int, width: int) -> int:
-  """Width of the padding in a cell: in proportion, and seen where there is any."""
-  if not padding:
-    return 0
-  return width if padding == local else min(max(1, round(width * padding / local)), width - 4)
-
-
-def _pad(part: int, local: int, size: int) -> int:
-  return min(max(0, (part + 1) * local - size), local)
-
-
-def _slice_name(part: int, local: int, size: int) -> str:
-  start, stop = part * local, min((part + 1) * local, size)
-  return f'{start}:{stop}' if stop > start else 'padding'
+def _cell(text: str, part: _Part, width: int) -> str:
+  """A text, with dots over the part's padding: in proportion, and seen where there is any."""
+  dots = 0
+  if part.padding:
+    proportion = max(1, round(width * part.padding / part.size))
+    dots = width if part.padding == part.size else min(proportion, width - 4)
+  return f' {text} '.ljust(width)[: width - dots] + '.' * dots
 
 
 def _devices(numbers: np.ndarray) -> str:
-  """'0', '0,4', '0-3', or '0,4,... 16 devices'."""
+  """'0', '0,4', '0-3', or '0,4,..,60 (16)'."""
   values = sorted(int(n) for n in numbers)
   if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
     return f'{values[0]}-{values[-1]}'
   if len(values) <= 4:
     return ','.join(map(str, values))
   return f'{values[0]},{values[1]},..,{values[-1]} ({len(values)})'
-
-
-def _shown(count: int, limit: int) -> list[int]:
-  """Indices to draw: all, or the first ones and the last."""
-  return list(range(count)) if count <= limit else [*range(limit - 1), count - 1]
-
-
-def _with_gap(cells: list[str], indices: list[int], count: int, gap: str) -> list[str]:
-  return cells if len(indices) == count else [*cells[:-1], gap, cells[-1]]
-
-
-def _copies(count: int) -> str:
-  return f', each part on {count} devices' if count > 1 else ''

@@ -15,25 +15,3 @@ from praxis_lite.inputs.synthetic import (
 from praxis_lite.inputs.text import TextInput, stdlib_files
 from praxis_lite.inputs.tfdata import TFDataInput, TFRecordInput, write_tfrecords
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, SentencePieceTokenizer
-
-__all__ = [
-  'ArrayInput',
-  'BaseInput',
-  'BaseTokenizer',
-  'ByteTokenizer',
-  'ConstantFeature',
-  'Feature',
-  'MixtureInput',
-  'PrefetchIterator',
-  'RandomAccessInput',
-  'RandomFeature',
-  'SentencePieceTokenizer',
-  'SyntheticClassifierInput',
-  'SyntheticInput',
-  'SyntheticLMInput',
-  'TFDataInput',
-  'TFRecordInput',
-  'TextInput',
-  'stdlib_files',
-  'write_tfrecords',
-]

@@ -4,12 +4,11 @@ A batch is a dict (possibly nested) of numpy arrays with the batch as dimension 
 
 A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends only on the seed and the
 number of the epoch, cut into global batches of `batch_size`; the last, short one is padded with rows of zero weight.
-So the position in a stream is two numbers, the epoch and how many of its examples have been read, the same on every
-host:
+So the position in a stream is two numbers, the epoch and how many of its examples have been read.
 
     global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts
 
-All hosts yield the same number of batches, even if the last host gets padding only.
+The position and the number of batches are the same on every host, even if the last host gets padding only.
 """
 
 from __future__ import annotations
@@ -85,15 +84,6 @@ class BaseInput(Configurable):
       if not isinstance(value, int) or value < smallest:
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
-  def check_is_one_of(self, name: str, *choices: str) -> None:
-    """Raises `ConfigError` unless a field has one of these values."""
-    value = getattr(self, name)
-    if value not in choices:
-      *first, last = map(repr, choices)
-      raise ConfigError(f'{self.label}.{name}: expected {", ".join(first)} or {last}, got {value!r}')
-
-  # -------------------------------------------------------------------- defined by subclasses
-
   def example_struct(self) -> Struct:
     """Returns shape and dtype of each array of one example, without batch dimension; `weights` is optional."""
     raise NotImplementedError
@@ -108,8 +98,6 @@ class BaseInput(Configurable):
       `count` examples exist, less than `count` only at the end of the epoch.
     """
     raise NotImplementedError
-
-  # -------------------------------------------------------------------- called by users
 
   @property
   def label(self) -> str:
@@ -153,13 +141,11 @@ class BaseInput(Configurable):
     raise StopIteration
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Consumes up to `count` examples, across epochs and regardless of batches, and returns rows [start, stop) of them.
-
-    Mixtures read their sources by this method. It ignores `num_hosts`.
+    """Consumes up to `count` examples, as mixtures do: across epochs, and regardless of batches and of `num_hosts`.
 
     Returns:
-      The rows, or None if there are none; and how many examples were consumed, less than `count` only at the end of
-      the stream.
+      Rows [start, stop) of them, or None if there are none; and how many were consumed, less than `count` only at the
+      end of the stream.
     """
     parts: list[Rows] = []
     taken = 0
@@ -189,11 +175,7 @@ class BaseInput(Configurable):
     return {'epoch': self._epoch, 'position': self._position, **self.identity()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `get_state` was called: the next batches are bitwise the same.
-
-    Raises:
-      CheckpointError: the state is of another kind of input, or of other data.
-    """
+    """Continues where `get_state` was called; raises CheckpointError if its input or data was another."""
     self.check_state(state, ('epoch', 'position'))
     self._epoch, self._position = int(state['epoch']), int(state['position'])
 
@@ -222,10 +204,7 @@ class BaseInput(Configurable):
   def _next_epoch(self, leftover: int) -> None:
     if self._position == 0:
       # Epochs without a batch would follow each other without end.
-      if leftover:
-        raise DataError(
-          f'{self.label}: {leftover} examples are less than a batch of {self.batch_size}, and drop_remainder is set'
-        )
-      raise DataError(f'{self.label}: there are no examples')
+      few = f'{leftover} examples are less than a batch of {self.batch_size}, and drop_remainder is set'
+      raise DataError(f'{self.label}: {few if leftover else "there are no examples"}')
     self._epoch += 1
     self._position = 0

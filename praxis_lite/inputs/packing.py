@@ -92,9 +92,7 @@ def pack_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_le
   row = best_fit_rows(lengths, seq_len)
   # Rows in the order of their first segment, so that unshuffled rows follow the documents.
   _, first_of_row = np.unique(row, return_index=True)
-  rank = np.empty(len(first_of_row), np.int64)
-  rank[np.argsort(first_of_row)] = np.arange(len(first_of_row))
-  row = rank[row]
+  row = np.argsort(np.argsort(first_of_row))[row]
   order = np.argsort(row, kind='stable')
   starts, lengths = starts[order], lengths[order]
   row_splits = np.concatenate([[0], np.cumsum(np.bincount(row))])
@@ -117,11 +115,8 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
   """Returns the row of each piece, [n]: each goes, longest first, to the row with the least sufficient room.
 
-  Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973).
-
-  Args:
-    lengths: [n] in 1..capacity.
-    capacity: positions in a row.
+  Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973). `lengths` are [n] in
+  1..capacity.
   """
   row = np.empty(len(lengths), np.int64)
   full = lengths == capacity

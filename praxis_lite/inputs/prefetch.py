@@ -8,10 +8,10 @@ So a checkpoint between two steps continues with the next batch, however far the
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self, TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar, cast
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
@@ -20,43 +20,7 @@ from praxis_lite.inputs.rows import Rows
 T = TypeVar('T')
 
 
-class _Worker(Generic[T]):
-  """One run of the thread. It holds no reference to its iterator, so that an iterator without references stops it.
-
-  Attributes:
-    items: batches with the state after them, or at the end the exception that ended the stream.
-    slots: one is taken before a batch is read, so that at most `depth` batches exist.
-  """
-
-  def __init__(self, source: BaseInput, put_fn: Callable[[Rows], T], depth: int):
-    self.items: queue.SimpleQueue[tuple[T, dict[str, Any]] | BaseException] = queue.SimpleQueue()
-    self.slots = threading.Semaphore(depth)
-    self._stopping = threading.Event()
-    self._thread = threading.Thread(
-      target=self._run, args=(source, put_fn), name=f'prefetch-{source.label}', daemon=True
-    )
-    self._thread.start()
-
-  def _run(self, source: BaseInput, put_fn: Callable[[Rows], T]) -> None:
-    try:
-      while True:
-        self.slots.acquire()
-        if self._stopping.is_set():
-          return
-        batch = source.get_next()
-        state = source.get_state()
-        self.items.put((put_fn(batch), state))
-    except BaseException as e:  # raised again by get_next
-      self.items.put(e)
-
-  def stop(self, wait: bool) -> None:
-    self._stopping.set()
-    self.slots.release()
-    if wait and self._thread is not threading.current_thread():
-      self._thread.join()
-
-
-class PrefetchIterator(Generic[T]):
+class PrefetchIterator(Iterator[T]):
   """Batches of an input, read up to `depth` ahead. The input must not be used otherwise while this is open.
 
   Use it as a context manager, or call `close`. Settings of JAX that are local to a thread, such as the ambient mesh, do
@@ -79,9 +43,14 @@ class PrefetchIterator(Generic[T]):
     self._source = source
     self._put_fn: Callable[[Rows], T] = put_fn or cast(Callable[[Rows], T], lambda batch: batch)
     self._depth = depth
-    self._error: BaseException | None = None
-    self._worker: _Worker[T] | None = None
+    self._thread: ThreadPoolExecutor | None = None
     self._start()
+
+  def _start(self) -> None:
+    self._state = self._source.get_state()
+    self._read = _reader(self._source, self._put_fn)
+    self._thread = thread = ThreadPoolExecutor(1, f'prefetch-{self._source.label}')
+    self._ahead = deque(thread.submit(self._read) for _ in range(self._depth))
 
   def get_next(self) -> T:
     """Returns the next batch, waiting until it is ready.
@@ -90,16 +59,11 @@ class PrefetchIterator(Generic[T]):
       StopIteration: the input is exhausted.
       Exception: what the input or `put_fn` raised, after all batches before it; raised again on each call.
     """
-    if self._error is not None:
-      raise self._error
-    if self._worker is None:
+    if self._thread is None:
       raise RuntimeError('the prefetch iterator is closed')
-    item = self._worker.items.get()
-    if isinstance(item, BaseException):
-      self._error = item
-      raise item
-    self._worker.slots.release()
-    batch, self._state = item
+    batch, self._state = self._ahead[0].result()
+    self._ahead.popleft()
+    self._ahead.append(self._thread.submit(self._read))
     return batch
 
   def get_state(self) -> dict[str, Any]:
@@ -121,18 +85,10 @@ class PrefetchIterator(Generic[T]):
 
   def close(self) -> None:
     """Stops the thread and drops what was read ahead. The input is then at the position of `get_state`."""
-    if self._worker is not None:
-      self._worker.stop(wait=True)
-      self._worker = None
+    if self._thread is not None:
+      self._thread.shutdown(cancel_futures=True)
+      self._thread = None
       self._source.set_state(self._state)
-
-  def _start(self) -> None:
-    self._error = None
-    self._state = self._source.get_state()
-    self._worker = _Worker(self._source, self._put_fn, self._depth)
-
-  def __iter__(self) -> Iterator[T]:
-    return self
 
   def __next__(self) -> T:
     return self.get_next()
@@ -143,7 +99,21 @@ class PrefetchIterator(Generic[T]):
   def __exit__(self, *exc_info: object) -> None:
     self.close()
 
-  def __del__(self) -> None:
-    worker = getattr(self, '_worker', None)
-    if worker is not None:
-      worker.stop(wait=False)
+
+def _reader(source: BaseInput, put_fn: Callable[[Rows], T]) -> Callable[[], tuple[T, dict[str, Any]]]:
+  """Returns what the thread runs for each batch. No reference to the iterator: its end ends the thread."""
+  error: BaseException | None = None
+
+  def read() -> tuple[T, dict[str, Any]]:
+    nonlocal error
+    if error is not None:  # Nothing is read after the end or an error.
+      raise error
+    try:
+      batch = source.get_next()
+      state = source.get_state()
+      return put_fn(batch), state
+    except BaseException as e:
+      error = e
+      raise
+
+  return read

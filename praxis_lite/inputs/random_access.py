@@ -1,13 +1,6 @@
 """Inputs whose examples can be read in any order, by number: `RandomAccessInput`, and `ArrayInput` of arrays in memory.
 
 Shuffling is a permutation per epoch, computed from (seed, epoch) when the epoch begins, so restoring costs nothing.
-
-    def digits(split):                                   # any function that returns a dict of arrays
-      x, y = sklearn.datasets.load_digits(return_X_y=True)
-      rows = slice(0, 1500) if split == 'train' else slice(1500, None)
-      return {'image': x[rows].reshape(-1, 8, 8, 1) / 16, 'label': y[rows]}
-
-    Config(ArrayInput, arrays=Config(digits, split='train'), batch_size=64, is_training=True)
 """
 
 from __future__ import annotations
@@ -46,11 +39,8 @@ class RandomAccessInput(BaseInput):
     stop = min(stop, available)
     if start >= stop:
       return None, available
-    if self.shuffle:
-      indices = self._epoch_order(epoch)[position + start : position + stop]
-    else:
-      indices = np.arange(position + start, position + stop)
-    return self.rows(indices), available
+    indices = np.arange(position + start, position + stop)
+    return self.rows(self._epoch_order(epoch)[indices] if self.shuffle else indices), available
 
   def batches_per_epoch(self) -> int:
     whole, rest = divmod(self.num_examples, self.batch_size)
@@ -101,11 +91,8 @@ class ArrayInput(RandomAccessInput):
 
 
 def permutation(n: int, *seeds: int) -> np.ndarray:
-  """Returns a random order of range(n) that depends on `seeds` alone.
-
-  Numpy guarantees the raw bits of a bit generator for ever, but not the permutations that its `Generator` makes of
-  them.
-  """
+  """Returns a random order of range(n) that depends on `seeds` alone."""
+  # Numpy guarantees the raw bits of a bit generator for ever, but not the permutations its `Generator` makes of them.
   bits = np.random.Philox(np.random.SeedSequence(seeds)).random_raw(n)
   return np.argsort(bits, kind='stable')
 
@@ -113,11 +100,8 @@ def permutation(n: int, *seeds: int) -> np.ndarray:
 def random_bits(seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
   """Returns 64 random bits for each index, uint64 of the shape of `indices`: number i of a stream without those before.
 
-  SplitMix64 (Steele, Lea and Flood, 2014) is a bijection of a counter, so any number can be computed alone.
-
-  Args:
-    seeds: which stream; integers that are not negative.
-    indices: integers that are not negative, of any shape.
+  SplitMix64 (Steele, Lea and Flood, 2014) is a bijection of a counter, so any number can be computed alone. `seeds`
+  say which stream; neither they nor the indices are negative.
   """
   start = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
   z = np.asarray(indices, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start.reshape((1,) * np.ndim(indices))

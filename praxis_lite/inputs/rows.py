@@ -19,9 +19,6 @@ Rows = dict[str, Any]  # np.ndarray [n, ...], or nested
 Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 
 
-# -------------------------------------------------------------------- arrays
-
-
 def canonical_rows(rows: object, where: str) -> Rows:
   """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps, with `weights` of one added if missing.
 
@@ -44,10 +41,7 @@ def canonical_rows(rows: object, where: str) -> Rows:
   if len(set(sizes.values())) > 1:
     listing = ', '.join(f'{k}: {n}' for k, n in sizes.items())
     raise DataError(f'{where}: arrays need the same number of examples in dim 0, got {listing}')
-  if 'weights' in out:
-    out['weights'] = np.asarray(out['weights'], np.float32)
-  else:
-    out['weights'] = np.ones(next(iter(sizes.values())), np.float32)
+  out['weights'] = np.asarray(out.get('weights', np.ones(next(iter(sizes.values())))), np.float32)
   return out
 
 
@@ -70,21 +64,12 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
 
 
 def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
-  """Returns `rows` padded with zeros to `count` rows; all zeros if `rows` is None.
-
-  Args:
-    rows: at most `count` rows of the structure `struct`.
-    count: rows of the result.
-    struct: shapes and dtypes of one example.
-  """
+  """Returns `rows`, at most `count` of the structure `struct`, padded with zeros to `count`; all zeros for None."""
   if rows is None:
     return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
-
-  def pad(x: np.ndarray) -> np.ndarray:
-    missing = count - len(x)
-    return x if missing == 0 else np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
-
-  return jax.tree.map(pad, rows)
+  if len(rows['weights']) == count:
+    return rows
+  return jax.tree.map(lambda x: np.concatenate([x, np.zeros((count - len(x), *x.shape[1:]), x.dtype)]), rows)
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
@@ -92,9 +77,6 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
   if len(parts) < 2:
     return parts[0] if parts else None
   return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-
-
-# -------------------------------------------------------------------- shapes
 
 
 def with_weights(struct: Struct) -> Struct:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, token_struct
 
@@ -116,7 +116,7 @@ class SyntheticLMInput(_Synthetic):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_is_one_of('pattern', 'count', 'copy', 'random')
+    check_choice(f'{self.label}.pattern', self.pattern, ('count', 'copy', 'random'))
     self.check_at_least(vocab_size=2, seq_len=1)
 
   def example_struct(self) -> Struct:

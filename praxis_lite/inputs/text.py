@@ -7,9 +7,6 @@ stands for, so that
     nats per byte = sum(loss * weights) / sum(bytes)
 
 The corpus is read and tokenized when it is first needed, and stays in memory: about two bytes for each byte of text.
-
-The split of a text is decided by a hash of the file's relative path, or by position in the file. Neither depends on the
-machine or on the order of the files.
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean
 from praxis_lite.inputs.packing import PackedRows, concat_documents, pack_documents
 from praxis_lite.inputs.random_access import RandomAccessInput
 from praxis_lite.inputs.rows import Rows, Struct, produced, token_struct
@@ -58,8 +55,9 @@ class TextInput(RandomAccessInput):
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
-    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share; 'position' cuts
-      each file into training, validation and test text, in that order; 'auto' is 'file' for 20 files and more.
+    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, the same on
+      every machine; 'position' cuts each file into training, validation and test text, in that order; 'auto' is 'file'
+      for 20 files and more.
     heldout_fraction: fraction of the files, or of each file, for validation; and the same for test.
 
   Raises (when the data is first needed):
@@ -79,8 +77,8 @@ class TextInput(RandomAccessInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self.check_at_least(seq_len=1)
-    self.check_is_one_of('packing', *_PACKINGS)
-    self.check_is_one_of('split_by', 'auto', 'file', 'position')
+    check_choice(f'{self.label}.packing', self.packing, tuple(_PACKINGS))
+    check_choice(f'{self.label}.split_by', self.split_by, ('auto', 'file', 'position'))
     if not 0 < self.heldout_fraction < 0.5:
       raise ConfigError(
         f'{self.label}.heldout_fraction: expected more than 0 and less than 0.5, got {self.heldout_fraction}'
@@ -172,9 +170,6 @@ class TextInput(RandomAccessInput):
     return data
 
 
-# -------------------------------------------------------------------- files
-
-
 def find_files(path: object, where: str) -> list[str]:
   """Returns the files that `path` names, sorted, each once.
 
@@ -231,10 +226,7 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float) -> bytes:
 
 def _files_of(path: str, where: str) -> list[str]:
   if os.path.isdir(path):
-    files = []
-    for root, dirs, names in os.walk(path):
-      dirs[:] = sorted(d for d in dirs if not d.startswith('.'))
-      files += [os.path.join(root, n) for n in names if not n.startswith('.')]
+    files = list(_walk(path, lambda name: name.startswith('.')))
     if not files:
       raise DataError(f'{where}: there are no files in the directory {path}')
     return files
@@ -248,6 +240,13 @@ def _files_of(path: str, where: str) -> list[str]:
   raise DataError(f'{where}: there is no file or directory {path or repr(path)}')
 
 
+def _walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
+  """Yields the files below `root`, except those whose name, or that of a directory above them, is `left_out`."""
+  for directory, subdirectories, names in os.walk(root):
+    subdirectories[:] = [d for d in subdirectories if not left_out(d)]
+    yield from (os.path.join(directory, name) for name in names if not left_out(name))
+
+
 def _cut(data: bytes, fraction: float, reach: float) -> int:
   """Where to cut at about `fraction` of `data`: after the last line end before it, at most `reach` further back."""
   at = round(len(data) * fraction)
@@ -259,10 +258,7 @@ def _cut(data: bytes, fraction: float, reach: float) -> int:
   return at
 
 
-# -------------------------------------------------------------------- the standard library
-
-
-# Installed packages, tests and their data, and files made when Python is built, which differ between machines.
+# Of the standard library: installed packages, tests and their data, and files made when Python is built, which differ.
 _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 
@@ -283,38 +279,25 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
   where = 'stdlib_files'
   check_split(split, f'{where}.split')
   root = sysconfig.get_paths()['stdlib']
-  names = [n for n in _python_files(root) if split_of_name(n, STDLIB_HELDOUT_FRACTION) == split]
+  names = [os.path.relpath(f, root) for f in _walk(root, _is_left_out) if f.endswith('.py')]
+  names = sorted(n for n in names if split_of_name(n, STDLIB_HELDOUT_FRACTION) == split)
   if not names:
     raise DataError(
       f'{where}: there are no Python sources of the standard library in {root}; give TextInput a path of your own text'
     )
-  if max_bytes is not None:
-    names = _at_most(root, names, max_bytes)
-    if not names:
-      raise DataError(f'{where}.max_bytes: no file of the split is as small as {max_bytes} bytes')
-  return [os.path.join(root, n) for n in names]
-
-
-def _python_files(root: str) -> list[str]:
-  """Returns the relative paths of the sources below `root`, sorted; none if it is not a directory."""
-  names = []
-  for directory, subdirectories, files in os.walk(root):
-    subdirectories[:] = [
-      d for d in subdirectories if d not in _LEFT_OUT_DIRECTORIES and not d.startswith(_LEFT_OUT_PREFIXES)
-    ]
-    names += [
-      os.path.relpath(os.path.join(directory, f), root)
-      for f in files
-      if f.endswith('.py') and not f.startswith(_LEFT_OUT_PREFIXES)
-    ]
-  return sorted(names)
-
-
-def _at_most(root: str, names: list[str], max_bytes: int) -> list[str]:
-  chosen = []
+  if max_bytes is None:
+    return [os.path.join(root, n) for n in names]
+  chosen, left = [], max_bytes
   for name in sorted(names, key=stable_hash):
-    size = os.path.getsize(os.path.join(root, name))
-    if size <= max_bytes:
-      chosen.append(name)
-      max_bytes -= size
+    file = os.path.join(root, name)
+    size = os.path.getsize(file)
+    if size <= left:
+      chosen.append(file)
+      left -= size
+  if not chosen:
+    raise DataError(f'{where}.max_bytes: no file of the split is as small as {max_bytes} bytes')
   return sorted(chosen)
+
+
+def _is_left_out(name: str) -> bool:
+  return name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES)

@@ -1,9 +1,8 @@
 """Inputs that TensorFlow reads: any `tf.data.Dataset`, and TFRecord files. TensorFlow is imported at the first read.
 
-TensorFlow reads and decodes on a few CPU threads and never sees an accelerator. The position is a count of examples,
-which is exact, small and the same on all hosts. The price: restoring reads (but does not parse) the examples before the
-position in the epoch again, and each host reads all examples and parses its own. Datasets must yield the same examples
-in the same order each time; order and parallelism that depend on timing break that.
+TensorFlow runs on a few CPU threads and never sees an accelerator. The position is a count of examples, so a restore
+reads (but does not parse) those before it in the epoch again, and each host reads all examples and parses its own.
+Datasets must yield the same examples in the same order each time, whatever the timing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, concatenate_rows, produced
@@ -40,9 +39,7 @@ def import_tensorflow() -> ModuleType:
     ConfigError: TensorFlow is not installed.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault(
-    'TF_ENABLE_ONEDNN_OPTS', '0'
-  )  # Nothing here computes, and oneDNN prints a notice at each start.
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # Nothing here computes, and oneDNN prints a notice.
   try:
     import tensorflow as tf
   except ImportError:
@@ -69,7 +66,7 @@ class BaseTFInput(BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._pipeline: tuple[_Request, Iterator[Any]] | None = None
-    self._chunk: tuple[int, int, Rows | None, int] | None = None  # epoch, number of the chunk, rows, how many
+    self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
 
   def elements(self, epoch: int) -> tf.data.Dataset:
     """Returns the dataset of one epoch, in the order it is stored."""
@@ -86,7 +83,12 @@ class BaseTFInput(BaseInput):
     parts: list[Rows] = []
     available = 0
     while available < count:
-      chunk, size, first = self._chunk_at(epoch, position + available)
+      number, first = divmod(position + available, self.batch_size)
+      # The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
+      if self._chunk is None or self._chunk[0] != (epoch, number):
+        group = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
+        self._chunk = ((epoch, number), *group)
+      _, chunk, size = self._chunk
       n = min(size - first, count - available)
       if n <= 0:
         break
@@ -96,24 +98,11 @@ class BaseTFInput(BaseInput):
       available += n
     return concatenate_rows(parts), available
 
-  def _chunk_at(self, epoch: int, position: int) -> tuple[Rows | None, int, int]:
-    """Returns the chunk of `batch_size` examples that holds `position`, its size, and the index of `position` in it.
-
-    The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
-    """
-    number, first = divmod(position, self.batch_size)
-    if self._chunk is None or self._chunk[:2] != (epoch, number):
-      rows, size = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
-      self._chunk = (epoch, number, rows, size)
-    _, _, rows, size = self._chunk
-    return rows, size, first
-
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     """Reads a group from the pipeline that is at `position` already, or from a new one that skips to it."""
     request = (epoch, position, count, start, stop)
-    if self._pipeline is not None and self._pipeline[0] == request:
-      groups = self._pipeline[1]
-    else:
+    at, groups = self._pipeline or (None, None)
+    if groups is None or at != request:
       groups = iter(self._groups(*request))
     self._pipeline = None
     tf = import_tensorflow()
@@ -122,13 +111,11 @@ class BaseTFInput(BaseInput):
     except tf.errors.OpError as e:
       raise DataError(self.explain(e)) from None
     available = int(n)
-    if not available:
-      return None, 0
-    self._pipeline = ((epoch, position + available, count, start, stop), groups)
-    rows = tf.nest.map_structure(lambda x: x.numpy(), examples)
+    if available:
+      self._pipeline = ((epoch, position + available, count, start, stop), groups)
     if available <= start:
       return None, available
-    return canonical_rows(rows, self.label), available
+    return canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label), available
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
     """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""
@@ -242,7 +229,7 @@ class TFRecordInput(BaseTFInput):
     super().__post_init__()
     if (self.features is None) == (self.parse_fn is None):
       raise ConfigError(f'{self.label}: set one of features and parse_fn')
-    self.check_is_one_of('compression', '', 'GZIP', 'ZLIB')
+    check_choice(f'{self.label}.compression', self.compression, ('', 'GZIP', 'ZLIB'))
     if self.features is not None:
       self._features = build_features(self.features, f'{self.label}.features')
 
@@ -286,12 +273,11 @@ class TFRecordInput(BaseTFInput):
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:
   """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `TFRecordInput` reads."""
   tf = import_tensorflow()
-  arrays = {k: np.asarray(v) for k, v in rows.items()}
+  arrays = [np.asarray(v) for v in rows.values()]
   with tf.io.TFRecordWriter(path, options=compression) as writer:
-    for i in range(len(next(iter(arrays.values())))):
-      features = {k: _stored_feature(x[i]) for k, x in arrays.items()}
-      example = tf.train.Example(features=tf.train.Features(feature=features))
-      writer.write(example.SerializeToString())
+    for example in zip(*arrays, strict=True):
+      features = tf.train.Features(feature=dict(zip(rows, map(_stored_feature, example))))
+      writer.write(tf.train.Example(features=features).SerializeToString())
 
 
 def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:

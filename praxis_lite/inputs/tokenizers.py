@@ -7,8 +7,10 @@ text. Both count the bytes of text that each token stands for, so that losses co
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -80,9 +82,9 @@ class ByteTokenizer(BaseTokenizer):
   min_vocab_size: int = 256
 
   def __post_init__(self) -> None:
-    for name in ('bos_id', 'eos_id', 'pad_id'):
-      if getattr(self, name) < 0:
-        raise ConfigError(f'ByteTokenizer.{name}: expected an id of at least 0, got {getattr(self, name)}')
+    for name, value in zip(('bos_id', 'eos_id', 'pad_id'), self.special_ids):
+      if value < 0:
+        raise ConfigError(f'ByteTokenizer.{name}: expected an id of at least 0, got {value}')
 
   @property
   def vocab_size(self) -> int:
@@ -153,10 +155,11 @@ class SentencePieceTokenizer(BaseTokenizer):
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     out = []
-    for group in _groups(documents, self._GROUP_BYTES):
-      texts = [d.decode() for d in group]
-      for document, ids in zip(group, self._model.encode(texts, num_threads=self.num_threads)):
-        ids = np.asarray(ids, np.int32)
+    groups = np.cumsum([len(d) for d in documents]) // self._GROUP_BYTES
+    for _, group in itertools.groupby(zip(groups, documents), operator.itemgetter(0)):
+      chunk = [document for _, document in group]
+      encoded = self._model.encode([d.decode() for d in chunk], num_threads=self.num_threads)
+      for document, ids in zip(chunk, (np.asarray(ids, np.int32) for ids in encoded)):
         out.append(Tokens(ids, _spread(len(document), self._piece_bytes[ids])))
     return out
 
@@ -181,20 +184,7 @@ def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
 
   Normalization drops and replaces characters, so the sizes of the pieces do not sum to the size of the text.
   """
-  ends = np.cumsum(np.maximum(sizes, 0) if sizes.any() else np.ones_like(sizes))
+  ends = np.cumsum(sizes if sizes.any() else np.ones_like(sizes))
   if not len(ends):
     return ends
   return np.diff(np.rint(ends * (total / ends[-1])).astype(np.int64), prepend=0)
-
-
-def _groups(documents: Sequence[bytes], num_bytes: int) -> Iterator[list[bytes]]:
-  group: list[bytes] = []
-  size = 0
-  for document in documents:
-    group.append(document)
-    size += len(document)
-    if size >= num_bytes:
-      yield group
-      group, size = [], 0
-  if group:
-    yield group

@@ -1,5 +1,4 @@
 """Layers: what models are made of."""
-# ruff: noqa: F401 (what is imported here is what the package exports)
 
 from praxis_lite.layers.activations import ACTIVATIONS, get_activation
 from praxis_lite.layers.attention import MultiHeadAttention, Projection

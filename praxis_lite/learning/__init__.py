@@ -13,18 +13,3 @@ from praxis_lite.learning.schedules import (
   PiecewiseConstant,
   Transformer,
 )
-
-__all__ = [
-  'BaseSchedule',
-  'Constant',
-  'Cosine',
-  'Exponential',
-  'Learner',
-  'LearnerUpdate',
-  'Linear',
-  'LinearWarmupCosine',
-  'LinearWarmupExponentialDecay',
-  'LinearWarmupSqrtDecay',
-  'PiecewiseConstant',
-  'Transformer',
-]

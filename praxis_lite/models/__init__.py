@@ -1,5 +1,4 @@
 """Models: what a task trains."""
-# ruff: noqa: F401 (what is imported here is what the package exports)
 
 from praxis_lite.models.base import BaseModel
 from praxis_lite.models.classifier import ClassificationModel

@@ -44,11 +44,8 @@ def pad_batch(batch: Mapping[str, object], multiple: int) -> NestedDict:
   """Appends examples of zeros until the batch size is a multiple of `multiple`.
 
   Args:
-    batch: NumPy arrays, possibly nested, of shape [B, ...].
+    batch: NumPy arrays, possibly nested, of shape [B, ...]. `weights` are added if there are none: ones of shape [B].
     multiple: usually the number of devices.
-
-  Returns:
-    A new dict, with `weights` added if there is none: ones of shape [B], before padding.
   """
   size = batch_size(batch)
   added = -size % multiple
@@ -62,11 +59,8 @@ def pad_batch(batch: Mapping[str, object], multiple: int) -> NestedDict:
 def padded_batch_shape(batch_struct: Mapping[str, object], multiple: int) -> NestedDict:
   """Returns the shapes and dtypes of what `pad_batch` returns for a batch of these shapes and dtypes."""
   size = batch_size(batch_struct)
-  padded_size = size + -size % multiple
-  weights = jax.ShapeDtypeStruct((size,), np.float32)
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((padded_size, *x.shape[1:]), x.dtype), {WEIGHTS: weights, **batch_struct}
-  )
+  batch = {WEIGHTS: jax.ShapeDtypeStruct((size,), np.float32), **batch_struct}
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size + -size % multiple, *x.shape[1:]), x.dtype), batch)
 
 
 def check_batch(batch: object, expected: object) -> None:
@@ -97,19 +91,12 @@ def put_on_mesh(batch: BatchT, mesh: Mesh | None, specs: object) -> BatchT:
 
   Args:
     batch: NumPy arrays: the whole global batch, or with several processes this process's share of it.
-    mesh: the mesh; None: the default device.
-    specs: a spec for each leaf; may be a prefix of the tree.
+    mesh, specs: the mesh, None for the default device; and a spec for each leaf, or a prefix of the tree.
   """
   if mesh is None:
     return jax.device_put(batch)
   shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-  if jax.process_count() == 1:
-    return jax.device_put(batch, shardings)
-
-  def assemble(sharding: NamedSharding, subtree: object) -> object:
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), subtree)
-
-  return jax.tree.map(assemble, shardings, batch)
+  return jax.make_array_from_process_local_data(shardings, batch)
 
 
 def _by_name(tree: object) -> dict[str, Array]:

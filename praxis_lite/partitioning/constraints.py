@@ -2,10 +2,7 @@
 
 The same layer code runs with a mesh and without: without one, a constraint returns its argument. The ambient mesh is
 the one that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set. Logical names are resolved by the rules in
-force, which inside the steps of a task are the task's:
-
-    with axis_rules(standard_logical_axis_rules()):
-      h_BTF = with_logical_constraint(h_BTF, ('batch', 'length', 'mlp'))
+force (`axis_rules`), which inside the steps of a task are the task's.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean
-from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules, resolve_split_mapping
+from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules, resolve
 from praxis_lite.partitioning.specs import (
   UNCONSTRAINED,
   axes_to_entry,
@@ -43,8 +40,8 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
 
   Returns `x` itself where there is no spec, or a spec and no mesh or a mesh of one device. Dimensions need not divide;
   one that is UNCONSTRAINED is left to the compiler. Inside `shard_map`, `x` is already one device's part along the
-  mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an array cannot be stored in uneven
-  parts; there, an uneven constraint does not split it.
+  mapped (Manual) axes, so these are left out of the constraint. Outside of jit, an uneven constraint does not split an
+  array.
 
   Raises:
     ShardingError: the spec names an axis that the mesh does not have, names one twice, or has more entries than `x` has
@@ -52,12 +49,13 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   """
   if spec_or_sharding is None:
     return x
-  if isinstance(spec_or_sharding, NamedSharding):
-    complete_spec(spec_or_sharding.spec, x.ndim)
-    if not manual_axes():
+  manual = manual_axes()
+  if isinstance(spec_or_sharding, PartitionSpec):
+    spec = complete_spec(spec_or_sharding, x.ndim)
+  else:
+    spec = complete_spec(spec_or_sharding.spec, x.ndim)
+    if not manual:
       return _constrain(x, spec_or_sharding)
-    spec_or_sharding = spec_or_sharding.spec
-  spec = complete_spec(spec_or_sharding, x.ndim)
   check_axes_once(spec)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -67,23 +65,16 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
       raise ShardingError(
         f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'
       )
-  if mesh.size == 1:
-    return x  # On one device it would only take time to trace.
-  manual = manual_axes()
-  if manual:
-    if manual == set(mesh.axis_names):
-      return x
-    spec = PartitionSpec(*(_without(entry, manual) for entry in spec))
-  return _constrain(x, spec)
+  if mesh.size == 1 or manual == set(mesh.axis_names):
+    return x
+  own = ([axis for axis in spec_axes(entry) if axis not in manual] for entry in spec)
+  return _constrain(x, PartitionSpec(*(e if e is UNCONSTRAINED else axes_to_entry(axes) for e, axes in zip(spec, own))))
 
 
 def reshard_input_based_on_rank_fn(
   mapping_dict: Mapping[str, SplitDimsMapping] | None, mesh_names: Sequence[str], x: TreeT
 ) -> TreeT:
-  """Constrains an array, or each array of a tree, to be split by the mapping for its rank.
-
-  See `infer_partition_spec_based_on_rank_fn` for the mappings and what is raised.
-  """
+  """Constrains each array of a tree by the mapping for its rank; see `infer_partition_spec_based_on_rank_fn`."""
 
   def reshard(leaf: jax.Array) -> jax.Array:
     return with_sharding_constraint(leaf, infer_partition_spec_based_on_rank_fn(mapping_dict, mesh_names, leaf))
@@ -102,12 +93,6 @@ def manual_axes() -> frozenset[str]:
   """The mesh axes that an enclosing `shard_map` maps over."""
   mesh = jax.sharding.get_abstract_mesh()
   return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual)
-
-
-def _without(entry: object, axes: frozenset[str]) -> object:
-  if entry is UNCONSTRAINED:
-    return entry
-  return axes_to_entry([axis for axis in spec_axes(entry) if axis not in axes])
 
 
 _rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.ContextVar('praxis_lite_rules', default=())
@@ -142,6 +127,4 @@ def with_logical_constraint(x: jax.Array, names: Sequence[object] | None) -> jax
   if names is None or not global_mesh_defined() or not current_axis_rules():
     return x
   mesh = jax.sharding.get_abstract_mesh()
-  return with_sharding_constraint(
-    x, resolve_split_mapping(tuple(names), mesh.axis_names, current_axis_rules(), rank=x.ndim)
-  )
+  return with_sharding_constraint(x, resolve(tuple(names), mesh.axis_names, current_axis_rules(), rank=x.ndim).spec)

@@ -1,7 +1,5 @@
 """Building blocks of a program for `jax.shard_map`, for those who write the communication down.
 
-Randomness: `fold_rng_over_axis` gives each device a key of its own.
-
 Split parameters: each device holds a part of a parameter and gathers it where it uses it, as in fully sharded data
 parallelism (ZeRO, stage 3; Rajbhandari et al., 2020).
 
@@ -14,8 +12,8 @@ map together take one all-reduce forward and one backward.
     column parallel   w [I, O / n]   whole x -> part of y; backward, an all-reduce of the gradient of x
     row parallel      w [I / n, O]   part of x -> whole y; forward, an all-reduce of y
 
-A dimension that does not divide is padded with zeros at its end, as everywhere in this package: the parts are those of
-the padded dimension, and what is gathered is cut to the true size. I input dims, O output dims.
+A dimension that does not divide is padded with zeros at its end: the parts are those of the padded dimension, and what
+is gathered is cut to the true size. I input dims, O output dims.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ from praxis_lite.trees import NestedDict
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
   """Inside `shard_map`: returns `key` folded with the device's index along `axis`.
 
-  Devices that differ along the axis then draw differently, as dropout on different rows of a batch must. Devices that
-  differ only along other axes draw the same, as dropout on an activation that all of them hold must.
+  Devices that differ along the axis then draw differently, as for different rows of a batch; others draw the same.
 
   Args:
     key: a PRNG key, the same on all devices.
@@ -70,8 +67,7 @@ def gather_array_with_mean_grads(
 
   Args:
     x: this device's part.
-    axis: the mesh axis, or several, that `dim` is split over.
-    dim: the dimension.
+    axis, dim: the mesh axis, or several, and the dimension that is split over them.
     size: its true size, if the parts add up to more.
     dtype: what is gathered is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
   """
@@ -107,13 +103,11 @@ gather_array_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
 class ShardedParam:
   """This device's part of a parameter: a tree node with one leaf, the part, so that scans and updates go through it.
 
-  Dimensions are counted from the last, so that a stack of parameters may be cut into its layers by a scan, and each be
-  gathered by itself.
+  Dimensions are counted from the last, so that a scan may cut a stack of parameters into layers, gathered one by one.
 
   Attributes:
     value: the part.
-    axes: for each dimension, the mesh axes that split it; () where it is whole.
-    shape: true sizes of the same dimensions.
+    axes, shape: for each dimension, the mesh axes that split it, () where it is whole; and its true size.
   """
 
   value: jax.Array
@@ -159,6 +153,10 @@ class ShardedParam:
 jax.tree_util.register_dataclass(ShardedParam, data_fields=['value'], meta_fields=['axes', 'shape'])
 
 
+def _is_sharded(x: object) -> bool:
+  return isinstance(x, ShardedParam)
+
+
 def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
   """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
 
@@ -168,8 +166,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
 
   Args:
     params: tree of whole arrays, the same on all devices along the axis, or of `ShardedParam`s.
-    axis: mesh axis, or several.
-    min_size: parameters of up to so many elements stay as they are.
+    axis, min_size: mesh axis, or several; parameters of up to so many elements stay as they are.
 
   Raises:
     ShardingError: a parameter is split over the axis already.
@@ -191,7 +188,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
     divisible = [i for i in free if boxed.shape[i] % devices == 0]
     dim = max(divisible or free, key=lambda i: (boxed.shape[i], i))
     split = (*boxed.axes[:dim], axes, *boxed.axes[dim + 1 :])
-    return ShardedParam(_own_part(x, axes, dim, devices), split, boxed.shape)
+    return ShardedParam(own_part(x, PartitionSpec(*(None,) * dim, axes)), split, boxed.shape)
 
   with jax.named_scope('shard_params'):
     return jax.tree.map(shard, params, is_leaf=_is_sharded)
@@ -210,28 +207,25 @@ def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype:
     return jax.tree.map(lambda p: p.gather_over(over, dtype) if _is_sharded(p) else p, params, is_leaf=_is_sharded)
 
 
+@dataclasses.dataclass(frozen=True)
 class ShardedModule:
   """What `shard_module_params` returns; itself a module, so that parameters may be split over another axis too."""
 
-  def __init__(self, module: Module, axis: str | Sequence[str], min_size: int):
-    self._module, self._axis, self._min_size = module, axis, min_size
+  module: Module
+  axis: str | Sequence[str]
+  min_size: int
 
   def init(self, key: jax.Array) -> NestedDict:
     """Inside `shard_map`: returns this device's parts of first values; `key` is the same on all devices."""
-    return shard_params(self._module.init(key), self._axis, self._min_size)
+    return shard_params(self.module.init(key), self.axis, self.min_size)
 
   def apply(self, params: NestedDict, *args: Any, **kwargs: Any) -> Any:
     """Inside `shard_map`: returns what the module's `apply` does with the parameters gathered over the axis."""
-    return self._module.apply(gather_params(params, self._axis), *args, **kwargs)
+    return self.module.apply(gather_params(params, self.axis), *args, **kwargs)
 
 
 def shard_module_params(module: Module, axis: str | Sequence[str], min_size: int = 2**18) -> ShardedModule:
-  """Wraps a layer, or anything with `init(key)` and `apply(params, ...)`, so that its parameters are split.
-
-  Args:
-    module: a pure module.
-    axis, min_size: as for `shard_params`.
-  """
+  """Wraps a layer, or anything with pure `init(key)` and `apply(params, ...)`, so that `shard_params` splits it."""
   return ShardedModule(module, axis, min_size)
 
 
@@ -240,32 +234,23 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   for dim, entry in enumerate(complete_spec(spec, x.ndim)):
     axes = spec_axes(entry)
     if axes:
-      x = _own_part(x, axes, dim, jax.lax.axis_size(axes))
+      devices = jax.lax.axis_size(axes)
+      part = -(-x.shape[dim] // devices)
+      padded = pad_to(x, (*x.shape[:dim], part * devices, *x.shape[dim + 1 :]))
+      x = jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(axes) * part, part, axis=dim)
   return x
 
 
 def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bool:
-  """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass.
-
-  To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
-  """
+  """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass."""
+  # To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
   inner = params.get('call_jaxpr') if primitive.name == 'custom_vjp_call' else None
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
-
-
-def _own_part(x: jax.Array, axes: Sequence[str], dim: int, devices: int) -> jax.Array:
-  part = -(-x.shape[dim] // devices)
-  padded = pad_to(x, (*x.shape[:dim], part * devices, *x.shape[dim + 1 :]))
-  return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(tuple(axes)) * part, part, axis=dim)
 
 
 def as_axes(axis: str | Sequence[str]) -> Axes:
   """One mesh axis or several, as a tuple."""
   return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def _is_sharded(x: object) -> bool:
-  return isinstance(x, ShardedParam)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -292,9 +277,8 @@ def column_parallel_linear(x: jax.Array, w_IO: jax.Array, axis: str, b_O: jax.Ar
 
   Args:
     x: [..., I], the same on all devices along the axis.
-    w_IO: this device's columns, [I, O / n].
+    w_IO, b_O: this device's columns, [I, O / n], and its part of the bias, [O / n].
     axis: mesh axis that splits O.
-    b_O: this device's part of the bias, [O / n].
   """
   y = copy_to_parts(x, axis) @ w_IO
   return y if b_O is None else y + b_O
@@ -305,9 +289,8 @@ def row_parallel_linear(x: jax.Array, w_IO: jax.Array, axis: str, b_O: jax.Array
 
   Args:
     x: this device's part, [..., I / n].
-    w_IO: this device's rows, [I / n, O].
+    w_IO, b_O: this device's rows, [I / n, O], and the whole bias, [O].
     axis: mesh axis that splits I.
-    b_O: the whole bias, [O].
   """
   y = sum_of_parts(x @ w_IO, axis)
   return y if b_O is None else y + b_O

@@ -33,8 +33,7 @@ def gathered_specs(
   split rows over one axis are left alone. Test: `test_product_with_a_weight_over_one_of_two_row_axes`.
 
   Args:
-    specs: of the weights, by path, of full rank.
-    row_specs: of all inputs and activations.
+    specs, row_specs: of the weights, by path, of full rank; and of all inputs and activations.
     mesh_sizes: size of each mesh axis.
   """
   rows: set[str] = set()
@@ -42,12 +41,11 @@ def gathered_specs(
     axes = [axis for axis in spec_axes(spec[0]) if mesh_sizes.get(axis, 1) > 1] if len(spec) else []
     if len(axes) > 1:
       rows.update(axes)
-  used: dict[tuple[str, ...], PartitionSpec] = {}
-  for path, spec in specs.items():
-    gathered = PartitionSpec(*(axes_to_entry([a for a in spec_axes(entry) if a not in rows]) for entry in spec))
-    if gathered != spec:
-      used[path] = gathered
-  return used
+  used = {
+    path: PartitionSpec(*(axes_to_entry([a for a in spec_axes(entry) if a not in rows]) for entry in spec))
+    for path, spec in specs.items()
+  }
+  return {path: spec for path, spec in used.items() if spec != specs[path]}
 
 
 def whole_images(x_BHWC: jax.Array) -> jax.Array:

@@ -21,10 +21,8 @@ class StateLayout(NamedTuple):
   """How the arrays of a whole `TrainState`, or of a part of one, are stored: four trees of the same structure.
 
   Attributes:
-    specs: PartitionSpecs of full rank.
-    shardings: the same on the mesh.
-    padded_shapes: shapes and dtypes as stored on the mesh, with shardings.
-    unpadded_shapes: true shapes and dtypes.
+    specs, shardings: PartitionSpecs of full rank, and the same on the mesh.
+    padded_shapes, unpadded_shapes: shapes and dtypes as stored on the mesh, with shardings; and the true ones.
   """
 
   specs: Any
@@ -64,24 +62,18 @@ def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> State
   Args:
     shapes: tree of things with a shape and dtype: the true ones.
     specs: tree of PartitionSpecs, or a prefix of that; None is replicated.
-    mesh: the mesh.
   """
-  full = broadcast_specs(specs, shapes)
+  full = jax.tree.map(
+    lambda x, spec: stored_spec(complete_spec(spec, len(x.shape))),
+    shapes,
+    jax.tree.broadcast(specs, shapes, is_leaf=is_spec),
+  )
   unpadded = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), full)
   padded = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(padded_shape(x.shape, s.spec, mesh), x.dtype, sharding=s), unpadded, shardings
   )
   return StateLayout(full, shardings, padded, unpadded)
-
-
-def broadcast_specs(specs: object, tree: object) -> Any:
-  """Returns a spec of full rank for each leaf of `tree`, from a prefix of it."""
-
-  def spread(spec: PartitionSpec | None, subtree: object) -> object:
-    return jax.tree.map(lambda x: stored_spec(complete_spec(spec, len(x.shape))), subtree)
-
-  return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
 
 
 def is_spec(x: object) -> TypeGuard[PartitionSpec | None]:

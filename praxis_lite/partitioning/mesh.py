@@ -32,9 +32,8 @@ def create_device_mesh(
   """Returns a mesh with Auto axes.
 
   Args:
-    ici_mesh_shape: size of each axis within a slice.
+    ici_mesh_shape, mesh_axis_names: size of each axis within a slice, and its name.
     dcn_mesh_shape: number of slices along each axis; None: one slice.
-    mesh_axis_names: one name per axis.
     devices: devices to use; None: all. If the mesh needs fewer, the first ones are used.
 
   Raises:
@@ -42,8 +41,7 @@ def create_device_mesh(
   """
   names = tuple(mesh_axis_names)
   shape = mesh_sizes(ici_mesh_shape, dcn_mesh_shape, names)
-  ici = tuple(ici_mesh_shape)
-  dcn = tuple(dcn_mesh_shape) if dcn_mesh_shape is not None else (1,) * len(names)
+  ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape or (1,) * len(names))
   devices = list(jax.devices() if devices is None else devices)
   needed = math.prod(shape.values())
   if needed > len(devices):
@@ -51,13 +49,14 @@ def create_device_mesh(
       f'ici_mesh_shape: the mesh {shape} needs {needed} devices, and there are {len(devices)}; make it smaller, or '
       f'pass --devices={needed} to simulate them on the CPU'
     )
-  devices = devices[:needed]
-  if math.prod(dcn) == 1:
-    array = place_within_slice(ici, devices)
-  elif _slices_match(devices, math.prod(dcn)):
+  devices, slices = devices[:needed], math.prod(dcn)
+  if slices == 1 and devices[0].platform == 'tpu':
+    array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+  elif slices > 1 and len({getattr(d, 'slice_index', None) for d in devices} - {None}) == slices:
     array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
-  else:
-    array = place_over_slices(ici, dcn, devices)
+  else:  # As if each prod(ici) consecutive devices were a slice; along each axis, slices are outermost.
+    blocks, rank = np.array(devices).reshape((*dcn, *ici)), len(ici)
+    array = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)]).reshape([*shape.values()])
   return auto_mesh(array, names)
 
 
@@ -96,34 +95,6 @@ def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
       return fn(*args, **kwargs)
 
   return traced
-
-
-def place_within_slice(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-  """Arranges the devices of one slice: along the torus on a TPU, in the order of `devices` elsewhere."""
-  if getattr(devices[0], 'platform', '') == 'tpu':
-    return mesh_utils.create_device_mesh(tuple(shape), list(devices), allow_split_physical_axes=True)
-  return as_device_array(devices).reshape(tuple(shape))
-
-
-def place_over_slices(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-  """Arranges `devices` as if each prod(ici) consecutive ones were a slice; along each axis, slices are outermost."""
-  rank = len(ici)
-  blocks = as_device_array(devices).reshape((*dcn, *ici))
-  interleaved = blocks.transpose([axis for i in range(rank) for axis in (i, rank + i)])
-  return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
-
-
-def as_device_array(devices: Sequence[jax.Device]) -> np.ndarray:
-  """Returns a one-dimensional object array; `np.array` would unpack devices that are sequences."""
-  array = np.empty(len(devices), dtype=object)
-  for i, device in enumerate(devices):
-    array[i] = device
-  return array
-
-
-def _slices_match(devices: Sequence[jax.Device], count: int) -> bool:
-  """Whether the hardware really has `count` slices."""
-  return len({getattr(d, 'slice_index', None) for d in devices} - {None}) == count
 
 
 def _checked_shape(field: str, shape: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """Padding: how a dimension that does not divide by its number of parts is split.
 
 JAX refuses arrays whose split dimensions do not divide by their mesh axes where they enter or leave a jitted function,
-so such arrays are zero-padded at the end of each uneven dimension. The invariant: an array is padded outside a
-partitioned step and has its true shape inside it.
+so such arrays are zero-padded at the end of each uneven dimension outside a step.
 
     d = 10 over 4 devices: 2 zeros;  6 over ('data', 'mdl') = 8 devices: 2 zeros;  10 over 8: 6 zeros
 """

@@ -1,16 +1,14 @@
 """Where each variable is stored when an experiment declares it in several ways, and which of them decided.
 
     mapping on the weight     ('data', None)      wins
-    logical names and rules   ('embed', 'mlp')    where the mapping names them
+    logical names and rules   ('embed', 'mlp')    where the mapping names them; its mesh axes are taken first
     strategy                  [('.*', ...)]       for weights that declare no mapping
     otherwise                                     replicated
 
-A mapping may mix mesh axes and logical names; the mesh axes are taken first. The dimensions that a repeating layer adds
-are split as that layer says, also for weights that leave the rest to a strategy.
-
-Where the ops of a pattern include `logical_partitioning`, they also decide over weights whose mapping names logical
-axes. They start from the mesh axes of the mapping; `logical_partitioning` applies the logical axis rules to the names,
-and others may act before and after it, as in 'logical_partitioning | fsdp("data")'.
+The dimensions that a repeating layer adds are split as that layer says, also for weights that leave the rest to a
+strategy. Where the ops of a pattern include `logical_partitioning`, they also decide over weights whose mapping names
+logical axes: they start from the mesh axes of the mapping, and others may act before and after it, as in
+'logical_partitioning | fsdp("data")'.
 """
 
 from __future__ import annotations

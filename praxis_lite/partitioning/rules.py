@@ -8,13 +8,10 @@ With the rules
     ('mlp', 'model'), ('embed', 'model'), ('embed', 'data')
 
     ('embed', 'mlp')  'mlp' takes 'model'; the second rule finds it taken; the third gives 'data'   ('data', 'model')
-    ('embed',)        the second rule applies                                                      ('model',)
     ('mlp', None)     a dimension without a name is not split                                      ('model', None)
 
-So the order of rules is their priority, and a name may have several rules, the later ones for when the earlier ones
-find no free axis. A name that has no rule at all is an error; a rule (name, None) does not split it.
-
-The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
+A name may have several rules, the later ones for when the earlier ones find no free axis. A name without a rule is an
+error. The standard rules are those of T5X (Roberts et al., 2022), after the partitioning of Xu et al., GSPMD, 2021.
 """
 
 from __future__ import annotations
@@ -83,8 +80,7 @@ def match_rules(
   """Returns for each dimension the index of the rule that decides it; None if it has no name or finds no free axis.
 
   Args:
-    names: logical name of each dimension, or None or UNCONSTRAINED.
-    rules: the rules.
+    names, rules: logical name of each dimension, or None or UNCONSTRAINED; and the rules.
     taken: mesh axes that are not available.
     path: where the names come from, for messages.
 
@@ -112,28 +108,13 @@ def match_rules(
 
 
 def logical_to_mesh_axes(names: Sequence[object], rules: LogicalAxisRules, *, path: str = '') -> PartitionSpec:
-  """Returns the spec that `rules` give to a tensor with these logical names.
+  """Returns the spec that `rules` give to a tensor with these logical names; UNCONSTRAINED stays.
 
-  Args:
-    names: as of `match_rules`, which says what is raised; UNCONSTRAINED stays.
-    rules: the rules.
-    path: where the names come from, for messages.
+  Arguments and errors are those of `match_rules`.
   """
   deciding = match_rules(names, rules, path=path)
   unnamed = [name if name is UNCONSTRAINED else None for name in names]
   return PartitionSpec(*(e if i is None else _entry(rules[i]) for e, i in zip(unnamed, deciding)))
-
-
-def resolve_split_mapping(
-  split_dims_mapping: SplitDimsMapping,
-  mesh_axis_names: Sequence[str],
-  rules: LogicalAxisRules | None,
-  *,
-  rank: int | None = None,
-  path: str = '',
-) -> PartitionSpec:
-  """Returns the spec of `resolve`."""
-  return resolve(split_dims_mapping, mesh_axis_names, rules, rank=rank, path=path).spec
 
 
 def resolve(
@@ -190,10 +171,8 @@ def logical_names(entries: Sequence[object], rules: LogicalAxisRules) -> tuple[s
 
 
 def shadowed_rules(rules: LogicalAxisRules) -> tuple[tuple[int, int], ...]:
-  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does.
-
-  That is the case if the earlier rule has the same name and needs no mesh axis that the later one does not need.
-  """
+  """Returns (rule, earlier rule) for each rule that can never decide anything, because the earlier one always does."""
+  # It has the same name, and needs no mesh axis that the later one does not need.
   found = []
   for later, (name, axes) in enumerate(rules):
     for earlier, (other, other_axes) in enumerate(rules[:later]):

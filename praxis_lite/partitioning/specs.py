@@ -1,8 +1,6 @@
 """Split mappings to PartitionSpecs, and `Placement`: a spec with what decided it.
 
-A split mapping has one entry per dimension of a tensor: a mesh axis name, an index into `mesh_axis_names`, a tuple of
-those, None / -1 for a dimension that is not split, or PartitionSpec.UNCONSTRAINED for one that is left to the compiler.
-With mesh axes ('replica', 'data', 'mdl'):
+What a split mapping may say is in `weights.py`. With mesh axes ('replica', 'data', 'mdl'):
 
     (0, 2)                         PartitionSpec('replica', 'mdl')
     ('data', -1)                   PartitionSpec('data', None)
@@ -62,19 +60,14 @@ class Placement:
 
 
 def to_partition_spec(
-  split_dims_mapping: SplitDimsMapping,
-  mesh_axis_names: Sequence[str],
-  *,
-  rank: int | None = None,
-  path: str = '',
+  split_dims_mapping: SplitDimsMapping, mesh_axis_names: Sequence[str], *, rank: int | None = None, path: str = ''
 ) -> PartitionSpec:
   """Returns the spec of full rank that a split mapping stands for.
 
   Args:
     split_dims_mapping: one entry per dimension; None splits no dimension.
     mesh_axis_names: names of the mesh axes, in the order that indices refer to.
-    rank: number of dimensions of the tensor, where it is known.
-    path: config path of the mapping, to begin messages with.
+    rank, path: number of dimensions of the tensor, where it is known; config path of the mapping, for messages.
 
   Raises:
     ShardingError: an unknown axis, an axis that occurs twice, or a mapping whose length is not `rank`.
@@ -151,9 +144,7 @@ def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
 
 def shard_on_batch_dim_partition_spec(mesh_names: Sequence[str], x: HasShape) -> PartitionSpec:
   """Dimension 0 of `x` over all mesh axes; the other dimensions are not split."""
-  if not x.shape:
-    return PartitionSpec()
-  return PartitionSpec(axes_to_entry(mesh_names), *(None,) * (len(x.shape) - 1))
+  return complete_spec(PartitionSpec(axes_to_entry(mesh_names)) if x.shape else None, len(x.shape))
 
 
 def get_input_partition_specs(mesh_names: Sequence[str], inputs_shape: Any) -> Any:
@@ -178,14 +169,11 @@ def place_by_rank(
   """Returns how `mapping_dict` splits tensors of the rank of `x`.
 
   Args:
-    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. A mapping that is None leaves tensors of
-      that rank as they are. None instead of a dict leaves all tensors as they are.
+    mapping_dict: split mappings by rank: `{'map_1d': ..., 'map_2d': ...}`. For a mapping that is None, and for None
+      instead of a dict, None is returned, which leaves tensors as they are.
     mesh_names: names of the mesh axes.
     x: the tensor. A scalar needs no mapping.
     path: config path of `mapping_dict`.
-
-  Returns:
-    The placement; None leaves `x` as it is.
 
   Raises:
     ShardingError: there is no mapping for this rank, or it is not valid; or a key is no `map_Nd`.
@@ -209,11 +197,10 @@ def place_by_rank(
 
 
 def _resolve_entry(entry: object, names: tuple[str, ...], path: str) -> object:
-  if entry is None or entry is UNCONSTRAINED:
+  if entry is UNCONSTRAINED:
     return entry
-  if isinstance(entry, tuple | list):
-    return axes_to_entry([axis for axis in (_resolve_axis(e, names, path) for e in entry) if axis is not None])
-  return _resolve_axis(entry, names, path)
+  axes = entry if isinstance(entry, tuple | list) else [entry]
+  return axes_to_entry([axis for axis in (_resolve_axis(e, names, path) for e in axes) if axis is not None])
 
 
 def _resolve_axis(axis: object, names: tuple[str, ...], path: str) -> str | None:

@@ -6,30 +6,20 @@ matches is replicated. A pattern that contains a slash is matched against 'lm/so
 'lm.softmax.w'. Optimizer slots are variables like parameters: one pass over the train state covers both.
 
     mesh: data = 8, model = 4
-    strategy = [('.*/embedding/.*', 'shard_dim("model", 0) | fsdp(axis="data")'),
-                ('.*', 'fsdp(axis="data")')]
+    strategy = [('.*/embedding/.*', 'shard_dim("model", 0) | fsdp(axis="data")'), ('.*', 'fsdp(axis="data")')]
 
     lm/embedding/w (32000, 4096)   shard_dim gives ('model', None), fsdp adds the largest one left: ('model', 'data')
     lm/ff/w        (4096, 16384)   (None, 'data')
     lm/norm/scale  (4096,)         not above the size that fsdp splits from: (None,)
 
-The ops that are always there, after those of big_vision (Beyer et al., 2022), for a float32 variable (2048, 2048):
-
-    replicate                                    (None, None)
-    fsdp(axis="data")                            (None, 'data')      the largest dimension; of equal ones, the last
-    shard_dim("model", 0)                        ('model', None)
-    shard_dim("model", 0) | fsdp(axis="data")    ('model', 'data')
-    logical_partitioning                         as the logical axis rules say for its declared names
-
-Others are registered functions that make an op from literal arguments:
+The ops `replicate`, `fsdp`, `shard_dim` and `logical_partitioning` are always there, after those of big_vision (Beyer
+et al., 2022). Others are registered functions that make an op from literal arguments:
 
     @register_rule('shard_first')
     def shard_first(axis):
       def op(spec, variable, mesh):
         return (axis, *spec[1:])
       return op
-
-after which a strategy may say 'shard_first("data")'.
 """
 
 from __future__ import annotations
@@ -62,10 +52,8 @@ class Variable:
 
   Attributes:
     name: its path, such as 'lm.softmax.w'.
-    shape: its true shape.
-    dtype: its dtype.
-    logical_axes: the logical name of each axis, where it is declared with them.
-    logical_axis_rules: the rules of its task; none where these are not known.
+    shape, dtype: its true shape, and its dtype.
+    logical_axes, logical_axis_rules: the logical name of each axis, where it is declared with them; the task's rules.
   """
 
   name: str
@@ -84,8 +72,8 @@ class Change(NamedTuple):
 
   Attributes:
     spec: the spec.
-    remark: for `explain`: why nothing is split, or what that takes, such as padding.
-    why: for `explain`: what decided each dimension, beside the op itself.
+    remark, why: for `explain`: why nothing is split, or what that takes, such as padding; and what decided each
+      dimension, beside the op itself.
   """
 
   spec: Spec
@@ -160,20 +148,19 @@ def _joined(node: ast.expr) -> list[ast.expr]:
 
 
 def _make_op(node: ast.expr, text: str) -> ParsedOp:
-  function = node.func if isinstance(node, ast.Call) else node
-  if not isinstance(function, ast.Name):
+  call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+  if not isinstance(call.func, ast.Name):
     raise ShardingError(f'{text!r}: {ast.unparse(node)!r} is not a call of an op; known ops: {", ".join(sorted(_OPS))}')
-  name = function.id
+  name = call.func.id
   if name not in _OPS:
     raise OpNameError(
       f'{text!r}: no sharding op {name!r} is registered; known ops: {", ".join(sorted(_OPS))}.'
       f'{did_you_mean(name, _OPS)}'
     )
-  args = [_literal(arg, text) for arg in node.args] if isinstance(node, ast.Call) else []
-  given = node.keywords if isinstance(node, ast.Call) else []
-  if any(k.arg is None for k in given):
+  if any(k.arg is None for k in call.keywords):
     raise ShardingError(f'{text!r}: ops take literal arguments by position or name, no **')
-  keywords = {str(k.arg): _literal(k.value, text) for k in given}
+  args = [_literal(arg, text) for arg in call.args]
+  keywords = {str(k.arg): _literal(k.value, text) for k in call.keywords}
   make_op, for_named = _OPS[name]
   signature = inspect.signature(make_op)
   try:
@@ -236,8 +223,7 @@ def shard_dim(axis: str | tuple[str, ...], dim: int, ignore_ndim_error: bool = F
   """Splits one dimension.
 
   Args:
-    axis: mesh axis, or several.
-    dim: the dimension; negative ones count from the last.
+    axis, dim: mesh axis, or several; and the dimension, negative ones counted from the last.
     ignore_ndim_error: leave variables as they are that have no such dimension.
     allow_padding: pad the dimension where it does not divide; otherwise that is an error.
   """
@@ -296,8 +282,7 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
 
   Args:
     params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state.
-    strategy: pairs (pattern, ops).
-    mesh: the mesh, or the sizes of its axes.
+    strategy, mesh: pairs (pattern, ops); and the mesh, or the sizes of its axes.
     rules: logical axis rules for `logical_partitioning`.
 
   Raises:
@@ -316,10 +301,9 @@ def explain_sharding(
 
 def unused_patterns(params: object, strategy: Strategy) -> list[int]:
   """Returns which patterns decide no variable, because they match none or earlier ones match first."""
-  used = {
-    next((i for i, (p, _) in enumerate(strategy) if path_matches(p, path)), None) for path in leaves_by_path(params)
-  }
-  return [i for i in range(len(strategy)) if i not in used]
+  numbered = [(pattern, i) for i, (pattern, _) in enumerate(strategy)]
+  used = [first_match(path, numbered) for path in leaves_by_path(params)]
+  return [i for pattern, i in numbered if (pattern, i) not in used]
 
 
 def parse_strategy(strategy: Strategy) -> list[tuple[str, list[ParsedOp]]]:
@@ -361,18 +345,14 @@ def decide(
   for text, op, _ in ops:
     result = op(spec, variable, sizes)
     change = result if isinstance(result, Change) else Change(tuple(result))
-    _check(change.spec, variable, sizes, text)
+    if len(change.spec) != len(spec):
+      raise ShardingError(f'{variable.name}: {text} gives {len(change.spec)} entries to {len(spec)} dimensions')
+    for entry in change.spec:
+      num_parts(entry, sizes)  # Raises where the mesh does not have one of its axes.
+    check_axes_once(PartitionSpec(*change.spec), f'{variable.name}: {text}')
     for dim, (old, new) in enumerate(zip(spec, change.spec)):
       if new != old or (new is None and change.why):
         why[dim] = f'strategy {pattern!r}: {text}' + (f', {change.why[dim]}' if change.why else '')
     remarks += [change.remark] if change.remark else []
     spec = change.spec
   return Placement(PartitionSpec(*spec), tuple(why), tuple(remarks), pattern).stored()
-
-
-def _check(spec: Spec, variable: Variable, sizes: Mapping[str, int], text: str) -> None:
-  if len(spec) != len(variable.shape):
-    raise ShardingError(f'{variable.name}: {text} gives {len(spec)} entries to {len(variable.shape)} dimensions')
-  for entry in spec:
-    num_parts(entry, sizes)
-  check_axes_once(PartitionSpec(*spec), f'{variable.name}: {text}')

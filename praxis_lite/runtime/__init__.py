@@ -5,17 +5,3 @@ from praxis_lite.runtime.console import NonFiniteError
 from praxis_lite.runtime.distributed import initialize_distributed, set_up_compilation_cache, simulate_cpu_devices
 from praxis_lite.runtime.executor import TrainResult, run_train
 from praxis_lite.runtime.inference import run_decode, run_eval
-
-__all__ = [
-  'Checkpointer',
-  'NonFiniteError',
-  'TrainResult',
-  'eval_variables',
-  'initialize_distributed',
-  'restore_variables',
-  'run_decode',
-  'run_eval',
-  'run_train',
-  'set_up_compilation_cache',
-  'simulate_cpu_devices',
-]

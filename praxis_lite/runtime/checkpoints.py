@@ -4,13 +4,9 @@
                                    inputs     JSON, the state of the training input after the same step
                                    about      JSON, the true shape and dtype of each array, version, mesh
 
-Arrays are stored under their names, as nested dicts, so that reading them needs no class of an optimizer library:
-
-    TrainState(step, mdl_vars={'lm': {'w': ...}}, opt_states=(ScaleByAdamState(mu=...), ...), ...)
-    'step', 'mdl_vars.lm.w', 'opt_states.0.mu.lm.w', ...
-
-They are stored with the padding of their mesh. Their true shapes are stored beside them, and a restore compares those;
-the padding, zeros at the end, is cut or extended to what the restoring mesh needs.
+Arrays are stored under their names, 'mdl_vars.lm.w' or 'opt_states.0.mu.lm.w', as nested dicts, so that reading them
+needs no class of an optimizer library. They have the padding of the mesh that saved them, zeros at the end; a
+restore compares the true shapes, and cuts or extends the padding to what its mesh needs.
 
 Orbax writes them in the background, into a folder that is renamed when it is complete. So what a killed run leaves
 behind is never taken for a checkpoint, and the next run removes it.
@@ -27,6 +23,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +33,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, leaves_by_path, lookup, merge, path_name
+from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, path_name
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
@@ -86,8 +83,6 @@ class Checkpointer:
     )
     self._manager = ocp.CheckpointManager(self.directory, options=options)
 
-  # ---------------------------------------------------------------- saving
-
   def save(self, step: int, state: TrainState, true_shapes: TrainState, input_state: dict[str, Any] | None) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
 
@@ -116,11 +111,7 @@ class Checkpointer:
       return bool(self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
-    """Waits until all saves are on disk.
-
-    Raises:
-      CheckpointError: saving failed.
-    """
+    """Waits until all saves are on disk; raises CheckpointError if saving failed."""
     with self._saving():
       self._manager.wait_until_finished()
 
@@ -131,8 +122,6 @@ class Checkpointer:
     finally:
       self._manager.close()
 
-  # ---------------------------------------------------------------- restoring
-
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint, or None if there is none."""
     return self._manager.latest_step()
@@ -142,11 +131,7 @@ class Checkpointer:
     return sorted(self._manager.all_steps())
 
   def existing_step(self, step: int | None = None) -> int:
-    """Returns `step`, or the newest step if it is None.
-
-    Raises:
-      CheckpointError: there is no checkpoint, or none of this step.
-    """
+    """Returns `step`, by default the newest; raises CheckpointError if there is no such checkpoint."""
     steps = self.all_steps()
     if not steps:
       raise CheckpointError(f'there is no checkpoint in {self.directory}; train first, with the same --job_log_dir')
@@ -207,8 +192,6 @@ class Checkpointer:
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
-  from importlib import metadata
-
   mesh = getattr(jax.tree.leaves(state)[0].sharding, 'mesh', None)
   return {
     'format': _FORMAT,
@@ -255,9 +238,6 @@ def _from_data(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
   return jax.random.wrap_key_data(x, impl=impls[0])
 
 
-# -------------------------------------------------------------------- names of arrays
-
-
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
 
@@ -265,11 +245,8 @@ _SHOWN = 3
 def _to_nested_dict(tree: object) -> NestedDict:
   """Returns the leaves of any tree in nested dicts, by their paths."""
   nested: NestedDict = {}
-  for (*parents, name), leaf in leaves_by_path(tree).items():
-    below = nested
-    for parent in parents:
-      below = below.setdefault(parent, {})
-    below[name] = leaf
+  for path, leaf in leaves_by_path(tree).items():
+    nested = inserted(nested, path, leaf)
   return nested
 
 
@@ -287,15 +264,10 @@ def records_of(shapes: object) -> dict[str, Record]:
 
 
 def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where: str) -> None:
-  """Checks that a checkpoint has the arrays to restore.
+  """Checks that a checkpoint has the arrays to restore, from the records of true shapes in it and of those wanted.
 
   Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
   differ: the values are cast.
-
-  Args:
-    saved: records of the true shapes in the checkpoint.
-    wanted: records of the true shapes to restore.
-    where: the checkpoint's path.
 
   Raises:
     CheckpointError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
@@ -329,9 +301,6 @@ def _castable(*dtypes: str) -> bool:
   return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)
 
 
-# -------------------------------------------------------------------- variables for evaluation
-
-
 def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
   """Returns the model's variables; with `use_ema`, those that have a moving average are replaced by it."""
   return merge(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
@@ -360,9 +329,6 @@ def restore_variables(
   return eval_variables(state, use_ema=use_ema), state.step
 
 
-# -------------------------------------------------------------------- Orbax
-
-
 @functools.cache
 def _orbax() -> ModuleType:
   """Imports Orbax, which takes a second, and keeps what it logs off the console: its failures are exceptions as well.
@@ -379,8 +345,7 @@ def _orbax() -> ModuleType:
   report = sys.unraisablehook
 
   def report_others(unraisable: sys.UnraisableHookArgs) -> None:
-    late = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == 'Event loop is closed'
-    if not late:
+    if repr(unraisable.exc_value) != "RuntimeError('Event loop is closed')":
       report(unraisable)
 
   sys.unraisablehook = report_others

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 import numpy as np
@@ -27,9 +27,6 @@ from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, count_flops, peak_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
-
-if TYPE_CHECKING:
-  from rich.console import Group
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
@@ -67,7 +64,7 @@ class LiveConsole(Console):
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, first_step: int = 0):
     super().__init__(total_steps, stream=stream)
-    from rich import console, live, progress
+    from rich import console, live, progress, text
 
     self._progress = progress.Progress(
       progress.TextColumn('step {task.completed}/{task.total}'),
@@ -79,25 +76,21 @@ class LiveConsole(Console):
     )
     self._bar = self._progress.add_task('train', total=total_steps, completed=first_step)
     self._screen = console.Console(file=self._stream, highlight=False)
-    self._live = live.Live(self._rows([]), console=self._screen, refresh_per_second=4)
+    self._figures = text.Text(no_wrap=True, overflow='ellipsis')
+    shown = console.Group(self._progress, self._figures)
+    self._live = live.Live(shown, console=self._screen, refresh_per_second=4)
     self._live.start()
     self._screen.show_cursor(True)  # It would stay hidden after a kill.
 
   def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     self._progress.update(self._bar, completed=step)
-    self._live.update(self._rows(train_figures(metrics, rates)))
+    self._figures.plain = '  '.join(train_figures(metrics, rates))
 
   def line(self, text: str) -> None:
     self._screen.print(text, markup=False, soft_wrap=True)
 
   def close(self) -> None:
     self._live.stop()
-
-  def _rows(self, figures: list[str]) -> Group:
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(self._progress, Text('  '.join(figures), no_wrap=True, overflow='ellipsis'))
 
 
 def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True) -> Console:
@@ -116,11 +109,9 @@ def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list
   """Returns the figures of a training line after the step."""
   figures = [f'{label} {_format(name, metrics[name])}' for name, label in _TRAIN_COLUMNS.items() if name in metrics]
   if rates is not None:
+    examples, tokens = rates.examples_per_second, rates.tokens_per_second
     figures.append(f'{short_number(rates.steps_per_second)} step/s')
-    if rates.tokens_per_second is None:
-      figures.append(f'{short_number(rates.examples_per_second)} ex/s')
-    else:
-      figures.append(f'{short_number(rates.tokens_per_second)} tok/s')
+    figures.append(f'{short_number(examples)} ex/s' if tokens is None else f'{short_number(tokens)} tok/s')
     if rates.mfu is not None:
       figures.append(f'MFU {rates.mfu:.0%}')
   return figures
@@ -216,17 +207,11 @@ class TrainLog:
       self._console.line(self._startup.report())
       self.drain()
       self.restart_clock(step)
-    while len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
-      self._look_at(self._in_flight.popleft())
+    self._look_at_all_but(MAX_STEPS_IN_FLIGHT)
 
   def drain(self) -> None:
-    """Waits for all dispatched steps, and logs them.
-
-    Raises:
-      NonFiniteError: a step was not finite and the learner is set to raise.
-    """
-    while self._in_flight:
-      self._look_at(self._in_flight.popleft())
+    """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
+    self._look_at_all_but(0)
 
   def restart_clock(self, step: int) -> None:
     """Excludes the time since the last step, such as that of an evaluation, from the speeds; call after `drain`."""
@@ -235,18 +220,18 @@ class TrainLog:
   def _is_logged(self, step: int) -> bool:
     return step % self._interval == 0 or step in (self._first_step + 1, self._last_step)
 
-  def _look_at(self, done: _Step) -> None:
-    if SKIPPED in done.metrics and float(done.metrics[SKIPPED][0]) > 0:
-      self._report_nonfinite(done.number)
-    elif SKIPPED not in done.metrics:
-      jax.block_until_ready(done.metrics)
-    if not self._is_logged(done.number):
-      return
-    metrics = mean_values(done.metrics)
-    rates = self._throughput.rates(done.number)
-    self._console.train_step(done.number, metrics, rates)
-    speeds = rates.as_metrics() if rates else {}
-    self._writer.write(done.number, 'train', {**metrics, **speeds}, jax.device_get(done.summaries))
+  def _look_at_all_but(self, count: int) -> None:
+    while len(self._in_flight) > count:
+      step, means, summaries = self._in_flight.popleft()
+      if SKIPPED not in means:
+        jax.block_until_ready(means)
+      elif float(means[SKIPPED][0]) > 0:
+        self._report_nonfinite(step)
+      if self._is_logged(step):
+        metrics, rates = mean_values(means), self._throughput.rates(step)
+        self._console.train_step(step, metrics, rates)
+        speeds = rates.as_metrics() if rates else {}
+        self._writer.write(step, 'train', {**metrics, **speeds}, jax.device_get(summaries))
 
   def _report_nonfinite(self, step: int) -> None:
     if self._raises:

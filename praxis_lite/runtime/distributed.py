@@ -1,16 +1,11 @@
 """The processes of a run: devices, several hosts, the cache of compiled programs, and stopping.
 
 Simulated devices, the other processes and the cache must be set up before JAX starts its backends.
-
-SIGTERM (sent by a scheduler that needs the machine) and SIGINT (Ctrl-C) only set a flag, which the training loop reads
-between steps: it finishes the step, saves and exits. A second signal ends the process at once.
-
-With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
-preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -114,11 +109,10 @@ def set_up_compilation_cache(directory: str | os.PathLike[str] | None = None, *,
     return None
   default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
   cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
-  try:
+  writable = False
+  with contextlib.suppress(OSError):
     cache.mkdir(parents=True, exist_ok=True)
     writable = os.access(cache, os.W_OK | os.X_OK)
-  except OSError:
-    writable = False
   if not writable:
     # With a read-only home the run continues without a cache.
     jax.config.update('jax_enable_compilation_cache', False)
@@ -156,17 +150,14 @@ def _backends_have_started() -> bool:
   return xla_bridge.backends_are_initialized()
 
 
-# -------------------------------------------------------------------- stopping
-
-
 class StopSignals:
-  """Context manager that catches the signals that end a run.
+  """Context manager that catches the signals that end a run; outside the main thread, it catches nothing.
 
-      with StopSignals() as stop:
-        while not stop.requested_at(step):
-          ...
+  SIGTERM (sent by a scheduler that needs the machine) and SIGINT (Ctrl-C) only set a flag, which the training loop
+  reads between steps: it finishes the step, saves and exits. A second signal ends the process at once.
 
-  Outside the main thread, where Python allows no handlers, it catches nothing.
+  With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
+  preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
 
   Attributes:
     received: name of the signal that this process received, or None.

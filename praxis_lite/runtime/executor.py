@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import jax
 
+from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Programs
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.run_config import (
-  RunConfig,
   build_datasets,
   check_intervals,
   held_for_training,
@@ -59,7 +59,7 @@ class TrainResult(NamedTuple):
 
 
 def run_train(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
@@ -90,7 +90,7 @@ def run_train(
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
-    tasks = PartitionedTasks(task, task.create_mesh(devices))
+    tasks = TaskOnMesh(task, task.create_mesh(devices))
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
     datasets = build_datasets(config.datasets)
@@ -132,9 +132,9 @@ def run_train(
     to_close.callback(writer.close)
     log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=step)
     stop = StopSignals()
-    evaluation = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
-    decoding = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
-    programs = Programs(evaluation, decoding, console, writer, stop, first_step=step)
+    evaluation: list[Program] = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
+    decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
+    programs = Programs([*evaluation, *decoding], console, writer, stop, first_step=step)
     console.line(_introduction(task.name, partitioned))
     if advise is not None and is_primary_process():
       for line in advise(task, batch_struct):
@@ -152,11 +152,11 @@ def run_train(
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
       if is_due(step, settings.save_interval_steps):
         save()
-      intervals = (programs.evaluate, settings.eval_interval_steps), (programs.decode, settings.decode_interval_steps)
-      for run, interval in intervals:
+      intervals = settings.eval_interval_steps, settings.decode_interval_steps
+      for group, interval in zip((evaluation, decoding), intervals):
         if is_due(step, interval):
           log.drain()
-          run(step, state)
+          programs.run(group, step, state)
           log.restart_clock(step)
 
     # ---- train
@@ -188,9 +188,9 @@ def run_train(
     stop.requested_at(step)  # After the last step too: a signal that only some processes got must not part them.
     save()
     if not stop.requested:
-      programs.evaluate(step, state)
+      programs.run(evaluation, step, state)
       if settings.decode_interval_steps is not None:
-        programs.decode(step, state)
+        programs.run(decoding, step, state)
     checkpointer.wait()
     console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
     return TrainResult(step, state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
@@ -199,5 +199,4 @@ def run_train(
 def _introduction(name: str, partitioned: PartitionedTask) -> str:
   mesh = partitioned.mesh
   shape = ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
-  device = mesh.devices.flat[0].device_kind
-  return f'{name}: {partitioned.total_num_params:,} parameters, mesh {shape} ({device})'
+  return f'{name}: {partitioned.total_num_params:,} parameters, mesh {shape} ({mesh.devices.flat[0].device_kind})'

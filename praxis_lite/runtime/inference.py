@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput
 from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, PartitionedTasks, Program
-from praxis_lite.runtime.run_config import Datasets, RunConfig, build_datasets, job_directory, run_keys
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
+from praxis_lite.runtime.run_config import Datasets, build_datasets, job_directory, run_keys
 from praxis_lite.trees import NestedDict
 
 
 def run_eval(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
@@ -54,7 +55,7 @@ def run_eval(
 
 
 def run_decode(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
@@ -63,12 +64,11 @@ def run_decode(
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  inputs = datasets.inputs
-  if not inputs:
+  if not datasets.inputs:
     raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
-  model = _restore(config, job_log_dir, devices, step, seed, inputs, 'decode', datasets)
+  model = _restore(config, job_log_dir, devices, step, seed, datasets.inputs, 'decode', datasets)
   with job_directory(job_log_dir) as directory:
-    return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in inputs], model)
+    return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in datasets.inputs], model)
 
 
 # Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
@@ -76,7 +76,7 @@ _LENGTH_MULTIPLE = 16
 
 
 def decode_prompts(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   prompts: Sequence[Sequence[int]],
   *,
@@ -95,7 +95,11 @@ def decode_prompts(
     ConfigError: a prompt is empty.
     UserError: the config or the checkpoint is not usable, or there is no checkpoint.
   """
-  batch = _batch(prompts)
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  if not lengths.all():
+    raise ConfigError('a prompt is empty; it needs at least one token')
+  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+  batch = {'ids': np.stack([np.pad(p, (0, width - len(p))) for p in prompts]), 'prompt_lengths': lengths}
   source = ArrayInput(name='prompts', arrays=batch, batch_size=len(prompts))
   model = _restore(config, job_log_dir, devices, step, seed, [source], 'decode')
   decode_step = model.tasks.taking(source).decode_step
@@ -103,44 +107,30 @@ def decode_prompts(
   return [ids[:length].tolist() for ids, length in zip(decoded['ids'], decoded['lengths'])]
 
 
-def _batch(prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not lengths.all():
-    raise ConfigError('a prompt is empty; it needs at least one token')
-  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-  ids = np.zeros((len(prompts), width), np.int32)
-  for row, prompt in zip(ids, prompts):
-    row[: len(prompt)] = prompt
-  return {'ids': ids, 'prompt_lengths': lengths}
-
-
 class _RestoredModel(NamedTuple):
   """A model ready to run: its steps, its variables, the step of its checkpoint, and a PRNG key."""
 
-  tasks: PartitionedTasks
+  tasks: TaskOnMesh
   variables: NestedDict
   step: jax.Array
   key: jax.Array
 
 
 def _restore(
-  config: RunConfig,
+  config: ExperimentConfig,
   job_log_dir: str | Path,
   devices: Sequence[jax.Device] | None,
   step: int | None,
   seed: int,
   inputs: Sequence[BaseInput],
-  section: str,
+  section: Literal['evaluate', 'decode'],
   datasets: Datasets | None = None,
 ) -> _RestoredModel:
-  """Restores a checkpoint for the batches of `inputs`; `section` of the task, 'evaluate' or 'decode', has the settings.
-
-  If `datasets` are given, to which the inputs belong, their first batches are checked.
-  """
+  """Restores a checkpoint for the batches of `inputs`, which are checked if they belong to `datasets`."""
   checkpointer = Checkpointer(job_log_dir, read_only=True)
   checkpointer.existing_step(step)  # Raises before anything slow.
   task = config.task.instantiate()
-  tasks = PartitionedTasks(task, task.create_mesh(devices))
+  tasks = TaskOnMesh(task, task.create_mesh(devices))
   if datasets is not None:
     datasets.check(inputs, task.model)
   use_ema: bool = getattr(task, section).use_ema

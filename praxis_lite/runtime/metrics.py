@@ -34,9 +34,6 @@ MAX_STEPS_IN_FLIGHT = 2
 _MAX_IMAGES = 4
 
 
-# -------------------------------------------------------------------- averages
-
-
 class MetricsAverage:
   """Weighted means of named metrics over batches of any sizes, equal to those of one batch of all examples.
 
@@ -69,9 +66,6 @@ class MetricsAverage:
 def mean_values(metrics: DeviceMetrics) -> HostMetrics:
   """Returns the means of one step's (mean, weight) pairs, float64 on the host."""
   return {name: np.asarray(value, np.float64) for name, (value, _) in jax.device_get(dict(metrics)).items()}
-
-
-# -------------------------------------------------------------------- files
 
 
 class SummaryWriter:
@@ -115,8 +109,20 @@ class SummaryWriter:
     """
     if not self._enabled:
       return
+    summaries = summaries or {}
+    scalars = expand_scalars({**metrics, **{name: s.value for name, s in summaries.items() if s.kind == 'scalar'}})
+    # JSON has no NaN: a value that is not finite is null.
+    finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+    record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
     try:
-      self._write(step, split, metrics, summaries or {})
+      self._jsonl.write(json.dumps(record, allow_nan=False) + '\n')
+      self._jsonl.flush()
+      events = self._events(split)
+      for name, value in scalars.items():
+        events.add_scalar(name, value, step)
+      for name, summary in summaries.items():
+        _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
+      events.flush()
     except OSError as error:
       raise UserError(f'metrics cannot be written to {self._directory}: {error.strerror or error}') from error
 
@@ -128,22 +134,6 @@ class SummaryWriter:
     for file in (self._jsonl, *self._event_writers.values()):
       with contextlib.suppress(OSError):
         file.close()
-
-  def _write(self, step: int, split: str, metrics: Mapping[str, ArrayLike], summaries: Mapping[str, Summary]) -> None:
-    scalars = expand_scalars(metrics)
-    scalars |= expand_scalars({name: s.value for name, s in summaries.items() if s.kind == 'scalar'})
-    # JSON has no NaN: a value that is not finite is null.
-    finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-    record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
-    self._jsonl.write(json.dumps(record, allow_nan=False) + '\n')
-    self._jsonl.flush()
-    events = self._events(split)
-    for name, value in scalars.items():
-      events.add_scalar(name, value, step)
-    for name, summary in summaries.items():
-      if summary.kind != 'scalar':
-        _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
-    events.flush()
 
   def _events(self, split: str) -> tensorboardX.SummaryWriter:
     if split not in self._event_writers:
@@ -174,17 +164,16 @@ def _truncate_jsonl(path: Path, step: int) -> set[str]:
   if not path.exists():
     return set()
   kept, splits = [], set()
-  with open(path, encoding='utf-8') as lines:
-    for line in lines:
-      try:
-        record = json.loads(line)
-        line_step, split = record['step'], record['split']
-      except (json.JSONDecodeError, TypeError, KeyError):
-        continue
-      if line_step <= step:
-        kept.append(line if line.endswith('\n') else line + '\n')
-      if line_step == step:
-        splits.add(split)
+  for line in path.read_text(encoding='utf-8').splitlines():
+    try:
+      record = json.loads(line)
+      line_step, split = record['step'], record['split']
+    except (json.JSONDecodeError, TypeError, KeyError):
+      continue
+    if line_step <= step:
+      kept.append(f'{line}\n')
+    if line_step == step:
+      splits.add(split)
   # By a second file, so that a run killed here still has the complete old one.
   shortened = path.with_suffix('.jsonl.tmp')
   shortened.write_text(''.join(kept), encoding='utf-8')

@@ -23,13 +23,7 @@ from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.runtime.checkpoints import eval_variables, records_of
 from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
-from praxis_lite.runtime.metrics import (
-  MAX_STEPS_IN_FLIGHT,
-  DeviceMetrics,
-  HostMetrics,
-  MetricsAverage,
-  SummaryWriter,
-)
+from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage, SummaryWriter
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -40,7 +34,7 @@ from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 Out = TypeVar('Out')
 
 
-class PartitionedTasks:
+class TaskOnMesh:
   """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps."""
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh):
@@ -65,12 +59,14 @@ class ProgramResult(NamedTuple):
     num_batches: number of batches.
     seconds: duration, compiling included.
     summaries: summaries that layers added in the first batch, without scalars: one batch does not represent them.
+    note: what the console adds to the line of the result.
   """
 
   metrics: HostMetrics
   num_batches: int
   seconds: float
   summaries: dict[str, Summary]
+  note: str
 
 
 class Program(Generic[Out]):
@@ -97,7 +93,8 @@ class Program(Generic[Out]):
     """Runs from the start of the input; returns None if `interrupts()` becomes true before the end."""
     start = time.perf_counter()
     average, in_flight, num_batches = MetricsAverage(), deque[DeviceMetrics](), 0
-    self._start()
+    self._summaries: dict[str, Summary] = {}
+    self._lines: list[str] = []
     with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
       for batch in itertools.islice(batches, self._max_batches):
         if interrupts():
@@ -108,84 +105,51 @@ class Program(Generic[Out]):
           average.add(in_flight.popleft())
     for metrics in in_flight:
       average.add(metrics)
-    summaries = self._finish(int(global_step))
-    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, summaries)
+    note = self._finish(int(global_step))
+    return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
   def result_line(self, step: int, result: ProgramResult) -> str:
     """Returns what the console shows of a result."""
     batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
-    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{self._note(step)}')
-
-  def _start(self) -> None:
-    """Forgets the last pass."""
-    raise NotImplementedError
+    return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{result.note}')
 
   def _take(self, out: Out, batch: Mapping[str, Any]) -> DeviceMetrics:
-    """Keeps what is needed of a batch's outputs, and returns its metrics."""
+    """Keeps the summaries or lines of a batch's outputs, and returns its metrics."""
     raise NotImplementedError
 
-  def _finish(self, step: int) -> dict[str, Summary]:
-    """Ends a pass, and returns its summaries."""
-    raise NotImplementedError
-
-  def _note(self, step: int) -> str:
+  def _finish(self, step: int) -> str:
+    """Ends a pass, and returns the note of its result."""
     return ''
 
 
 class EvalProgram(Program[EvalStepOutput]):
-  """Evaluates variables on one input.
+  """Evaluates variables on one input; `prng_key`, on the mesh, is for models that draw random numbers meanwhile."""
 
-  Args:
-    tasks: the task on the mesh.
-    data: the input.
-    prng_key: for models that draw random numbers while they evaluate; on the mesh.
-  """
-
-  def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array):
+  def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
 
-  def _start(self) -> None:
-    self._summaries: dict[str, Summary] | None = None
-
   def _take(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
-    if self._summaries is None:
-      self._summaries = {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
+    self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
     return out.mean_metrics
-
-  def _finish(self, step: int) -> dict[str, Summary]:
-    return self._summaries or {}
 
 
 class DecodeProgram(Program[DecodeStepOutput]):
-  """Decodes one input and writes the outputs, one example per line.
+  """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
 
-  Args:
-    tasks, data, prng_key: as for `EvalProgram`.
-    job_log_dir: outputs go to `decoded/<input>/step_<n>.jsonl` in this directory.
-  """
-
-  def __init__(self, tasks: PartitionedTasks, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
+  def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
     super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
     self._directory = job_log_dir / 'decoded' / data.label
-
-  def _start(self) -> None:
-    self._lines: list[str] = []
 
   def _take(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
     self._lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
     return out.metrics
 
-  def _finish(self, step: int) -> dict[str, Summary]:
+  def _finish(self, step: int) -> str:
+    path = self._directory / f'step_{step:08d}.jsonl'
     if is_primary_process():
       self._directory.mkdir(parents=True, exist_ok=True)
-      self._output_path(step).write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
-    return {}
-
-  def _note(self, step: int) -> str:
-    return f', {self._output_path(step)}'
-
-  def _output_path(self, step: int) -> Path:
-    return self._directory / f'step_{step:08d}.jsonl'
+      path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
+    return f', {path}'
 
 
 def _examples(decoded: NestedDict, batch: Mapping[str, Any]) -> Iterator[dict[str, object]]:
@@ -206,19 +170,15 @@ class Programs:
   """The eval and decode programs of a training run. Each runs at most once per step, also over restarts.
 
   Args:
-    evaluation, decoding: the programs, run in this order.
-    console, writer: receive the results.
+    programs: all of them.
+    console, writer: receive the results; `metrics` has the latest by split.
     stop: an interrupt ends a running program early.
     first_step: steps taken before this process; results that the writer already has for this step are not made again.
-
-  Attributes:
-    metrics: the latest results by split.
   """
 
   def __init__(
     self,
-    evaluation: Sequence[EvalProgram],
-    decoding: Sequence[DecodeProgram],
+    programs: Sequence[Program],
     console: Console,
     writer: SummaryWriter,
     stop: StopSignals,
@@ -226,29 +186,18 @@ class Programs:
     first_step: int,
   ):
     self.metrics: dict[str, HostMetrics] = {}
-    self._evaluation = evaluation
-    self._decoding = decoding
     self._console = console
     self._writer = writer
     self._stop = stop
     # Only process 0 has read the files; all must run the same programs.
-    splits = [p.split for p in evaluation] + [p.split for p in decoding]
-    self._done_at = {s: first_step for s in splits if decided_by_primary_process(writer.was_written(s))}
+    self._done_at = {p.split: first_step for p in programs if decided_by_primary_process(writer.was_written(p.split))}
 
-  def evaluate(self, step: int, state: TrainState) -> None:
-    """Evaluates all inputs, except those evaluated at this step already."""
-    self._run(self._evaluation, step, state)
-
-  def decode(self, step: int, state: TrainState) -> None:
-    """Decodes all inputs, except those decoded at this step already."""
-    self._run(self._decoding, step, state)
-
-  def _run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
+  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
+    """Runs some of the programs, except those that have run at this step already."""
     for program in programs:
       if self._done_at.get(program.split) == step:
         continue
-      variables = eval_variables(state, use_ema=program.use_ema)
-      result = program.run(variables, state.step, self._stop.interrupts)
+      result = program.run(eval_variables(state, use_ema=program.use_ema), state.step, self._stop.interrupts)
       if result is None:
         return
       self._done_at[program.split] = step

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,17 +18,6 @@ from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.task import TrainParams
-
-
-class RunConfig(Protocol):
-  """The configs of a run; `experiment.configure` makes them."""
-
-  @property
-  def task(self) -> Config: ...
-  @property
-  def datasets(self) -> list[Config]: ...
-  @property
-  def decode_datasets(self) -> list[Config]: ...
 
 
 class RunKeys(NamedTuple):
@@ -41,27 +30,17 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-
-  def make() -> RunKeys:
-    return RunKeys(*jax.random.split(jax.random.key(seed), 3))
-
   # Made by a program on the mesh: with several processes none of them could put an array on all its devices.
-  return jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
 
 
 def check_intervals(settings: TrainParams) -> None:
-  """Checks the numbers of steps in `task.train`.
-
-  Raises:
-    ConfigError: a number of steps is not positive.
-  """
+  """Raises ConfigError unless the numbers of steps in `task.train` are positive."""
   optional = ('eval_interval_steps', 'decode_interval_steps')
   for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
-    value = getattr(settings, name)
-    if value is None and name in optional:
-      continue
-    if not isinstance(value, int) or value < 1:
-      or_none = ' or None' if name in optional else ''
+    value, or_none = getattr(settings, name), ' or None' if name in optional else ''
+    if not (value is None and or_none) and (not isinstance(value, int) or value < 1):
       raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
 
 
@@ -71,12 +50,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 class Datasets(NamedTuple):
-  """The inputs of an experiment's `datasets()` or `decode_datasets()`.
-
-  Attributes:
-    name: 'datasets' or 'decode_datasets'.
-    inputs: in the order of their configs.
-  """
+  """The inputs of an experiment's `datasets()` or `decode_datasets()`, whichever `name` says."""
 
   name: str
   inputs: list[BaseInput]
@@ -87,11 +61,7 @@ class Datasets(NamedTuple):
     return [i for i in self.inputs if not i.is_training]
 
   def the_training_input(self) -> BaseInput:
-    """Returns the one input to train on.
-
-    Raises:
-      ConfigError: there is none, or more than one.
-    """
+    """Returns the one input to train on; raises ConfigError if there is none, or more than one."""
     training = [i for i in self.inputs if i.is_training]
     if len(training) != 1:
       raise ConfigError(
@@ -101,11 +71,7 @@ class Datasets(NamedTuple):
     return training[0]
 
   def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs`, for `model.check_input`, before anything is compiled.
-
-    Raises:
-      UserError: data is missing, empty or unreadable, or the model does not accept it.
-    """
+    """Reads a batch of each of `inputs` for the model to check; raises UserError if it is missing or not accepted."""
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
@@ -120,10 +86,6 @@ class Datasets(NamedTuple):
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
   """Builds inputs that each read this process's share of a batch.
-
-  Args:
-    configs: configs of the inputs.
-    name: 'datasets' or 'decode_datasets', for messages.
 
   Raises:
     ConfigError: two evaluation inputs have the same name, so that their metrics could not be distinguished.
@@ -156,7 +118,9 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
     with tempfile.TemporaryFile(dir=path):
       pass
   except OSError as error:
-    raise UserError(f'job_log_dir {path} is not writable: {_reason(path, error)}') from None
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    reason = f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
+    raise UserError(f'job_log_dir {path} is not writable: {reason}') from None
   try:
     yield path
   except BaseException:
@@ -189,13 +153,3 @@ def held_for_training(path: Path) -> Iterator[None]:
     yield
   finally:
     os.close(directory)
-
-
-def _reason(path: Path, error: OSError) -> str:
-  """Returns which path component is a file, or else the message of the system."""
-  for folder in (path, *path.parents):
-    if folder.is_dir():
-      break
-    if folder.exists():
-      return f'{folder} is a file'
-  return error.strerror or str(error)

@@ -1,8 +1,7 @@
 """Where the time goes: the start-up, then steps, examples and tokens per second, and the used share of the peak (MFU).
 
-Model operations are counted in the jaxpr, where loops have their lengths and products their shapes. XLA's own count for
-a compiled program includes the body of a loop once and skips library kernels: a model of scanned layers would look ten
-times too slow.
+Model operations are counted in the jaxpr, since XLA's count for a compiled program includes the body of a loop once and
+skips library kernels:
 
     dot_general             2 * batch * M * N * K
     conv_general_dilated    2 * output elements * kernel elements per output channel
@@ -21,8 +20,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-# -------------------------------------------------------------------- before the first step
-
 
 class StartupTimes:
   """Assigns all time from the start of the process to the first step to named phases.
@@ -32,9 +29,7 @@ class StartupTimes:
       startup.mark('data')              # the time since then is that of 'data'
       startup.report()                  # 'first step after 7.9 s: imports 1.9, data 0.4, compile 2.9, ...'
 
-  Args:
-    process_seconds: age of the process now; None asks the system.
-    clock: returns seconds; for tests.
+  `process_seconds` is the age of the process, by default what the system says; `clock` returns seconds, for tests.
   """
 
   def __init__(self, process_seconds: float | None = None, clock: Callable[[], float] = time.perf_counter):
@@ -44,9 +39,7 @@ class StartupTimes:
 
   def mark(self, name: str) -> None:
     """Assigns the time since the last mark to phase `name`."""
-    now = self._clock()
-    self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-    self._last = now
+    self.mark_parts({name: self._clock() - self._last})
 
   def mark_parts(self, seconds: Mapping[str, float]) -> None:
     """Assigns the time since the last mark to several phases, whose seconds were measured elsewhere."""
@@ -69,9 +62,6 @@ def process_age() -> float:
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
   except (OSError, AttributeError, ValueError, IndexError):
     return time.process_time()
-
-
-# -------------------------------------------------------------------- operations of a step
 
 
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
@@ -107,48 +97,40 @@ def _is_jaxpr(value: object) -> bool:
   return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
 
 
-# -------------------------------------------------------------------- speed of training
-
-
-# Dense bfloat16 operations per second of one JAX device, from the data sheets (TPU v2 and v3: one core of two).
-# The first entry whose words are all in the device kind is used, so longer names come first.
-_PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
-  (('tpu', 'v6'), 918e12),
-  (('tpu', 'v5', 'lite'), 197e12),
-  (('tpu', 'v5e'), 197e12),
-  (('tpu', 'v5'), 459e12),
-  (('tpu', 'v4', 'lite'), 138e12),
-  (('tpu', 'v4'), 275e12),
-  (('tpu', 'v3'), 61.5e12),
-  (('tpu', 'v2'), 22.5e12),
-  (('gb200',), 2500e12),
-  (('b200',), 2250e12),
-  (('gh200',), 989e12),
-  (('h200',), 989e12),
-  (('h100', 'pcie'), 756e12),
-  (('h100', 'nvl'), 835e12),
-  (('h100',), 989e12),
-  (('h800',), 989e12),
-  (('a100',), 312e12),
-  (('a800',), 312e12),
-  (('l40s',), 362e12),
-  (('l40',), 181e12),
-  (('l4',), 121e12),
-  (('a10g',), 70e12),
-  (('a10',), 125e12),
-  (('v100',), 125e12),
-)
+# Dense bfloat16 operations of one JAX device in 1e12 per second, from the data sheets (TPU v2 and v3: one core of two).
+_PEAKS: dict[float, tuple[str, ...]] = {
+  918: ('tpu v6',),
+  459: ('tpu v5',),
+  275: ('tpu v4',),
+  197: ('tpu v5 lite', 'tpu v5e'),
+  138: ('tpu v4 lite',),
+  61.5: ('tpu v3',),
+  22.5: ('tpu v2',),
+  2500: ('gb200',),
+  2250: ('b200',),
+  989: ('gh200', 'h200', 'h100', 'h800'),
+  835: ('h100 nvl',),
+  756: ('h100 pcie',),
+  362: ('l40s',),
+  312: ('a100', 'a800'),
+  181: ('l40',),
+  125: ('a10', 'v100'),
+  121: ('l4',),
+  70: ('a10g',),
+}
 
 
 def peak_flops(device: jax.Device) -> float | None:
   """Returns the dense bfloat16 peak of one device in operations per second; None if unknown, as for a CPU."""
   words = device.device_kind.lower().replace('-', ' ').split()
-  if device.platform == 'cpu':
-    return None
-  for parts, peak in _PEAK_FLOPS:
-    if all(any(word.startswith(part) for word in words) for part in parts):
-      return peak
-  return None
+  matches = [
+    (len(name), peak)
+    for peak, names in _PEAKS.items()
+    for name in names
+    if all(any(word.startswith(part) for word in words) for part in name.split())
+  ]
+  # The longest name counts: a 'TPU v5 lite' is also a 'tpu v5', and an 'L40S' an 'l4'.
+  return max(matches)[1] * 1e12 if matches and device.platform != 'cpu' else None
 
 
 class Rates(NamedTuple):
@@ -169,8 +151,7 @@ class Throughput:
 
   Args:
     batch_struct: shapes of one global batch; tokens are counted if it has `ids` of shape [B, T].
-    flops_per_step: model operations of one step over all devices, three times those of the forward pass; None if
-      unknown.
+    flops_per_step: model operations of one step over all devices; None if unknown.
     devices: the devices of the mesh.
     clock: returns seconds; for tests.
   """

@@ -33,10 +33,7 @@ class AxisNames(tuple[Any, ...]):
 
 
 def declared_axis_names(weights: Tree) -> Tree:
-  """Returns the AxisNames that a tree of weight declarations gives to its arrays, repeat prefixes included.
-
-  Args:
-    weights: tree of `WeightHParams`, or of objects that carry their names as `logical_axes`.
+  """Returns the AxisNames of a tree of weight declarations, or of objects that carry their names as `logical_axes`.
 
   Raises:
     ShardingError: a leaf is neither, so that nothing is known about its axes.
@@ -56,12 +53,11 @@ def declared_axis_names(weights: Tree) -> Tree:
 
 
 def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
-  """Returns `axes` with the names of the arrays replaced whose path a pattern matches.
+  """Returns a tree of AxisNames with those of the arrays replaced whose path a pattern matches.
 
   Args:
     axes: tree of AxisNames.
-    overrides: pairs (pattern, names). A pattern matches a whole path, 'lm.softmax.w' or 'lm/softmax/w'; each array
-      takes the first that matches it.
+    overrides: pairs (pattern on a whole path, names); each array takes the first that matches it.
 
   Raises:
     ShardingError: an override replaces nothing, or has not as many names as an array it matches has axes.
@@ -85,30 +81,26 @@ def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
           f'{len(by_path[path])} axes {tuple(by_path[path])!r}'
         )
 
-  def replaced(path: Path, names: AxisNames) -> AxisNames:
-    index = deciding[path]
-    return names if index is None else AxisNames(*overrides[index][1])
-
-  return map_with_path(replaced, axes)
+  chosen = {path: AxisNames(*overrides[i][1]) for path, i in deciding.items() if i is not None}
+  return map_with_path(chosen.get, axes)
 
 
 def state_axis_names(
-  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: Callable[[object], KeptNames]
+  train_state: TrainState, params: AxisNamesOverrides, state: AxisNamesOverrides, kept: KeptNames
 ) -> TrainState[AxisNames]:
   """Returns the names of the arrays of a train state.
 
   Args:
     train_state: declarations as `mdl_vars`, shapes elsewhere; a state for inference has no optimizer state or averages.
-    params: overrides for `mdl_vars`, which slots and averages inherit.
-    state: overrides for paths such as 'opt_states/0/v_row/.*'.
-    kept: of an optimizer state, the names that its slots keep; see `slot_axis_names`.
+    params, state: overrides for `mdl_vars`, which slots and averages inherit; and for paths as 'opt_states/0/v_row/.*'.
+    kept: the names that slots of another shape than their variable's keep.
   """
   structs = jax.tree.map(lambda weight: weight.as_struct(), train_state.mdl_vars)
   axes = override_axis_names(declared_axis_names(train_state.mdl_vars), params)
   changes: dict[str, Any] = {'mdl_vars': axes, **({} if train_state.step is None else {'step': AxisNames()})}
   opt_states, ema_vars = (getattr(train_state, name, None) for name in ('opt_states', 'ema_vars'))
   if opt_states is not None:
-    slots = slot_axis_names(structs, axes, opt_states, kept(opt_states))
+    slots = slot_axis_names(structs, axes, opt_states, kept)
     changes |= override_axis_names({'opt_states': slots}, state)
   if ema_vars is not None:
     changes['ema_vars'] = slot_axis_names(structs, axes, ema_vars)
@@ -124,8 +116,7 @@ def slot_axis_names(
   that are kept, so that it is replicated unless an override names its axes.
 
   Args:
-    params_struct: tree of shapes.
-    params_axes: the same tree of AxisNames.
+    params_struct, params_axes: tree of shapes, and the same tree of AxisNames.
     state_struct: the state, as arrays or shapes.
     kept: the names that slots of another shape keep.
   """

@@ -1,9 +1,8 @@
 """Which part of a split array the devices of one host hold, and which part of each batch the host reads.
 
-The devices of a host form a contiguous block of the mesh, its chunk. Along each mesh axis there are `num_chunks` of
-them, and a host has a `chunk_id` on each. From these follow the slice of any array that the host holds, how many
-hosts hold the same slice, and which of them it is. On the mesh {'data': 8, 'model': 4} of four hosts with 2 x 4
-devices each:
+The devices of a host form a contiguous block of the mesh, its chunk. From the number of chunks along each mesh axis,
+and the host's number among these, follow the slice of any array that the host holds, how many hosts hold the same
+slice, and which of them it is. On the mesh {'data': 8, 'model': 4} of four hosts with 2 x 4 devices each:
 
     host 1, chunk ids {'data': 2, 'model': 0}
     array (128, 16) split ('data', 'model'):   rows 64:96, all 16 columns, replica 0
@@ -46,12 +45,10 @@ class LocalChunker:
   """The chunk of one host.
 
   Args:
-    global_mesh: the mesh.
-    process_index: the host; this process by default.
+    global_mesh, process_index: the mesh, and the host; this process by default.
 
   Attributes:
-    num_chunks: number of chunks along each mesh axis.
-    chunk_ids: this host's number along each mesh axis.
+    num_chunks, chunk_ids: number of chunks along each mesh axis, and this host's number along it.
 
   Raises:
     ShardingError: the host has no devices in the mesh, or they are not a contiguous block of it.
@@ -145,8 +142,7 @@ class DataLayout(NamedTuple):
 
   Attributes:
     batch_size: size of the global batch.
-    shard_id: the share this host reads.
-    num_shards: into how many shares hosts split the batch.
+    shard_id, num_shards: the share this host reads, and into how many hosts split the batch.
     is_first_host_in_replica_set: whether no host of a smaller index reads the same share.
   """
 
@@ -160,8 +156,7 @@ def get_data_layout(chunker: LocalChunker, data_axes: Sequence[str], batch_size:
   """Returns the share of the host of `chunker`.
 
   Args:
-    chunker: the host's chunk of the mesh.
-    data_axes: the mesh axes that the batch dimension is split over.
+    chunker, data_axes: the host's chunk of the mesh, and the mesh axes that the batch dimension is split over.
     batch_size: size of the global batch; by default one example for each part of the data axes.
 
   Raises:

@@ -1,12 +1,7 @@
 """Meshes for a number of model partitions, placed along the links of the hardware.
 
 A mesh from here has the axes ('data', 'model'), or ('replica', 'data', 'model') where slices are joined. Devices are a
-parameter everywhere, and may be described ones:
-
-    chips = [DescribedDevice(id=2 * x + 8 * y + c, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0),
-                             core_on_chip=c, platform='tpu', device_kind='TPU v3')
-             for y in range(4) for x in range(4) for c in range(2)]
-    default_mesh(4, devices=chips).shape                        # {'data': 8, 'model': 4}
+parameter everywhere, and may be described ones.
 
 Devices that share a row of 'model' exchange activations in every layer. On hardware whose devices form a torus, each
 row is therefore a compact box of chips, the model-parallel submesh, which tiles the box of all devices. The order of
@@ -19,10 +14,9 @@ by host: along each side, with g devices in the slice, m in the submesh and l on
 
 and the mesh is all of the first factors, then all of the second, and so on, over the sides. Where the submesh spans a
 whole side of the torus, or a whole plane, and hosts are flat, making z the slower side is enough to keep hosts
-contiguous; their rings are then left in one piece, on which collectives are faster.
+contiguous, and leaves in one piece their rings, on which collectives are faster.
 
-The vocabulary and the default submeshes are those of T5X (Roberts et al., Scaling Up Models and Data with t5x and
-seqio, 2022).
+The vocabulary and the default submeshes are those of T5X (Roberts et al., 2022).
 """
 
 from __future__ import annotations
@@ -38,11 +32,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.mesh import as_device_array, auto_mesh, create_device_mesh
+from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.t5x.chunks import LocalChunker
 
 _SIDE_NAMES = {4: ('x', 'y', 'z', 'core'), 2: ('hosts', 'devices per host')}
-
 # By number of partitions. Chips of the second and third generation have two cores, closer to each other than to any
 # other; on later ones, a ring that is closed is preferred to a box: the first one that the slice has room for.
 _TWO_CORES = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
@@ -60,12 +53,9 @@ class DescribedDevice:
   """A device that need not exist: what a mesh needs to know about one.
 
   Attributes:
-    id: unique number.
-    process_index: the host it is attached to.
-    coords: (x, y, z) of its chip in the torus; None where devices have no places.
-    core_on_chip: which core of the chip; None without `coords`.
-    platform: 'tpu', 'gpu' or 'cpu'.
-    device_kind: the hardware, such as 'TPU v4'.
+    id, process_index: unique number, and the host it is attached to.
+    coords, core_on_chip: (x, y, z) of its chip in the torus, and which core of it; None where devices have no places.
+    platform, device_kind: 'tpu', 'gpu' or 'cpu', and the hardware, such as 'TPU v4'.
   """
 
   id: int
@@ -83,11 +73,9 @@ Submesh: TypeAlias = Sequence[int] | None
 
 
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
-  """Returns the sides of the box whose far corner is `last_device`.
+  """Returns the sides of the box from the origin to `last_device`, which has coordinates and a core.
 
-  Args:
-    last_device: a device; with coordinates, (x, y, z) and a core, the box reaches from the origin to it.
-    devices: without coordinates, the box is (number of hosts, devices per host) of these; all devices by default.
+  Without coordinates, the box is (number of hosts, devices per host) of `devices`; all devices by default.
   """
   coords = _torus_coords(last_device)
   return _hosts(_all_devices(devices)) if coords is None else tuple(c + 1 for c in coords)
@@ -117,11 +105,10 @@ def default_mesh(
   Args:
     num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
     model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere.
-    backend: the JAX backend to take the devices of.
     ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
       num_partitions may only repeat the size of 'model'.
     dcn_mesh_shape: number of slices along each of them.
-    devices: the devices; all of `backend` by default.
+    devices, backend: the devices; all of the JAX backend by default.
 
   Raises:
     ShardingError: both or neither of num_partitions and model_parallel_submesh, or something that does not divide.
@@ -157,9 +144,8 @@ def get_mesh(
 
   Args:
     model_parallel_submesh: (x, y, z, core) on a TPU, (hosts, devices per host) elsewhere.
-    devices: the devices; they must fill a box.
+    devices, backend: the devices, which must fill a box; or the JAX backend to take them of.
     tile_by_host_if_needed: arrange the boxes host by host where a host's devices would otherwise not be contiguous.
-    backend: the JAX backend to take the devices of.
 
   Raises:
     ShardingError: the devices do not fill a box, a side of the submesh does not divide that of the box, the hosts
@@ -246,13 +232,13 @@ def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
   num_hosts, per_host = _hosts(devices)
   ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
   if _torus_coords(devices[0]) is None:
-    return as_device_array(ordered).reshape(num_hosts, per_host), (1, per_host)
+    return np.array(ordered).reshape(num_hosts, per_host), (1, per_host)
   coords = np.array([get_coords(d) for d in ordered])
   low, sides = coords.min(axis=0), tuple((np.ptp(coords, axis=0) + 1).tolist())
   if len(np.unique(coords, axis=0)) != len(devices) or math.prod(sides) != len(devices):
     raise ShardingError(f'{len(devices)} devices do not fill the box {sides} that their coordinates span')
   box = np.empty(sides, dtype=object)
-  box[tuple((coords - low).T)] = as_device_array(ordered)
+  box[tuple((coords - low).T)] = ordered
   return box, tuple((np.ptp(coords[:per_host], axis=0) + 1).tolist())
 
 

@@ -1,8 +1,8 @@
 """Partitioning mixtures of experts: a second data axis, rules for experts, and the axes of their optimizer state.
 
-Experts are split over 'data': each device along it holds some of them, and tokens travel to their experts. With fewer
-experts than devices and no model parallelism, devices would be left without an expert. The mesh then gets a 'model'
-axis of devices // experts all the same, and that axis serves as a second data axis:
+Experts are split over 'data', and tokens travel to their experts. With fewer experts than devices and no model
+parallelism, devices would be left without an expert. The mesh then gets a 'model' axis of devices // experts all the
+same, and that axis serves as a second data axis:
 
                                 usual          two data axes
     'batch'                     'data'         ('data', 'model')
@@ -47,7 +47,7 @@ FACTORED_EXPERT_STATE = r'.*expert.*/(kernel|w)/v_.*'
 
 _EXPERT_RULES = (
   *(('expert', 'data'), ('expert_mlp', 'model')),
-  *((name, None) for name in ('expert_group', 'expert_replicas', 'unmodeled')),
+  *(('expert_group', None), ('expert_replicas', None), ('unmodeled', None)),
 )
 
 
@@ -77,9 +77,7 @@ def standard_logical_axis_rules(
 
   Args:
     num_experts, num_partitions, model_parallel_submesh: as for `uses_two_data_axes`.
-    activation_partitioning_dims, parameter_partitioning_dims, additional_rules, override_rules: as for the standard
-      rules.
-    num_devices: all of JAX by default.
+    num_devices: all of JAX by default. All other arguments are as for the standard rules.
 
   Raises:
     ShardingError: parameter_partitioning_dims is not 1: experts take 'data'; or as `uses_two_data_axes`.
@@ -93,8 +91,10 @@ def standard_logical_axis_rules(
     activation_partitioning_dims, 1, (*_EXPERT_RULES, *(additional_rules or ())), override_rules
   )
   num_devices = jax.device_count() if num_devices is None else num_devices
-  two_data_axes = uses_two_data_axes(num_experts, num_devices, num_partitions, model_parallel_submesh)
-  return tuple(map(_with_two_data_axes, rules)) if two_data_axes else rules
+  if not uses_two_data_axes(num_experts, num_devices, num_partitions, model_parallel_submesh):
+    return rules
+  fixed = {'batch': TWO_DATA_AXES, 'expert_replicas': 'model'}
+  return tuple((name, fixed.get(name, None if axes == 'model' else axes)) for name, axes in rules)
 
 
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
@@ -107,9 +107,14 @@ def override_partition_specs(resources: object) -> object:
 
   Only a spec that stands for a whole argument changes: trees of specs are those of parameters and optimizer state.
   """
-  if isinstance(resources, tuple | list):
-    return jax.tree.map(_override_partition_spec, resources, is_leaf=lambda x: x is not resources)
-  return _override_partition_spec(resources)
+
+  def override(spec: object) -> object:
+    if not isinstance(spec, PartitionSpec) or len(spec) != 1:
+      return spec
+    return {'data': PartitionSpec(TWO_DATA_AXES), 'model': None}.get(spec[0], spec)
+
+  several = isinstance(resources, tuple | list)
+  return jax.tree.map(override, resources, is_leaf=lambda x: not several or x is not resources)
 
 
 def prepend_expert(axes: T, state_filter: StateFilter | None) -> T:
@@ -126,14 +131,10 @@ def prepend_expert(axes: T, state_filter: StateFilter | None) -> T:
 
 
 def infer_state_filter(opt_states: object) -> str | None:
-  """Returns the pattern of the optimizer state that keeps an expert axis of its own, by the optimizer that it shows.
+  """Returns the pattern of the slots that keep an expert axis of their own, by the optimizer whose state is given.
 
-  Args:
-    opt_states: state of the optimizer, as arrays or shapes.
-
-  Returns:
-    For Adafactor with factored statistics, the pattern of those of experts, such as 'mlp/expert/w/v_row'. None for any
-    other transformation of optax: its state inherits the axes of the parameters.
+  For Adafactor with factored statistics, these are those of experts, such as 'mlp/expert/w/v_row'. None for any other
+  transformation of optax: its state inherits the axes of the parameters.
 
   Raises:
     ShardingError: the state is not one of optax.
@@ -155,12 +156,11 @@ class MoePjitPartitioner(PjitPartitioner):
 
   Args:
     num_experts: number of experts; 0 for none.
-    num_partitions, model_parallel_submesh: as for `PjitPartitioner`.
     logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module.
     state_filter: which optimizer slots keep the expert axis of their parameter, though they do not have its shape: a
       pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
       None for none.
-    **kwargs: as for `PjitPartitioner`.
+    num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
 
   Raises:
     ShardingError: neither or both of num_partitions and model_parallel_submesh are given.
@@ -215,15 +215,3 @@ def _as_function(state_filter: StateFilter | None) -> Callable[[str], bool]:
   if callable(state_filter):
     return state_filter
   return lambda path: state_filter is not None and path_matches(state_filter, tuple(path.split('/')))
-
-
-def _override_partition_spec(spec: object) -> object:
-  if not isinstance(spec, PartitionSpec) or len(spec) != 1:
-    return spec
-  return {'data': PartitionSpec(TWO_DATA_AXES), 'model': None}.get(spec[0], spec)
-
-
-def _with_two_data_axes(rule: LogicalAxisRule) -> LogicalAxisRule:
-  name, axes = rule
-  fixed = {'batch': TWO_DATA_AXES, 'expert_replicas': 'model'}
-  return name, fixed.get(name, None if axes == 'model' else axes)

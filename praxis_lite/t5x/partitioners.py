@@ -12,7 +12,7 @@ The classes have the surface of T5X's (Roberts et al., 2022), and dimensions nee
     step(padded arrays) -> padded arrays        slice to true shapes, train_step, pad
 
 Whether an array of 8 rows holds 8 or 5 padded to 8 cannot be seen from it, so the true shapes of arguments that may be
-uneven are given as `arg_shapes`. What the function returns has true shapes, and is padded to its specs on the way out.
+uneven are given as `arg_shapes`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,12 @@ from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
-from praxis_lite.partitioning.rules import (
-  LogicalAxisRules,
-  resolve,
-  resolve_split_mapping,
-  standard_logical_axis_rules,
-)
+from praxis_lite.partitioning.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
 from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
 from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
-from praxis_lite.trees import Path, map_with_path, path_name
+from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name
 
 if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
@@ -77,8 +72,7 @@ class PjittedFnWithContext(Generic[T]):
   """A partitioned function. It is traced with the mesh as the ambient one and the logical axis rules in force.
 
   Args:
-    fn: function of true arrays.
-    mesh: the mesh.
+    fn, mesh: function of true arrays, and the mesh.
     in_axis_resources: for each argument that is not static, a PartitionSpec, None for replicated, or a tree of those
       that is a prefix of the argument; or one PartitionSpec or None for all of them.
     out_axis_resources: the same for the result.
@@ -114,7 +108,8 @@ class PjittedFnWithContext(Generic[T]):
     @functools.wraps(fn)
     def padded(*args: object) -> T:
       with axis_rules(self.logical_axis_rules):
-        out = jax.tree.map(jnp.asarray, fn(*self._map_arguments(self._unpad, args)))
+        true = self._map_arguments(lambda i, x: self._layouts[i].unpad(x) if i in self._layouts else x, args)
+        out = jax.tree.map(jnp.asarray, fn(*true))
       return layout_of(out, out_axis_resources, mesh).pad(out)
 
     self.jitted = jax.jit(
@@ -156,20 +151,16 @@ class PjittedFnWithContext(Generic[T]):
       self._even.add(shapes)
     return arg
 
-  def _unpad(self, i: int, arg: object) -> object:
-    return self._layouts[i].unpad(arg) if i in self._layouts else arg
-
   def _check_even(self, i: int, arg: object) -> None:
     layout = layout_of(jax.eval_shape(lambda x: x, arg), self._spec(i), self.mesh)
-
-    def check(path: Path, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct, spec: PartitionSpec) -> None:
-      if true.shape != padded.shape:
+    padded = leaves_by_path(layout.padded_shapes)
+    for path, true in leaves_by_path(layout.unpadded_shapes).items():
+      if true.shape != padded[path].shape:
         raise ShardingError(
-          f'argument {i}{f", {path_name(path)}," if path else ""} of shape {true.shape} does not divide by {spec} on '
-          f'the mesh {dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], so that it is padded'
+          f'argument {i}{f", {path_name(path)}," if path else ""} of shape {true.shape} does not divide by '
+          f'{padded[path].sharding.spec} on the mesh {dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], '
+          'so that it is padded'
         )
-
-    map_with_path(check, layout.unpadded_shapes, layout.padded_shapes, layout.specs)
 
 
 class BasePartitioner(abc.ABC):
@@ -236,12 +227,7 @@ class BasePartitioner(abc.ABC):
     return self._local_chunker.get_shard_id(self.data_axes)
 
   def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> DataLayout:
-    """Returns a host's share of each global batch; see `chunks.get_data_layout`.
-
-    Args:
-      batch_size: size of the global batch; `data_mesh_size` by default.
-      host_index: the host; this one by default.
-    """
+    """Returns a host's share, by default this one's, of each global batch; see `chunks.get_data_layout`."""
     chunker = self._local_chunker if host_index is None else LocalChunker(self.mesh, host_index)
     return get_data_layout(chunker, self.data_axes, batch_size)
 
@@ -278,8 +264,7 @@ class BasePartitioner(abc.ABC):
     """Returns the state that `init_fn(*args)` makes, split and padded from the start; see `place_params`.
 
     Args:
-      init_fn: returns a train state of true arrays.
-      train_state: the same of declarations and shapes.
+      init_fn, train_state: returns a train state of true arrays; and the same of declarations and shapes.
       *args: replicated, such as a PRNG key.
     """
     layout = self.get_layout(train_state)
@@ -290,10 +275,10 @@ class BasePartitioner(abc.ABC):
     if self.params_on_devices:
       return train_state
 
-    def whole(x: jax.Array) -> np.ndarray:
-      return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
-
-    host = jax.tree.map(whole, train_state.mdl_vars)
+    host = jax.tree.map(
+      lambda x: np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)),
+      train_state.mdl_vars,
+    )
     return dataclasses.replace(train_state, mdl_vars=slice_to(host, layout.mdl_vars.unpadded_shapes))
 
   def move_params_to_devices(
@@ -302,8 +287,7 @@ class BasePartitioner(abc.ABC):
     """Returns the train state on the mesh, padded; arrays that are there already stay as they are.
 
     Args:
-      train_state: arrays on the host, with their true shapes, or on the mesh.
-      train_state_axes: their specs, from `get_mesh_axes`.
+      train_state, train_state_axes: arrays on the host, with their true shapes, or on the mesh; and their specs.
     """
     return put_padded(train_state, layout_of(train_state, train_state_axes, self.mesh))
 
@@ -351,12 +335,11 @@ class PjitPartitioner(BasePjitPartitioner):
   have its shape, and are replicated otherwise.
 
   Args:
-    *args: as for `BasePartitioner`.
+    *args, **mesh: as for `BasePartitioner`.
     logical_axis_rules: the rules; by default the standard ones, with 'batch' over ('replica', 'data') on a mesh of
       slices.
     params_axis_names_overrides: pairs (pattern on the path of a variable, names) that replace declared names.
     state_axis_names_overrides: the same on paths in `opt_states`, such as 'opt_states/0/v_row/.*'.
-    **mesh: as for `BasePartitioner`.
   """
 
   def __init__(
@@ -384,12 +367,13 @@ class PjitPartitioner(BasePjitPartitioner):
     """The mesh axes that the rules give to 'batch', or without such a rule those of the mesh that data goes over."""
     if all(name != 'batch' for name, _ in self.logical_axis_rules):
       return super().data_axes
-    return spec_axes(resolve_split_mapping(('batch',), self.mesh.axis_names, self.logical_axis_rules)[0])
+    return spec_axes(resolve(('batch',), self.mesh.axis_names, self.logical_axis_rules).spec[0])
 
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
       return train_state.as_logical_axes()
-    return state_axis_names(train_state, self._params_overrides, self._state_overrides, self._kept_names)
+    kept = self._kept_names(getattr(train_state, 'opt_states', None))
+    return state_axis_names(train_state, self._params_overrides, self._state_overrides, kept)
 
   def _kept_names(self, opt_states: object) -> KeptNames:
     """The names that slots of an optimizer state keep which do not have the shape of their parameter."""

@@ -10,18 +10,3 @@ from praxis_lite.training.partitioned_task import (
 )
 from praxis_lite.training.state import TrainState, initialize_partitioned_model_states
 from praxis_lite.training.steps import decode_step, eval_step_single_learner, train_step_single_learner
-
-__all__ = [
-  'PartitionedModel',
-  'PartitionedStep',
-  'PartitionedTask',
-  'TrainState',
-  'accumulate_gradients',
-  'decode_step',
-  'eval_step_single_learner',
-  'get_partitioned_spmd_model_decode_fn',
-  'initialize_partitioned_model_states',
-  'partition_spmd_model',
-  'sync_gradients',
-  'train_step_single_learner',
-]

@@ -4,8 +4,7 @@
     CompilerPlaced   the step sees global arrays in their true shapes; XLA places the communication
     ShardMapped      each device runs the step on its own rows and its own parts; every collective is written here
 
-Under `shard_map` the state has the layout that the task's mappings, rules and strategy give it, so that checkpoints,
-evaluation and decoding know no difference:
+Under `shard_map` the state has the same layout, so that checkpoints, evaluation and decoding know no difference:
 
     batch axes      all mesh axes but those of tensor-parallel layers; each device takes its own rows
     split weights   gathered by the layer that uses them, in the dtype it computes in, and gathered again in the
@@ -13,9 +12,6 @@ evaluation and decoding know no difference:
     whole weights   their gradients are averaged, once a step, after all microbatches
     KEEP_SPLIT      weights that a layer takes as its part of; they are neither gathered nor averaged over that axis
     optimizer       updates each device's part; norms are sums over all parts
-    metrics         sums of mean * weight and of weight
-
-Replicated weights alone make it data parallel; weights split over the batch axes, fully sharded.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -39,7 +36,6 @@ from praxis_lite.partitioning.specs import (
   HasShape,
   Placement,
   infer_partition_spec_based_on_rank_fn,
-  place_by_rank,
   shard_on_batch_dim_partition_spec,
   spec_axes,
   to_partition_spec,
@@ -57,22 +53,9 @@ TrainStep = Callable[[TrainState, jax.Array, NestedDict], tuple[Any, ...]]
 
 
 class Execution:
-  """A step on one device, without a mesh.
-
-  Attributes:
-    surroundings: of the model's calls.
-  """
+  """A step on one device, without a mesh; `surroundings` are those of the model's calls."""
 
   surroundings = Surroundings()
-
-  def wrapped(self, step: TrainStep) -> TrainStep:
-    """Returns a step of padded state and padded global inputs from one of what `step` sees of them."""
-    return step
-
-  def place_input(self, x: HasShape) -> Placement:
-    """How an array of a global batch is split in a step, and why."""
-    rank = len(x.shape)
-    return Placement(PartitionSpec(*(None,) * rank), ('without a mesh',) * rank)
 
   def device_key(self, key: jax.Array) -> jax.Array:
     """The key that this device draws with."""
@@ -97,30 +80,30 @@ class Execution:
     return loss, out, gradients
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    """Completes, for each trained variable, a sum over the part at hand to the sum over the variable.
-
-    Args:
-      sums: scalars, or arrays in which all but the repeat prefix is summed over.
-    """
+    """Completes sums over parts of variables, by variable: scalars, or arrays with a sum for each repeated layer."""
     return sums
 
 
 class CompilerPlaced(Execution):
-  """A step on a mesh as a program of global arrays, for which XLA places the communication.
-
-  Args:
-    jax_task: an instantiated task.
-    layout: of its state.
-  """
+  """A step on a mesh as a program of global arrays, for which XLA places the communication."""
 
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
     self._task, self._layout = jax_task, layout
     self._names = layout.mesh.axis_names
-    used = guards.gathered_specs(leaves_by_path(layout.specs.mdl_vars), self._row_specs(), dict(layout.mesh.shape))
+    with located('task.train'):
+      inputs = [
+        to_partition_spec(mapping, self._names, path=f'inputs_split_mapping.{key}')
+        for key, mapping in (jax_task.train.inputs_split_mapping or {}).items()
+        if mapping
+      ]
+    rows, sizes = [*inputs, *jax_task.model.activation_specs()], dict(layout.mesh.shape)
+    used = guards.gathered_specs(leaves_by_path(layout.specs.mdl_vars), rows, sizes)
     self._used = {(*jax_task.model.path, *path): spec for path, spec in used.items()}
     self.surroundings = Surroundings(read_weight=self._read)
 
   def wrapped(self, step: TrainStep) -> TrainStep:
+    """Returns a step of padded state and padded global inputs from one of what `step` sees of them."""
+
     def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
       state, *others = step(self._layout.unpad(state), prng_key, self.split_inputs(inputs))
       return (self._layout.pad(state), *others)
@@ -128,45 +111,30 @@ class CompilerPlaced(Execution):
     return train_step
 
   def place_input(self, x: HasShape) -> Placement:
+    """How an array of a global batch is split in a step, and why."""
     with located('task.train'):
-      placement = place_by_rank(self._task.train.inputs_split_mapping, self._names, x)
-    rank = len(x.shape)
-    field = f'train.inputs_split_mapping.map_{rank}d'
-    if placement is not None:
-      return Placement(placement.spec, (field,) * rank)
-    why = f'{field} is not set: dimension 0 over all mesh axes'
-    return Placement(shard_on_batch_dim_partition_spec(self._names, x), (why,) * rank)
+      spec = infer_partition_spec_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, x)
+    why = f'train.inputs_split_mapping.map_{len(x.shape)}d'
+    if spec is None:
+      spec = shard_on_batch_dim_partition_spec(self._names, x)
+      why = f'{why} is not set: dimension 0 over all mesh axes'
+    return Placement(spec, (why,) * len(x.shape))
 
   def split_inputs(self, inputs: T) -> T:
     """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
     with located('task.train'):
       return reshard_input_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, inputs)
 
-  def _row_specs(self) -> list[PartitionSpec]:
-    with located('task.train'):
-      inputs = [
-        to_partition_spec(mapping, self._names, path=f'inputs_split_mapping.{key}')
-        for key, mapping in (self._task.train.inputs_split_mapping or {}).items()
-        if mapping
-      ]
-    return [*inputs, *self._task.model.activation_specs()]
-
   def _read(self, path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     weight = stored if dtype is None else stored.astype(dtype)
-    spec = self._used.get(path)
-    return (
-      weight
-      if spec is None
-      else with_sharding_constraint(weight, PartitionSpec(*tuple(spec)[len(spec) - weight.ndim :]))
-    )
+    if path not in self._used:
+      return weight
+    spec = tuple(self._used[path])
+    return with_sharding_constraint(weight, PartitionSpec(*spec[len(spec) - weight.ndim :]))
 
 
 class ShardMapped(Execution):
   """A step on a mesh as a program of one device, through `shard_map`.
-
-  Args:
-    jax_task: an instantiated task.
-    layout: of its state.
 
   Raises:
     ConfigError: the optimizer needs whole tensors and the layout splits them, or a KEEP_SPLIT weight does not divide.
@@ -180,15 +148,22 @@ class ShardMapped(Execution):
     kept = self._kept_axes()
     self.batch_axes = tuple(a for a, size in self._sizes.items() if a not in kept and size > 1)
     self._check_optimizer()
-    self._gathered = {
-      (*jax_task.model.path, *path): parameter
+    # The mesh axes over which each dimension of a variable may be gathered.
+    self._split = {
+      path: tuple(
+        spec_axes(e) if num_parts(e, self._sizes) > 1 and not _keeps_split(weight) else () for e in self._specs[path]
+      )
       for path, weight in self._weights.items()
-      if weight.trainable and (parameter := self._sharded(path, skip=len(weight.repeat_prefix))) is not None
+    }
+    self._gathered = {
+      (*jax_task.model.path, *path): path
+      for path, weight in self._weights.items()
+      if weight.trainable and any(self._split[path][len(weight.repeat_prefix) :])
     }
     self.surroundings = Surroundings(
       read_weight=self._read,
       reading_gathers=bool(self._gathered),
-      sum_over_rows=self._sum_over_rows,
+      sum_over_rows=lambda x: jax.lax.psum(x, self.batch_axes),
       manual_axes=frozenset(layout.mesh.axis_names),
     )
 
@@ -225,15 +200,13 @@ class ShardMapped(Execution):
 
     def readable(path: Path, x: jax.Array) -> jax.Array:
       weight = self._weights[path]
-      stack = self._sharded(path, keep=len(weight.repeat_prefix)) if weight.trainable else None
-      return x if stack is None else stack(x).gather()
+      return self._gather(path, x, range(len(weight.repeat_prefix))) if weight.trainable else x
 
     return map_with_path(readable, variables)
 
   def updatable(self, others: NestedDict) -> NestedDict:
     def whole(path: Path, x: jax.Array) -> jax.Array:
-      parameter = None if self._weights[path].trainable else self._sharded(path)
-      return x if parameter is None else parameter(x).gather()
+      return x if self._weights[path].trainable else self._gather(path, x, range(x.ndim))
 
     return map_with_path(whole, others)
 
@@ -249,63 +222,40 @@ class ShardMapped(Execution):
       summaries={name: self._one_summary(summary) for name, summary in out.summaries.items()},
       updates=map_with_path(self._own_update, out.updates),
     )
-    return self._mean(loss), out, sync_gradients(gradients, self.batch_axes, specs)
+    return jax.lax.pmean(loss, self.batch_axes), out, sync_gradients(gradients, self.batch_axes, specs)
 
   def sum_parts(self, sums: NestedDict) -> NestedDict:
-    flat, structure = jax.tree_util.tree_flatten_with_path(sums)
-    by_path = leaves_by_path(sums)
-    values = [x for _, x in flat]
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for i, (path, x) in enumerate(by_path.items()):
+    groups: dict[tuple[str, ...], dict[Path, jax.Array]] = {}
+    for path, x in leaves_by_path(sums).items():
       summed = tuple(self._specs[path])[len(self._weights[path].repeat_prefix) if x.ndim else 0 :]
       axes = tuple(a for a, size in self._sizes.items() if size > 1 and a in _axes(summed))
-      groups.setdefault(axes, []).append(i)
-    for axes, members in groups.items():
-      if axes:
-        # One all-reduce for all of a group.
-        total = jax.lax.psum(jnp.concatenate([values[i].reshape(-1) for i in members]), axes)
-        for i in members:
-          values[i], total = total[: values[i].size].reshape(values[i].shape), total[values[i].size :]
-    return jax.tree_util.tree_unflatten(structure, values)
+      groups.setdefault(axes, {})[path] = x
+    complete: dict[Path, jax.Array] = groups.pop((), {})
+    for axes, parts in groups.items():  # One all-reduce for all of a group.
+      flat, unflatten = ravel_pytree(parts)
+      complete |= unflatten(jax.lax.psum(flat, axes))
+    return map_with_path(lambda path, _: complete[path], sums)
 
   # ---------------------------------------------------------------- parts
 
   def _read(self, path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    parameter = self._gathered.get(path)
-    if parameter is not None:
-      return parameter(stored).gather(dtype)
-    return stored if dtype is None else stored.astype(dtype)
+    if path not in self._gathered:
+      return stored if dtype is None else stored.astype(dtype)
+    own = self._gathered[path]
+    weight = self._weights[own]
+    return self._gather(own, stored, range(len(weight.repeat_prefix), len(weight.full_shape)), dtype)
 
-  def _sharded(
-    self, path: Path, *, skip: int = 0, keep: int | None = None
-  ) -> Callable[[jax.Array], ShardedParam] | None:
-    """What makes a `ShardedParam` of the stored part of a variable; None where nothing is to be gathered.
-
-    Args:
-      path: of the variable.
-      skip: leading dimensions that are not there any more.
-      keep: only so many leading dimensions are gathered; None gathers all.
-    """
-    if WeightHParamsCollection.KEEP_SPLIT in self._weights[path].collections:
-      return None
+  def _gather(self, path: Path, part: jax.Array, dims: range, dtype: DTypeLike | None = None) -> jax.Array:
+    """Gathers some dimensions of a variable, of whose stored part a scan may have cut the first ones away."""
     shape = self._weights[path].full_shape
-    axes = tuple(spec_axes(e) if num_parts(e, self._sizes) > 1 else () for e in self._specs[path])
-    axes = tuple(a if keep is None or i < keep else () for i, a in enumerate(axes))
-    if not any(axes[skip:]):
-      return None
-    return lambda part: ShardedParam(part, axes[skip:], shape[skip:])
-
-  def _sum_over_rows(self, x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, self.batch_axes) if self.batch_axes else x
-
-  def _mean(self, x: jax.Array) -> jax.Array:
-    return jax.lax.pmean(x, self.batch_axes) if self.batch_axes else x
+    axes = tuple(a if dim in dims else () for dim, a in enumerate(self._split[path]))
+    cut = len(shape) - part.ndim
+    return ShardedParam(part, axes[cut:], shape[cut:]).gather(dtype)
 
   def _own_update(self, path: Path, value: jax.Array) -> jax.Array:
     """This device's part of the new value of a variable that is not trained: the mean over devices."""
-    value = self._mean(value) if jnp.issubdtype(value.dtype, jnp.floating) else value
-    kept = WeightHParamsCollection.KEEP_SPLIT in self._weights[path].collections
-    return value if kept else own_part(value, self._specs[path])
+    value = jax.lax.pmean(value, self.batch_axes) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    return value if _keeps_split(self._weights[path]) else own_part(value, self._specs[path])
 
   def _one_summary(self, summary: Summary) -> Summary:
     """Scalars are averaged over the devices that share the batch; of all else, the first device's is kept."""
@@ -313,25 +263,22 @@ class ShardMapped(Execution):
     if not self.batch_axes:
       return summary
     if summary.kind == 'scalar' and jnp.issubdtype(x.dtype, jnp.floating):
-      return Summary(self._mean(x), summary.kind)
+      return Summary(jax.lax.pmean(x, self.batch_axes), summary.kind)
     first = jnp.where(jax.lax.axis_index(self.batch_axes) == 0, x, jnp.zeros_like(x))
     return Summary(jax.lax.psum(first, self.batch_axes), summary.kind)
 
   # ---------------------------------------------------------------- checks
 
   def _kept_axes(self) -> set[str]:
-    kept: set[str] = set()
+    kept = {path: weight for path, weight in self._weights.items() if _keeps_split(weight)}
     padded = leaves_by_path(self._layout.padded_shapes.mdl_vars)
-    for path, weight in self._weights.items():
-      if WeightHParamsCollection.KEEP_SPLIT not in weight.collections:
-        continue
+    for path, weight in kept.items():
       if padded[path].shape != weight.full_shape:
         raise ConfigError(
           f'{path_name(path)}: shape {weight.full_shape} does not divide by {self._specs[path]}; '
           "a tensor-parallel layer under partitioning='shard_map' takes equal parts"
         )
-      kept |= _axes(self._specs[path])
-    return kept
+    return set().union(*(_axes(self._specs[path]) for path in kept))
 
   def _check_optimizer(self) -> None:
     weights = self._task.model.abstract_init()
@@ -347,10 +294,15 @@ class ShardMapped(Execution):
       )
 
 
-EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], Execution]] = {
+MeshExecution = CompilerPlaced | ShardMapped
+EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], MeshExecution]] = {
   'auto': CompilerPlaced,
   'shard_map': ShardMapped,
 }
+
+
+def _keeps_split(weight: WeightHParams) -> bool:
+  return WeightHParamsCollection.KEEP_SPLIT in weight.collections
 
 
 def _axes(spec: Iterable[object]) -> set[str]:

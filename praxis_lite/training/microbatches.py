@@ -6,10 +6,9 @@ weights w_i:
 
     loss = sum_i w_i loss_i / sum_i w_i          gradient = sum_i w_i gradient_i / sum_i w_i
 
-Inside `shard_map`, gradients and metrics are also brought together over devices.
-Each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of device d scaled by
-n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the whole batch, also
-where devices have rows of unequal weight or, at the end of a batch, of none.
+Inside `shard_map`, each of the n devices along the batch axes has rows of its own, of weight w_d. With the loss of
+device d scaled by n w_d / W, W the sum of all w_d, the mean over devices of losses and gradients is exactly that of the
+whole batch, also where devices have rows of unequal weight or, at the end of a batch, of none.
 """
 
 from __future__ import annotations
@@ -66,11 +65,10 @@ def value_and_grad(
 
   Args:
     loss_fn: see `LossFn`; its updates have the paths of `others`.
-    trained: the variables to differentiate by.
-    others: the other variables; a microbatch sees those that the one before it has updated.
+    trained, others: the variables to differentiate by, and the others; a microbatch sees those that the one before it
+      has updated.
     key: PRNG key; each microbatch takes it folded with its number.
-    batch: tree of arrays [B, ...].
-    num_microbatches: k; B must divide by it.
+    batch, num_microbatches: tree of arrays [B, ...], and k; B must divide by it.
 
   Raises:
     ConfigError: B does not divide by k.
@@ -81,7 +79,6 @@ def value_and_grad(
     return loss, output, gradients
 
   microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
-
   changed: set[Path] = set()
 
   def one(
@@ -108,7 +105,7 @@ def value_and_grad(
   output = LossOutput(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
-    per_example=jax.tree.map(join_rows, outputs.per_example),
+    per_example=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs.per_example),
     summaries=jax.tree.map(lambda x: x[-1], outputs.summaries),
     updates=select(updated, changed.__contains__),
   )
@@ -122,19 +119,13 @@ def split_rows(x: jax.Array, parts: int) -> jax.Array:
   return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
 
 
-def join_rows(x: jax.Array) -> jax.Array:
-  """The inverse of `split_rows`."""
-  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
-
-
 def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:
   """Inside `shard_map`: averages each gradient over those of `axes` that its parameter is replicated on.
 
   Over the axes that split a parameter, its gradient is averaged already: by `gather_array_with_mean_grads`.
 
   Args:
-    gradients: tree of arrays or `ShardedParam`s.
-    axes: the mesh axis, or axes, that the batch is split over.
+    gradients, axes: tree of arrays or `ShardedParam`s; and the mesh axis, or axes, that the batch is split over.
     specs: tree with the PartitionSpec of each parameter; None takes it from the `ShardedParam`s, and all else for
       replicated.
   """
@@ -154,10 +145,7 @@ def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = 
 def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
   """Inside `shard_map`: returns (loss * n w / W, W), so that the mean over devices is the mean by weight.
 
-  Args:
-    loss: mean loss of this device's rows.
-    weight: w, their weight. No gradient flows through it. Where it is zero, so is the scaled loss.
-    axes: the axes that the batch is split over.
+  No gradient flows through the weight w. Where it is zero, so is the scaled loss.
   """
   weight = jax.lax.stop_gradient(weight.astype(jnp.float32))
   if not axes:
@@ -198,5 +186,4 @@ def accumulate_gradients(
 
   with jax.named_scope('accumulate_gradients'):
     loss, output, gradients = value_and_grad(scaled, params, {}, key, batch, num_microbatches)
-  loss = jax.lax.pmean(loss, names) if names else loss
-  return loss, mean_over_devices(output.metrics, names), gradients
+  return jax.lax.pmean(loss, names), mean_over_devices(output.metrics, names), gradients

@@ -31,10 +31,9 @@ class PartitionedStep(Generic[OutT]):
   """A function of (state..., replicated..., inputs) on a mesh.
 
   Args:
-    fn: the function; it is traced with `mesh` as the ambient mesh.
+    fn, mesh: the function, and the mesh, which is the ambient one while it is traced.
     arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last is the batch of inputs.
     out_shardings: shardings of its result, or a prefix of them.
-    mesh: the mesh.
     donate_argnums: arguments whose memory the result may reuse.
   """
 
@@ -98,14 +97,12 @@ class PartitionedStep(Generic[OutT]):
     *others, inputs = args
     if not is_on_device(inputs, self.arguments[-1]):
       inputs = self.put_inputs(inputs)
-    others = [_as_key(x) if _is_key(expected) else x for x, expected in zip(others, self.arguments, strict=False)]
+    others = [
+      jax.random.wrap_key_data(x) if _is_key(expected) and not _is_key(x) else x  # A key of `jax.random.PRNGKey`.
+      for x, expected in zip(others, self.arguments, strict=False)
+    ]
     return self.compiled(*others, inputs)
 
 
 def _is_key(x: object) -> bool:
-  return isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _as_key(key: jax.Array) -> jax.Array:
-  """A key as it is, or as `jax.random.key` makes it if `jax.random.PRNGKey` has made it."""
-  return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+  return hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

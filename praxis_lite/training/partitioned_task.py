@@ -1,15 +1,7 @@
-"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide.
-
-step(padded state, key, padded inputs)
-  state  -> slice to true shapes, constrained to its specs
-  inputs -> reshard by inputs_split_mapping (rows added to fill the mesh weigh zero)
-  the single-learner step
-  state  -> constrained to its specs, pad
-"""
+"""Partitioned train, eval and decode functions of a task, on any mesh, with dimensions that need not divide."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -32,7 +24,7 @@ from praxis_lite.partitioning.rules import LogicalAxisRules
 from praxis_lite.partitioning.specs import get_input_partition_specs
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
-from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, Execution
+from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import (
   TrainState,
@@ -44,6 +36,7 @@ from praxis_lite.training.state import (
 from praxis_lite.trees import NestedDict
 
 T = TypeVar('T')
+OutT = TypeVar('OutT', steps.EvalStepOutput, steps.DecodeStepOutput)
 
 
 class Partitioner(Protocol):
@@ -127,22 +120,12 @@ class PartitionedTask:
   @functools.cached_property
   def eval_step(self) -> PartitionedStep[steps.EvalStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> EvalStepOutput`."""
-
-    def eval_step(mdl_vars: NestedDict, *args: Any) -> steps.EvalStepOutput:
-      out = self._inference(steps.eval_step_single_learner, mdl_vars, *args)
-      return out._replace(per_example_out=self._true_rows(out.per_example_out))
-
-    return self._inference_step(eval_step)
+    return self._inference_step(steps.eval_step_single_learner, 'per_example_out')
 
   @functools.cached_property
   def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
-
-    def decode_step(mdl_vars: NestedDict, *args: Any) -> steps.DecodeStepOutput:
-      out = self._inference(steps.decode_step, mdl_vars, *args)
-      return out._replace(decoded=self._true_rows(out.decoded))
-
-    return self._inference_step(decode_step)
+    return self._inference_step(steps.decode_step, 'decoded')
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded, each device holding its own part from the start."""
@@ -151,51 +134,43 @@ class PartitionedTask:
   def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
     """Traces the train step without compiling it, on an abstract mesh too.
 
-    Args:
-      listener: is called with each sharding constraint of the model's layers.
-
-    Returns:
-      The program. Its arguments are the leaves of the padded state, the key, and those of the padded inputs.
+    The program's arguments are the leaves of the padded state, the key, and those of the padded inputs. `listener` is
+    called with each sharding constraint of the model's layers.
     """
     execution = EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
     execution.surroundings = dataclasses.replace(execution.surroundings, listener=listener)
     fn, arguments = self._train_fn(execution)
     return jax.make_jaxpr(on_mesh(fn, self.mesh))(*arguments)
 
-  # ---------------------------------------------------------------- inside a step
-
   @functools.cached_property
-  def execution(self) -> Execution:
+  def execution(self) -> MeshExecution:
     """How the train step runs."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
 
-  @functools.cached_property
-  def _placed(self) -> CompilerPlaced:
-    """How evaluation and decoding run, whatever the partitioning of the train step."""
-    return CompilerPlaced(self.jax_task, self.layout)
-
-  def _train_fn(self, execution: Execution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
+  def _train_fn(self, execution: MeshExecution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
     step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
-      with self._axis_rules():
+      with axis_rules(self.jax_task.logical_axis_rules or ()):
         out = steps.TrainStepOutput(*step(state, prng_key, inputs))
       return out._replace(per_example_out=self._true_rows(out.per_example_out))
 
     rows = self.mesh.size * self.jax_task.learner.num_microbatches
-    inputs = self._placed_inputs(padded_batch_shape(self.inputs_shape, rows))
-    return train_step, (self.state_shapes, self._key_shape, inputs)
+    return train_step, (self.state_shapes, *self._placed_shapes(padded_batch_shape(self.inputs_shape, rows)))
 
-  def _inference(
-    self, step: Callable[..., T], mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict
-  ) -> T:
-    mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), self._placed.split_inputs(inputs)
-    with self._axis_rules():
-      return step(self.jax_task, mdl_vars, key, global_step, inputs, self._placed.surroundings)
+  def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:
+    """A step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
+    shapes: tuple[object, ...] = self._placed_shapes(self.inputs_shape, jax.ShapeDtypeStruct((), jnp.int32))
+    placed = CompilerPlaced(self.jax_task, self.layout)  # Whatever the partitioning of the train step.
 
-  def _axis_rules(self) -> contextlib.AbstractContextManager[None]:
-    """For constraints by logical names in a user's own code."""
-    return axis_rules(self.jax_task.logical_axis_rules or ())
+    def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> OutT:
+      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(inputs)
+      with axis_rules(self.jax_task.logical_axis_rules or ()):
+        out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
+      return out._replace(**{by_row: self._true_rows(getattr(out, by_row))})
+
+    inference_step.__name__ = step.__name__  # What profiles call the program.
+    return PartitionedStep(inference_step, (self.state_shapes.mdl_vars, *shapes), self._replicated, mesh=self.mesh)
 
   def _true_rows(self, per_example: T) -> T:
     """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
@@ -203,28 +178,15 @@ class PartitionedTask:
       return per_example
     return jax.tree.map(lambda x: x[: self.batch_size], per_example)
 
-  # ---------------------------------------------------------------- around a step
-
   @property
   def _replicated(self) -> NamedSharding:
     return NamedSharding(self.mesh, PartitionSpec())
 
-  @property
-  def _key_shape(self) -> jax.ShapeDtypeStruct:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self._replicated)
-
-  def _placed_inputs(self, shapes: NestedDict) -> NestedDict:
-    return jax.tree.map(
-      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
-      shapes,
-      self.inputs_partition_spec,
-    )
-
-  def _inference_step(self, fn: Callable[..., T]) -> PartitionedStep[T]:
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
-    arguments = (self.state_shapes.mdl_vars, self._key_shape, step, self._placed_inputs(self.inputs_shape))
-    return PartitionedStep(fn, arguments, self._replicated, mesh=self.mesh)
+  def _placed_shapes(self, inputs: NestedDict, *replicated: object) -> tuple[object, ...]:
+    """The key, further replicated arguments and inputs of a step, as they are stored on the mesh."""
+    shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
+    specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)
+    return layout_of(shapes, specs, self.mesh).padded_shapes
 
 
 def partition_spmd_model(

@@ -105,8 +105,7 @@ def initialize_partitioned_model_states(
   """Creates the train state of a task, sharded and padded on its mesh, never whole on one device.
 
   Args:
-    jax_task: an instantiated task.
-    init_key: PRNG key of the first values.
+    jax_task, init_key: an instantiated task, and the PRNG key of the first values.
     mesh: the mesh; by default the one the task asks for.
   """
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)

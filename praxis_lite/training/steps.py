@@ -16,7 +16,7 @@ from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, merge
+from praxis_lite.trees import NestedDict, lookup, map_with_path, merge
 from praxis_lite.weighted import WeightedScalars
 
 
@@ -64,8 +64,7 @@ def train_step_single_learner(
   """Takes one step.
 
   Args:
-    jax_task: the task.
-    states: the state before the step, every array in its true shape; under `shard_map`, this device's parts.
+    jax_task, states: the task, and its state, every array in its true shape; under `shard_map`, this device's parts.
     prng_key: key of the run; the step's own is folded in from `states.step`.
     inputs: a batch, dim 0 the batch; under `shard_map`, this device's rows.
     execution: what the step needs to know of the mesh; by default there is none.
@@ -92,7 +91,10 @@ def train_step_single_learner(
   update = learner.update(
     gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
   )
-  mdl_vars = merge(update.mdl_vars, _counted(update.finite, out.updates, states.mdl_vars))
+  updates, finite = out.updates, update.finite
+  if finite is not None:  # After a step that does not count, variables that are not trained keep their values.
+    updates = map_with_path(lambda path, new: jnp.where(finite, new, lookup(states.mdl_vars, path)), updates)
+  mdl_vars = merge(update.mdl_vars, updates)
   one = jnp.ones((), jnp.float32)
   metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
   state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
@@ -110,10 +112,8 @@ def eval_step_single_learner(
   """Evaluates one batch.
 
   Args:
-    jax_task: the task.
-    mdl_vars: the model's variables, or their moving averages.
-    prng_key: folded with `global_step`, for models that draw while they evaluate.
-    global_step: int32 scalar.
+    jax_task, mdl_vars: the task, and the model's variables, or their moving averages.
+    prng_key: folded with `global_step`, an int32 scalar, for models that draw while they evaluate.
     inputs: a batch, dim 0 the batch.
     surroundings: what layers need to know of the mesh; by default there is none.
   """
@@ -149,13 +149,3 @@ def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Ar
     total = total + scale * value
     metrics = {**metrics, f'aux/{name}': (value, weight)}
   return total, metrics
-
-
-def _counted(finite: jax.Array | None, updates: NestedDict, mdl_vars: NestedDict) -> NestedDict:
-  """The updates of non-trainable variables, or their old values after a step that does not count."""
-  if finite is None:
-    return updates
-  return {
-    name: _counted(finite, new, mdl_vars[name]) if isinstance(new, dict) else jnp.where(finite, new, mdl_vars[name])
-    for name, new in updates.items()
-  }

@@ -33,16 +33,13 @@ def test_each_flag_shows_an_example_of_itself(capsys, name):
 
 @pytest.mark.parametrize('name', COMMANDS)
 def test_the_example_of_a_command_parses(capsys, monkeypatch, name):
-  import importlib
   import shlex
 
-  command = importlib.import_module(_COMMANDS[name].module).COMMAND
+  command = _COMMANDS[name]
   program, typed, *arguments = shlex.split(command.example)
   assert (program, typed) == ('praxis-lite', name)
   seen = {}
-  monkeypatch.setattr(
-    importlib.import_module(_COMMANDS[name].module), 'COMMAND', command._replace(run=lambda v: seen.update(exp=v) or 0)
-  )
+  monkeypatch.setitem(_COMMANDS, name, command._replace(run=lambda v: seen.update(exp=v) or 0))
   assert main([name, *arguments]) == 0, capsys.readouterr().err
   assert seen
 

@@ -26,7 +26,7 @@ from praxis_lite.partitioning import (
   with_sharding_constraint,
 )
 from praxis_lite.partitioning.mesh import create_device_mesh
-from praxis_lite.partitioning.rules import resolve_split_mapping
+from praxis_lite.partitioning.rules import resolve
 from praxis_lite.t5x.axis_names import AxisNames, override_axis_names
 from praxis_lite.t5x.moe import infer_state_filter
 from praxis_lite.t5x.moe import standard_logical_axis_rules as moe_logical_axis_rules
@@ -63,11 +63,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     'has 2 entries, but the tensor has 1 dimensions',
   ),
   'neither mesh nor logical axis': (
-    lambda: resolve_split_mapping(('embd',), ('data',), (('embed', 'data'),), path='lm.w'),
+    lambda: resolve(('embd',), ('data',), (('embed', 'data'),), path='lm.w'),
     "lm.w: 'embd' is neither a mesh axis, of ('data',), nor a logical axis that a rule has. Did you mean 'embed'?",
   ),
   'rule with an unknown mesh axis': (
-    lambda: resolve_split_mapping(('embed',), ('data',), (('embed', 'model'),), path='lm.w'),
+    lambda: resolve(('embed',), ('data',), (('embed', 'model'),), path='lm.w'),
     "lm.w: rule ('embed', 'model'): axis 'model' is not a mesh axis",
   ),
   'logical axis without a rule': (

@@ -68,8 +68,8 @@ def _case(name, root):
 
 CONCRETE = sorted(
   name
-  for name in inputs.__all__
-  if isinstance(cls := getattr(inputs, name), type)
+  for name, cls in vars(inputs).items()
+  if isinstance(cls, type)
   and issubclass(cls, inputs.BaseInput)
   and cls not in (inputs.BaseInput, inputs.RandomAccessInput)
 )

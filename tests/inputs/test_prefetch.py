@@ -54,7 +54,7 @@ def test_put_fn_runs_in_the_thread_and_its_result_is_returned():
   with PrefetchIterator(_source(name='toy'), put) as batches:
     first = next(batches)
   assert first['x'].sharding == sharding
-  assert set(names) == {'prefetch-toy'}
+  assert set(names) == {'prefetch-toy_0'}
 
 
 @pytest.mark.parametrize('depth', [1, 3])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.collectives import collectives
+from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 
 ROWS, DIMS = 12, 3

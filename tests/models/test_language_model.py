@@ -17,7 +17,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning.collectives import collectives
+from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import partition_spmd_model

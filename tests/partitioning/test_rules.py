@@ -18,7 +18,7 @@ from praxis_lite.partitioning.constraints import axis_rules, with_logical_constr
 from praxis_lite.partitioning.rules import (
   logical_to_mesh_axes,
   match_rules,
-  resolve_split_mapping,
+  resolve,
   shadowed_rules,
   standard_logical_axis_rules,
 )
@@ -119,23 +119,23 @@ MESH_AXES = ('data', 'model')
 
 def test_mappings_mix_logical_names_and_mesh_axes() -> None:
   rules = (('mlp', 'model'), ('embed', 'data'), ('embed', 'model'))
-  resolve = lambda mapping: tuple(resolve_split_mapping(mapping, MESH_AXES, rules, rank=len(mapping)))  # noqa: E731
-  assert resolve(('embed', 'mlp')) == ('data', 'model')
-  assert resolve(('embed', 'data')) == ('model', 'data')
-  assert resolve(('embed', 1)) == ('data', 'model')
-  assert resolve(('embed', ('data', 'model'))) == (None, ('data', 'model'))
-  assert tuple(resolve_split_mapping(None, MESH_AXES, rules, rank=2)) == (None, None)
-  assert tuple(resolve_split_mapping(('model',), MESH_AXES, None)) == ('model',)
+  entries = lambda mapping: tuple(resolve(mapping, MESH_AXES, rules, rank=len(mapping)).spec)  # noqa: E731
+  assert entries(('embed', 'mlp')) == ('data', 'model')
+  assert entries(('embed', 'data')) == ('model', 'data')
+  assert entries(('embed', 1)) == ('data', 'model')
+  assert entries(('embed', ('data', 'model'))) == (None, ('data', 'model'))
+  assert tuple(resolve(None, MESH_AXES, rules, rank=2).spec) == (None, None)
+  assert tuple(resolve(('model',), MESH_AXES, None).spec) == ('model',)
 
 
 def test_mappings_with_rules_keep_their_errors() -> None:
   rules = (('batch', ('replica', 'data')), ('embed', None))
   with pytest.raises(ShardingError, match=r"w.wt: rule \('batch', .*'replica' is not a mesh axis"):
-    resolve_split_mapping(('batch', 'embed'), MESH_AXES, rules, path='w.wt')
+    resolve(('batch', 'embed'), MESH_AXES, rules, path='w.wt')
   with pytest.raises(ShardingError, match=r"'mdl' is neither a mesh axis, of .*, nor a logical axis that a rule has"):
-    resolve_split_mapping(('mdl', 'embed'), MESH_AXES, rules)
+    resolve(('mdl', 'embed'), MESH_AXES, rules)
   with pytest.raises(ShardingError, match='2 entries, but the tensor has 3'):
-    resolve_split_mapping(('embed', None), MESH_AXES, rules, rank=3)
+    resolve(('embed', None), MESH_AXES, rules, rank=3)
 
 
 def test_activations_are_constrained_by_the_rules_in_force() -> None:
@@ -155,15 +155,15 @@ ANY = P.UNCONSTRAINED
 def test_a_rule_to_unconstrained_leaves_a_dimension_to_the_compiler() -> None:
   rules = (('embed', ANY), ('mlp', 'model'))
   assert logical_to_mesh_axes(('embed', 'mlp'), rules) == P(ANY, 'model')
-  assert resolve_split_mapping(('embed', 'mlp'), MESH_AXES, rules) == P(ANY, 'model')
+  assert resolve(('embed', 'mlp'), MESH_AXES, rules).spec == P(ANY, 'model')
   assert shadowed_rules([*rules, ('embed', 'data')]) == ((2, 0),)
 
 
 def test_unconstrained_stands_among_names_as_often_as_wanted() -> None:
   rules = (('mlp', 'model'),)
   assert logical_to_mesh_axes((ANY, 'mlp', ANY), rules) == P(ANY, 'model', ANY)
-  assert resolve_split_mapping((ANY, 'mlp', ANY, 'data'), MESH_AXES, rules) == P(ANY, 'model', ANY, 'data')
-  assert resolve_split_mapping((ANY, 'model'), MESH_AXES, None) == P(ANY, 'model')
+  assert resolve((ANY, 'mlp', ANY, 'data'), MESH_AXES, rules).spec == P(ANY, 'model', ANY, 'data')
+  assert resolve((ANY, 'model'), MESH_AXES, None).spec == P(ANY, 'model')
 
 
 def test_an_unconstrained_dimension_is_lowered_as_open() -> None:

@@ -13,7 +13,7 @@ from praxis_lite.config import Config
 from praxis_lite.layer import Layer
 from praxis_lite.layers import Linear, Repeat
 from praxis_lite.models.base import BaseModel
-from praxis_lite.partitioning.collectives import collectives
+from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.task import SingleTask
 from praxis_lite.weighted import weighted_mean
 

@@ -7,7 +7,7 @@ import pytest
 from praxis_lite import registry
 from praxis_lite.experiment import configure
 from praxis_lite.experiments.digits import digits
-from praxis_lite.partitioning.collectives import collectives
+from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from praxis_lite.partitioning import (
   shard_params,
   sync_gradients,
 )
-from praxis_lite.partitioning.collectives import collectives
 from praxis_lite.partitioning.explicit import ShardedParam
+from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.task import SingleTask
 from praxis_lite.weighted import mean_over_devices
 

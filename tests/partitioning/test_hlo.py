@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.partitioning.collectives import Collective, assert_collectives, collectives
+from praxis_lite.partitioning.hlo import Collective, assert_collectives, collectives
 from praxis_lite.partitioning.mesh import create_device_mesh
 
 

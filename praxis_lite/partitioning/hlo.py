@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import jax
 
@@ -37,31 +36,44 @@ class Collective:
   bytes: int
 
 
-class _Instruction(NamedTuple):
-  kind: str | None
-  bytes: int
-  calls: tuple[str, ...]
-  times: int
-
-
 def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   """Returns the collectives of one run of a compiled program, by kind; kinds that do not occur count 0.
 
-  Args:
-    compiled: the program, or its HLO text.
-
   Raises:
-    ValueError: the text has no entry computation.
+    ValueError: the program is given as HLO text, and this has no entry computation.
   """
   text = compiled if isinstance(compiled, str) else compiled.as_text() or ''
-  computations, entry = _parse(text)
+  bodies: dict[str, list[str]] = {}
+  entry, body = None, []
+  for line in text.splitlines():
+    header = _COMPUTATION.match(line)
+    if header:
+      body = bodies.setdefault(header[2], [])
+      entry = header[2] if header[1] else entry
+    body.append(line)
   if entry is None:
     raise ValueError('not HLO text: there is no ENTRY computation')
   totals = {kind: [0, 0] for kind in KINDS}
-  for instruction, times in _executed(computations, entry, 1):
-    if instruction.kind is not None:
-      totals[instruction.kind][0] += times
-      totals[instruction.kind][1] += times * instruction.bytes
+
+  def run(computation: str, times: int) -> None:
+    """Adds what a computation, run so many times, executes: its own instructions and those of what it calls."""
+    for line in bodies.get(computation, ()):
+      instruction = _INSTRUCTION.match(line)
+      if not instruction:
+        continue
+      result, opcode = instruction.groups()
+      kind = opcode.removesuffix('-start')
+      if kind in totals:
+        # The result of an asynchronous start is a pair of operands and results.
+        halves = 2 if opcode != kind and kind != 'all-reduce' else 1
+        totals[kind][0] += times
+        totals[kind][1] += times * (_bytes(result) // halves)
+      elif opcode != 'reduce':
+        trips = _TRIP_COUNT.search(line)
+        for called in (name for group in _CALLED.findall(line) for name in group.split(',')):
+          run(called.strip().lstrip('%'), times * int(trips[1]) if trips else times)
+
+  run(entry, 1)
   return {kind: Collective(*total) for kind, total in totals.items()}
 
 
@@ -79,48 +91,6 @@ def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[st
   if wrong:
     lines = [f'  {kind}: {c.count} times, {c.bytes} bytes' for kind, c in found.items() if c.count]
     raise AssertionError(f'expected {dict(wrong)}; the program has\n' + ('\n'.join(lines) or '  no collectives'))
-
-
-def _executed(
-  computations: Mapping[str, list[_Instruction]], name: str, times: int
-) -> Iterator[tuple[_Instruction, int]]:
-  """Yields every instruction of a computation and those it calls, with the number of times it runs."""
-  for instruction in computations.get(name, ()):
-    yield instruction, times
-    for called in instruction.calls:
-      yield from _executed(computations, called, times * instruction.times)
-
-
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
-  computations: dict[str, list[_Instruction]] = {}
-  entry, current = None, None
-  for line in text.splitlines():
-    header = _COMPUTATION.match(line)
-    if header:
-      current = header[2]
-      computations[current] = []
-      entry = current if header[1] else entry
-    elif current is not None:
-      instruction = _parse_instruction(line)
-      if instruction is not None:
-        computations[current].append(instruction)
-  return computations, entry
-
-
-def _parse_instruction(line: str) -> _Instruction | None:
-  match = _INSTRUCTION.match(line)
-  if not match:
-    return None
-  result, opcode = match.groups()
-  kind = opcode.removesuffix('-start')
-  if kind in KINDS:
-    # The result of an asynchronous start is a pair of operands and results.
-    return _Instruction(kind, _bytes(result) // (2 if opcode != kind and kind != 'all-reduce' else 1), (), 1)
-  calls = tuple(name.strip().lstrip('%') for group in _CALLED.findall(line) for name in group.split(','))
-  if not calls or opcode == 'reduce':
-    return None
-  trips = _TRIP_COUNT.search(line)
-  return _Instruction(None, 0, calls, int(trips[1]) if trips else 1)
 
 
 def _bytes(shape: str) -> int:
