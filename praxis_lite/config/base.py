@@ -1,9 +1,8 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later.
 
-`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, so that
-nested hyperparameters can be edited at once; the error about a misspelt field suggests the nearest name; and
-`instantiate` does not build the configs nested in a `Configurable`: they are templates that the object builds itself,
-once it knows what to fill in.
+`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, to be
+edited at once; the error about a misspelt field suggests the nearest name; and `instantiate` does not build the configs
+nested in a `Configurable`: they are templates that the object builds itself, once it knows what to fill in.
 
     class FeedForward(Layer):
       hidden_dims: int = REQUIRED
@@ -25,7 +24,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NoReturn, Self, TypeVar, dataclass_transform
 
 import fiddle as fdl
@@ -42,13 +41,7 @@ class _Required:
   def __repr__(self) -> str:
     return 'REQUIRED'
 
-  def __copy__(self) -> _Required:
-    return self
-
-  def __deepcopy__(self, memo: object) -> _Required:
-    return self
-
-  def __reduce__(self) -> str:
+  def __reduce__(self) -> str:  # Copies are itself.
     return 'REQUIRED'
 
   def _complain(self, *args: object) -> NoReturn:
@@ -71,10 +64,10 @@ class Config(fdl.Config[T], Generic[T]):
 
   def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
     with history.suspend_tracking():
-      known = _field_names(fn_or_cls)
+      known = field_names(fn_or_cls)
       for name in kwargs:
         if known is not None and name not in known:
-          raise UnknownFieldError(_unknown_field(fn_or_cls, name, known))
+          raise unknown_field(fn_or_cls, name)
       super().__init__(fn_or_cls, *args, **kwargs)
       for name, factory in _default_factories(fn_or_cls):  # So each of these fields is always in __arguments__.
         if name not in self.__arguments__:
@@ -85,7 +78,7 @@ class Config(fdl.Config[T], Generic[T]):
       try:
         super().__setattr__(name, value)
       except (AttributeError, TypeError):
-        raise self._unknown(name) from None
+        raise unknown_field(target(self), name) from None
 
   def __getattr__(self, name: str) -> Any:
     try:
@@ -93,9 +86,9 @@ class Config(fdl.Config[T], Generic[T]):
     except AttributeError:
       if name.startswith('__'):
         raise
-      if name in (_field_names(target(self)) or ()):
+      if name in (field_names(self) or ()):
         return REQUIRED
-      raise self._unknown(name) from None
+      raise unknown_field(target(self), name) from None
 
   def __delattr__(self, name: str) -> None:
     with history.suspend_tracking():
@@ -117,9 +110,6 @@ class Config(fdl.Config[T], Generic[T]):
     return config_values(self) == config_values(other)
 
   __hash__ = None  # type: ignore[assignment]  # A config changes, and is equal to others while it does.
-
-  def _unknown(self, name: str) -> UnknownFieldError:
-    return UnknownFieldError(_unknown_field(target(self), name, _field_names(target(self)) or ()))
 
   def __deepcopy__(self, memo: dict[int, object]) -> Self:
     for value in self.__arguments__.values():
@@ -181,7 +171,7 @@ def instantiate(config: Config[T], **fields: object) -> T:
   build = target(config)
   keep_nested = isinstance(build, type) and issubclass(build, Configurable)
   arguments = dict(config.__arguments__, **fields)
-  missing = sorted(str(name) for name, value in _values(config, arguments).items() if value is REQUIRED)
+  missing = sorted(str(name) for name, value in (config_values(config) | fields).items() if value is REQUIRED)
   if missing:
     raise ConfigError(f'{getattr(build, "__qualname__", build)}.{missing[0]}: a value is required and none is set')
   convert = _copy_nested if keep_nested else functools.partial(map_nested, instantiate)
@@ -217,12 +207,47 @@ def config_values(config: Config) -> dict[str | int, Any]:
 
   A parameter that has no default and is not set is REQUIRED. Positional-only arguments have their position as key.
   """
-  return _values(config, config.__arguments__)
+  arguments: Mapping[Any, Any] = config.__arguments__
+  values: dict[str | int, Any] = {}
+  for position, (name, parameter) in enumerate(config.__signature_info__.parameters.items()):
+    if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+      key = position if parameter.kind is parameter.POSITIONAL_ONLY else name
+      values[key] = arguments.get(key, REQUIRED if parameter.default is parameter.empty else parameter.default)
+  return {**values, **arguments}
 
 
-def field_names(config: Config) -> list[str] | None:
-  """Returns the names that may be set on `config`, or None where its target takes any keyword."""
-  return _field_names(target(config))
+def field_names(config: Config | Callable[..., object]) -> list[str] | None:
+  """Returns the names that may be set on a config, or on one of a class or function; None where any keyword may be."""
+  fn_or_cls = target(config) if isinstance(config, Config) else config
+  if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
+    return [f.name for f in dataclasses.fields(fn_or_cls) if f.init]
+  try:
+    parameters = inspect.signature(fn_or_cls).parameters.values()
+  except (ValueError, TypeError):
+    return None
+  return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+
+
+def unknown_field(fn_or_cls: Callable[..., object], name: str | int, path: str | None = None) -> UnknownFieldError:
+  """Returns the error that a class or function has no field `name`.
+
+  Args:
+    fn_or_cls: the target of a config, or the class of a dataclass.
+    name: the field, or an index that was given in its place.
+    path: the path of the config, if the field was named in one: the ending _tpl may then be left out.
+  """
+  known = field_names(fn_or_cls) or []
+  spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
+  what = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
+  return UnknownFieldError(
+    f'{f"{path} ({what})" if path else what} has no field {shown_key(name)}.{did_you_mean(str(name), spellings)} '
+    f'Its fields: {", ".join(known)}.'
+  )
+
+
+def shown_key(key: str | int) -> str:
+  """Returns a field, dict key or index as messages show it."""
+  return f'[{key}]' if isinstance(key, int) else repr(key)
 
 
 def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
@@ -230,8 +255,9 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
   if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
     annotated: list[Any] = list(fn_or_cls.__mro__)
   else:
-    function: Any = getattr(fn_or_cls, '__init__', None) if isinstance(fn_or_cls, type) else fn_or_cls
-    annotated = [inspect.unwrap(function)]
+    annotated = [
+      inspect.unwrap(getattr(fn_or_cls, '__init__', fn_or_cls) if isinstance(fn_or_cls, type) else fn_or_cls)
+    ]
   try:
     return typing.get_type_hints(annotated[0])
   except (NameError, TypeError, AttributeError, SyntaxError):
@@ -247,30 +273,12 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
   return hints
 
 
-def _values(config: Config, arguments: Mapping[Any, Any]) -> dict[str | int, Any]:
-  values: dict[str | int, Any] = {}
-  for position, (name, parameter) in enumerate(config.__signature_info__.parameters.items()):
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-      continue
-    key = position if parameter.kind is parameter.POSITIONAL_ONLY else name
-    if key in arguments:
-      values[key] = arguments[key]
-    elif parameter.default is parameter.empty:
-      values[key] = REQUIRED
-    else:
-      values[key] = parameter.default
-  for key, value in arguments.items():
-    values.setdefault(key, value)
-  return values
-
-
 def _copy_nested(value: object) -> object:
-  if isinstance(value, Config):
-    return value.clone()
-  if isinstance(value, (list, dict)):
+  if isinstance(value, (Config, list, dict)):
     memo: dict[int, Any] = {}
     _share_arrays(value, memo)
-    return copy.deepcopy(value, memo)
+    with history.suspend_tracking():
+      return copy.deepcopy(value, memo)
   return value
 
 
@@ -291,21 +299,3 @@ def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]
     for f in dataclasses.fields(fn_or_cls)
     if f.init and f.default_factory is not dataclasses.MISSING
   ]
-
-
-def _field_names(fn_or_cls: Callable[..., object]) -> list[str] | None:
-  """The names that a config of `fn_or_cls` may set, or None where it takes any keyword."""
-  if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
-    return [f.name for f in dataclasses.fields(fn_or_cls) if f.init]
-  try:
-    parameters = inspect.signature(fn_or_cls).parameters.values()
-  except (ValueError, TypeError):
-    return None
-  if any(p.kind is p.VAR_KEYWORD for p in parameters):
-    return None
-  return [p.name for p in parameters]
-
-
-def _unknown_field(fn_or_cls: object, name: str, known: Collection[str]) -> str:
-  where = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
-  return f"{where} has no field '{name}'.{did_you_mean(name, known)} Its fields: {', '.join(known)}."

@@ -29,16 +29,15 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, Configurable, target
 from praxis_lite.config.references import import_reference, is_named, reference
-from praxis_lite.config.text import child_path
-from praxis_lite.errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-  import numpy as np
+from praxis_lite.config.text import as_config_error, child_path
+from praxis_lite.errors import ConfigError
 
 
 def to_json(config: object, name: str = '', indent: int | None = 2) -> str:
@@ -85,16 +84,11 @@ def _encode(value: Any, path: str) -> object:
   if kind is tuple:
     return {'$tuple': _encode_all(value, path)}
   if kind is dict:
-    return _encode_dict(value, path)
+    if all(type(k) is str and not k.startswith('$') for k in value):
+      return _encode_fields(value, path)
+    return {'$dict': [[_encode(k, path), _encode(v, child_path(path, k))] for k, v in value.items()]}
   if isinstance(value, Config):
     return _encode_config(value, path)
-  return _encode_other(value, path)
-
-
-def _encode_other(value: Any, path: str) -> object:
-  import numpy as np
-
-  kind = type(value)
   if isinstance(value, enum.Enum):
     member = value.value if isinstance(value, enum.Flag) else value.name
     return {'$enum': [_reference(kind, path), member]}
@@ -112,44 +106,27 @@ def _encode_other(value: Any, path: str) -> object:
   if isinstance(value, pathlib.Path):
     return {'$path': str(value)}
   if isinstance(value, functools.partial):
-    return {
-      '$partial': [
-        _encode(value.func, path),
-        _encode_all(value.args, path),
-        {k: _encode(v, child_path(path, k)) for k, v in value.keywords.items()},
-      ]
-    }
+    arguments = [_encode_all(value.args, path), _encode_fields(value.keywords, path)]
+    return {'$partial': [_encode(value.func, path), *arguments]}
   if isinstance(value, tuple) and hasattr(value, '_fields'):
-    return _encode_object(value, value._fields, path)
+    return {'$object': _reference(kind, path), **_encode_fields(dict(zip(value._fields, value)), path)}
   if dataclasses.is_dataclass(value) and not isinstance(value, (type, Configurable)):
-    return _encode_object(value, tuple(f.name for f in dataclasses.fields(value) if f.init), path)
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    return {'$object': _reference(kind, path), **_encode_fields(fields, path)}
   if is_named(value):
     return {'$ref': _reference(value, path)}
   raise ConfigError(f'{path or "config"}: a value of type {kind.__qualname__} cannot be written as JSON')
 
 
-def _encode_config(config: Config, path: str) -> dict[str, Any]:
-  encoded: dict[str, Any] = {'$config': _reference(target(config), path)}
-  positional = {str(k): _encode(v, child_path(path, k)) for k, v in config.__arguments__.items() if isinstance(k, int)}
-  if positional:
-    encoded['$args'] = positional
-  for name, value in config.__arguments__.items():
-    if isinstance(name, str):
-      encoded[name] = _encode(value, child_path(path, name))
-  return encoded
+def _encode_config(config: Config, path: str) -> dict[str, object]:
+  positional = {k: v for k, v in config.__arguments__.items() if isinstance(k, int)}
+  named = {k: v for k, v in config.__arguments__.items() if isinstance(k, str)}
+  args = {'$args': _encode_fields(positional, path)} if positional else {}
+  return {'$config': _reference(target(config), path), **args, **_encode_fields(named, path)}
 
 
-def _encode_dict(value: dict[Any, Any], path: str) -> object:
-  if all(type(k) is str and not k.startswith('$') for k in value):
-    return {k: _encode(v, child_path(path, k)) for k, v in value.items()}
-  return {'$dict': [[_encode(k, path), _encode(v, child_path(path, k))] for k, v in value.items()]}
-
-
-def _encode_object(value: object, names: tuple[str, ...], path: str) -> dict[str, Any]:
-  return {
-    '$object': _reference(type(value), path),
-    **{name: _encode(getattr(value, name), child_path(path, name)) for name in names},
-  }
+def _encode_fields(fields: Mapping[Any, object], path: str) -> dict[str, object]:
+  return {str(k): _encode(v, child_path(path, k)) for k, v in fields.items()}
 
 
 def _encode_all(values: Iterable[object], path: str) -> list[Any]:
@@ -157,10 +134,8 @@ def _encode_all(values: Iterable[object], path: str) -> list[Any]:
 
 
 def _reference(value: object, path: str) -> str:
-  try:
+  with as_config_error(path, 'cannot be written as JSON: '):
     return reference(value)
-  except UserError as error:
-    raise ConfigError(f'{path or "config"}: cannot be written as JSON: {error}') from None
 
 
 def _dtype(dtype: np.dtype, path: str) -> str:
@@ -181,7 +156,7 @@ def _decode(encoded: object, path: str) -> Any:
     return encoded
   tag = next((k for k in encoded if k.startswith('$') and k != '$args'), None)
   if tag is None:
-    return {k: _decode(v, child_path(path, k)) for k, v in encoded.items()}
+    return _decode_fields(encoded, path)
   if tag not in _DECODERS:
     raise ConfigError(f'{path or "config"}: unknown entry {tag!r}; known: {", ".join(_DECODERS)}')
   try:
@@ -196,14 +171,15 @@ def _decode_all(encoded: list[Any], path: str) -> list[Any]:
   return [_decode(v, child_path(path, i)) for i, v in enumerate(encoded)]
 
 
+def _decode_fields(encoded: dict[str, Any], path: str) -> dict[str, Any]:
+  return {k: _decode(v, child_path(path, k)) for k, v in encoded.items() if not k.startswith('$')}
+
+
 def _decode_config(encoded: dict[str, Any], path: str) -> Config:
-  fn_or_cls = _imported(encoded['$config'], path)
-  fields = {k: _decode(v, child_path(path, k)) for k, v in encoded.items() if not k.startswith('$')}
+  fn_or_cls, fields = _imported(encoded['$config'], path), _decode_fields(encoded, path)
   positional = {int(k): _decode(v, child_path(path, int(k))) for k, v in encoded.get('$args', {}).items()}
-  try:
+  with as_config_error(path):
     config: Config = Config(fn_or_cls, **fields)
-  except UserError as error:
-    raise ConfigError(f'{path or "config"}: {error}') from None
   if positional:
     named = dict(config.__arguments__)
     config.__arguments__.clear()
@@ -212,12 +188,9 @@ def _decode_config(encoded: dict[str, Any], path: str) -> Config:
 
 
 def _decode_object(encoded: dict[str, Any], path: str) -> object:
-  cls = _imported(encoded['$object'], path)
-  fields = {k: _decode(v, child_path(path, k)) for k, v in encoded.items() if k != '$object'}
-  try:
+  cls, fields = _imported(encoded['$object'], path), _decode_fields(encoded, path)
+  with as_config_error(path):
     return cls(**fields)
-  except UserError as error:
-    raise ConfigError(f'{path or "config"}: {error}') from None
 
 
 def _decode_dict(encoded: dict[str, Any], path: str) -> dict[Any, Any]:
@@ -237,30 +210,16 @@ def _decode_partial(encoded: dict[str, Any], path: str) -> object:
   return functools.partial(_decode(function, path), *_decode_all(args, path), **keywords)
 
 
-def _decode_array(encoded: dict[str, Any], path: str) -> np.ndarray:
-  import numpy as np
-
-  dtype, shape, data = encoded['$array']
+def _array(dtype: str, shape: Sequence[int], data: str) -> np.ndarray:
   return np.ndarray(shape, _dtype_of(dtype), base64.b64decode(data)).copy()
 
 
-def _decode_scalar(encoded: dict[str, Any], path: str) -> object:
-  import numpy as np
-
-  dtype, data = encoded['$scalar']
-  return np.ndarray((), _dtype_of(dtype), base64.b64decode(data))[()]
-
-
 def _imported(name: str, path: str) -> Any:
-  try:
+  with as_config_error(path, f'cannot import {name!r}: '):
     return import_reference(name)
-  except UserError as error:
-    raise ConfigError(f'{path or "config"}: cannot import {name!r}: {error}') from None
 
 
 def _dtype_of(name: str) -> np.dtype:
-  import numpy as np
-
   try:
     return np.dtype(name)
   except TypeError:
@@ -280,13 +239,10 @@ _DECODERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
   '$bytes': lambda e, path: base64.b64decode(e['$bytes']),
   '$ref': lambda e, path: _imported(e['$ref'], path),
   '$dtype': lambda e, path: _dtype_of(e['$dtype']),
-  '$scalar': _decode_scalar,
-  '$array': _decode_array,
+  '$scalar': lambda e, path: _array(e['$scalar'][0], (), e['$scalar'][1])[()],
+  '$array': lambda e, path: _array(*e['$array']),
   '$path': lambda e, path: pathlib.Path(e['$path']),
   '$enum': _decode_enum,
   '$partial': _decode_partial,
   '$required': lambda e, path: REQUIRED,
 }
-
-
-__all__ = ['from_json', 'to_json']

@@ -20,13 +20,14 @@ import copy
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints, target
-from praxis_lite.config.text import child_path, to_text
+from praxis_lite.config.base import shown_key, unknown_field
+from praxis_lite.config.text import as_config_error, child_path, to_text
 from praxis_lite.config.values import Text, describe, fit, members_of
-from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
 _ALL = '*'
 _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|(?P<key>'[^']*'|"[^"]*"))\s*\]""")
@@ -75,8 +76,6 @@ def get_by_path(root: object, path: str) -> object:
   here, value = '', root
   for segment in _parsed_path(path):
     slot = _slot(value, segment, here, Any)
-    if slot.is_new:
-      raise _unknown_key(value, slot, here)
     here, value = slot.path, slot.value
   return value
 
@@ -117,38 +116,36 @@ class _Slot(NamedTuple):
   path: str
   hint: object
   value: object
-  is_new: bool = False
 
 
-def _slot(container: object, segment: str | int, path: str, hint: object) -> _Slot:
+def _slot(container: object, segment: str | int, path: str, hint: object, may_be_new: bool = False) -> _Slot:
   """Returns the place that `segment` names in the container at `path`, which is annotated with `hint`."""
   if isinstance(container, Config):
-    return _field_slot(container, segment, path)
+    return _field_slot(container, target(container), segment, path)
   if isinstance(container, dict):
-    is_new = segment not in container
-    return _Slot(segment, child_path(path, segment), _entry_hint(hint, 1), container.get(segment), is_new)
+    if segment not in container and not may_be_new:
+      raise _unknown_key(container, segment, path)
+    return _Slot(segment, child_path(path, segment), _entry_hint(hint, 1), container.get(segment))
   if isinstance(container, (list, tuple)):
     return _index_slot(container, segment, path, hint)
   if dataclasses.is_dataclass(container) and not isinstance(container, type):
-    names = [f.name for f in dataclasses.fields(container) if f.init]
-    if segment not in names:
-      raise _unknown_field(type(container), segment, path, names)
-    name = str(segment)
-    hints = field_type_hints(type(container))
-    return _Slot(name, child_path(path, name), hints.get(name, Any), getattr(container, name))
+    return _field_slot(container, type(container), segment, path)
   shown = 'REQUIRED and not set' if container is REQUIRED else describe(container)
-  raise UnknownFieldError(f'{path} is {shown}, so it has no {_shown(segment)}; set {path} itself')
+  raise UnknownFieldError(f'{path} is {shown}, so it has no {shown_key(segment)}; set {path} itself')
 
 
-def _field_slot(config: Config, segment: str | int, path: str) -> _Slot:
-  names, fn_or_cls = field_names(config), target(config)
-  name = str(segment)
+def _field_slot(container: object, fn_or_cls: Callable[..., object], segment: str | int, path: str) -> _Slot:
+  names, name = field_names(fn_or_cls), str(segment)
   if names is not None and segment not in names:
-    if f'{segment}_tpl' not in names:
-      raise _unknown_field(fn_or_cls, segment, path, names)
     name = f'{segment}_tpl'
-  # A default belongs to the class, so it is copied before something below it is set.
-  value = config.__arguments__[name] if name in config.__arguments__ else copy.deepcopy(config_values(config).get(name))
+    if name not in names:
+      raise unknown_field(fn_or_cls, segment, path)
+  if not isinstance(container, Config):
+    value = getattr(container, name)
+  elif name in container.__arguments__:
+    value = container.__arguments__[name]
+  else:  # A default belongs to the class, so it is copied before something below it is set.
+    value = copy.deepcopy(config_values(container).get(name))
   return _Slot(name, child_path(path, name), field_type_hints(fn_or_cls).get(name, Any), value)
 
 
@@ -181,23 +178,12 @@ def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
   return Any
 
 
-def _unknown_field(fn_or_cls: object, segment: str | int, path: str, names: list[str]) -> UnknownFieldError:
-  what = getattr(fn_or_cls, '__qualname__', str(fn_or_cls))
-  close = did_you_mean(str(segment), [*names, *(n.removesuffix('_tpl') for n in names if n.endswith('_tpl'))])
-  where = f'{path} ({what})' if path else what
-  return UnknownFieldError(f'{where} has no field {_shown(segment)}.{close} Its fields: {", ".join(names)}.')
-
-
-def _unknown_key(container: Any, slot: _Slot, path: str) -> UnknownFieldError:
-  names = [str(key) for key in container]
-  close = did_you_mean(str(slot.key), names)
+def _unknown_key(container: Mapping[Any, object], key: str | int, path: str) -> UnknownFieldError:
+  names = [str(known) for known in container]
+  close = did_you_mean(str(key), names)
   return UnknownFieldError(
-    f'{path or "the experiment"} has no entry {slot.key!r}.{close} Its entries: {", ".join(names) or "none"}.'
+    f'{path or "the experiment"} has no entry {key!r}.{close} Its entries: {", ".join(names) or "none"}.'
   )
-
-
-def _shown(segment: str | int) -> str:
-  return f'[{segment}]' if isinstance(segment, int) else repr(segment)
 
 
 # -------------------------------------------------------------------- setting
@@ -208,8 +194,6 @@ def _set(root: object, segments: list[str | int], value: object) -> None:
     _put(root, segments, value, '', Any)
     return
   slot = _slot(root, segments[0], '', Any)
-  if slot.is_new:
-    raise _unknown_key(root, slot, '')
   if isinstance(slot.value, list):  # The caller's own list, so it is changed and not replaced.
     rest = segments[1:]
     slot.value[:] = _put(slot.value, rest, value, slot.path, Any) if rest else _fitted(value, slot, list[Config])
@@ -227,14 +211,11 @@ def _put(container: object, segments: list[str | int], value: object, path: str,
     for index in range(len(container)):
       container = _put(container, [index, *segments[1:]], value, path, hint)
     return container
-  slot = _slot(container, segments[0], path, hint)
-  if len(segments) == 1:
-    new = _fitted(value, slot, slot.hint)
-  elif slot.is_new:
-    raise _unknown_key(container, slot, path)
-  else:
-    new = _put(slot.value, segments[1:], value, slot.path, slot.hint)
-  return _with(container, slot, new)
+  slot = _slot(container, segments[0], path, hint, may_be_new=len(segments) == 1)
+  rest = segments[1:]
+  new = _put(slot.value, rest, value, slot.path, slot.hint) if rest else _fitted(value, slot, slot.hint)
+  with as_config_error(slot.path):
+    return _with(container, slot, new)
 
 
 def _with(container: Any, slot: _Slot, value: object) -> object:
@@ -246,17 +227,12 @@ def _with(container: Any, slot: _Slot, value: object) -> object:
   if isinstance(container, (list, tuple)):
     entries = [*container[: slot.key], value, *container[slot.key + 1 :]]
     return type(container)(*entries) if hasattr(container, '_fields') else type(container)(entries)
-  try:
-    return dataclasses.replace(container, **{slot.key: value})
-  except UserError as error:
-    raise ConfigError(f'{slot.path}: {error}') from None
+  return dataclasses.replace(container, **{slot.key: value})
 
 
 def _fitted(value: object, slot: _Slot, hint: object) -> Any:
-  try:
+  with as_config_error(slot.path):
     new = fit(value, hint, slot.value)
-  except UserError as error:
-    raise ConfigError(f'{slot.path}: {error}') from None
   if isinstance(new, Config) and isinstance(slot.value, Config) and not isinstance(value, Config):
     _carry_over(slot.value, Config(target(slot.value)), new)
   return new
@@ -282,6 +258,3 @@ def _carry_over(old: Config, untouched: Config, new: Config) -> None:
 
 
 _UNSET = object()
-
-
-__all__ = ['apply_overrides', 'get_by_path', 'set_by_path']

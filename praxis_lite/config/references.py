@@ -69,12 +69,10 @@ def import_reference(text: str) -> object:
   parts = text.split('.')
   for split in range(len(parts) - 1, 0, -1):
     try:
-      found = import_module('.'.join(parts[:split]))
+      return _attribute(import_module('.'.join(parts[:split])), '.'.join(parts[split:]), text)
     except MissingModuleError:
-      if split > 1:
-        continue
-      raise
-    return _attribute(found, '.'.join(parts[split:]), text)
+      if split == 1:
+        raise
   raise UserError(f'{text!r} names no module; write package.module.Name')
 
 
@@ -118,6 +116,3 @@ def _public_module(module: str, name: str) -> str:
 
 def _lookup(module: object, name: str) -> object:
   return functools.reduce(lambda value, part: getattr(value, part, None), name.split('.'), module)
-
-
-__all__ = ['dotted_name', 'import_reference', 'is_named', 'looks_like_reference', 'reference']

@@ -14,17 +14,19 @@ side of `=` is the path that `overrides.py` takes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.references import dotted_name, is_named
+from praxis_lite.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
   import numpy as np
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _IDENTIFIER = re.compile(r'[A-Za-z_]\w*')
 _ADDRESS = re.compile(r' at 0x[0-9a-f]+')
 _MAX_ARRAY_ENTRIES = 16
+_PLAIN = (type(None), bool, int, float, str, bytes, complex, range)
 
 
 def to_text(config: object, name: str = '') -> str:
@@ -59,7 +62,7 @@ def diff(old: object, new: object, name: str = '') -> list[str]:
     elif path not in after:
       lines.append(f'- {_line(path, before[path])}')
     elif before[path] != after[path]:
-      lines.append(f'{path or "(root)"}: {before[path].text} -> {after[path].text}')
+      lines.append(f'{path or "(root)"}: {before[path][1]} -> {after[path][1]}')
   return lines
 
 
@@ -68,6 +71,15 @@ def child_path(path: str, key: str | int) -> str:
   if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
     return f'{path}.{key}' if path else key
   return f'{path}[{key!r}]'
+
+
+@contextlib.contextmanager
+def as_config_error(path: str, prefix: str = '') -> Iterator[None]:
+  """Makes a `UserError` that is raised inside a `ConfigError`, with `path` and `prefix` in front of its message."""
+  try:
+    yield
+  except UserError as error:
+    raise ConfigError(f'{path or "config"}: {prefix}{error}') from None
 
 
 def format_value(value: Any) -> str:
@@ -87,17 +99,18 @@ def format_value(value: Any) -> str:
   if kind in (set, frozenset):
     return f'{kind.__name__}({", ".join(sorted(map(format_value, value)))})'
   if isinstance(value, Config):
-    fields = ', '.join(f'{k}={format_value(v)}' for k, v in value.__arguments__.items())
-    return f'Config({dotted_name(target(value))}{", " if fields else ""}{fields})'
+    return f'Config({", ".join([dotted_name(target(value)), *_keywords(value.__arguments__)])})'
   if (dtype := dtype_name(value)) is not None:
     return dtype
   if isinstance(value, functools.partial):
-    arguments = [format_value(v) for v in value.args] + [f'{k}={format_value(v)}' for k, v in value.keywords.items()]
-    return f'partial({", ".join([format_value(value.func), *arguments])})'
+    return f'partial({", ".join([_joined([value.func, *value.args]), *_keywords(value.keywords)])})'
   if isinstance(value, tuple) and hasattr(value, '_fields'):
-    return f'{kind.__qualname__}({", ".join(f"{k}={format_value(v)}" for k, v in zip(value._fields, value))})'
+    return f'{kind.__qualname__}({", ".join(_keywords(dict(zip(value._fields, value))))})'
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    return _format_dataclass(value)
+    fields = [f for f in dataclasses.fields(value) if f.init]
+    by_position = len(fields) <= 3 and not any(f.kw_only for f in fields)
+    values = {f.name: getattr(value, f.name) for f in fields}
+    return f'{kind.__qualname__}({_joined(values.values()) if by_position else ", ".join(_keywords(values))})'
   if isinstance(value, pathlib.PurePath):
     return f'Path({value.as_posix()!r})'
   if kind.__module__ == 'numpy' and kind.__name__ == 'ndarray':
@@ -111,44 +124,32 @@ def dtype_name(value: object) -> str | None:
   """Returns the name of a dtype, spelt as `jnp.float32`, `np.float32` or `np.dtype('float32')`; None for all else."""
   import numpy as np
 
-  if isinstance(value, np.dtype):
-    return value.name
   if isinstance(value, type):
     if issubclass(value, np.generic):
       return value.__name__.rstrip('_')
-    dtype = getattr(value, 'dtype', None)  # jnp.float32 is a class that has its dtype as an attribute.
-    return dtype.name if isinstance(dtype, np.dtype) else None
-  return None
+    value = getattr(value, 'dtype', None)  # jnp.float32 is a class that has its dtype as an attribute.
+  return value.name if isinstance(value, np.dtype) else None
 
 
-_PLAIN = (type(None), bool, int, float, str, bytes, complex, range)
-
-
-class _Entry(NamedTuple):
-  """The right side of a line: a value, or the class of a config."""
-
-  text: str
-  is_config: bool
+_Entry = tuple[str, str]  # The right side of a line and what is before it: ' = ' and a value, or ': ' and a class.
 
 
 def _line(path: str, entry: _Entry) -> str:
-  if not path:
-    return entry.text
-  return f'{path}: {entry.text}' if entry.is_config else f'{path} = {entry.text}'
+  return f'{path}{entry[0]}{entry[1]}' if path else entry[1]
 
 
 def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
   """Yields (path, right side) of the lines of `value`."""
   children: object
   if isinstance(value, Config):
-    yield path, _Entry(dotted_name(target(value)), True)
+    yield path, (': ', dotted_name(target(value)))
     children = config_values(value).items()
   elif type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
     children = value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0]))
   elif isinstance(value, (list, tuple)) and _holds_config(value):
     children = enumerate(value)
   else:
-    yield path, _Entry(format_value(value), False)
+    yield path, (' = ', format_value(value))
     return
   for key, child in children:
     yield from _entries(child, child_path(path, key))
@@ -178,23 +179,16 @@ def _merged(old: list[str], new: list[str]) -> list[str]:
   return list(merged | dict.fromkeys(old))
 
 
+def _keywords(values: Mapping[str, object]) -> list[str]:
+  return [f'{name}={format_value(value)}' for name, value in values.items()]
+
+
 def _joined(values: Iterable[object]) -> str:
   return ', '.join(map(format_value, values))
 
 
-def _format_dataclass(value: Any) -> str:
-  fields = [f for f in dataclasses.fields(value) if f.init]
-  by_position = len(fields) <= 3 and not any(f.kw_only for f in fields)
-  shown = [f'{"" if by_position else f.name + "="}{format_value(getattr(value, f.name))}' for f in fields]
-  return f'{type(value).__qualname__}({", ".join(shown)})'
-
-
 def _format_array(value: np.ndarray) -> str:
-  shape = ', '.join(map(str, value.shape))
   if value.size <= _MAX_ARRAY_ENTRIES:
     return f'array({value.tolist()!r}, {value.dtype.name})'
   checksum = 0 if value.dtype.hasobject else zlib.crc32(value.tobytes())
-  return f'array({value.dtype.name}[{shape}], crc32={checksum:08x})'
-
-
-__all__ = ['child_path', 'diff', 'dtype_name', 'format_value', 'to_text']
+  return f'array({value.dtype.name}{list(value.shape)}, crc32={checksum:08x})'

@@ -70,63 +70,58 @@ def describe(value: object) -> str:
 _NAMES = {'none': None, 'null': None, 'true': True, 'false': False, 'inf': float('inf'), 'nan': float('nan')}
 
 
-class _NotLiteralError(Exception):
-  pass
-
-
 def _read(text: str, classes: list[type]) -> object:
   """Reads a literal, or a call of one of `classes` such as `WeightInit('gaussian', 0.02)`; other text is itself."""
   if text.lower() in _NAMES:
     return _NAMES[text.lower()]
   try:
     node = ast.parse(text, mode='eval').body
-    return text if isinstance(node, ast.Name) else _literal(node, {c.__name__: c for c in classes})
+    return text if isinstance(node, ast.Name) else ast.literal_eval(_Literals(classes).visit(node))
   except ConfigError:
     raise
-  except (SyntaxError, ValueError, TypeError, RecursionError, _NotLiteralError):
+  except (SyntaxError, ValueError, TypeError, RecursionError):
     return text
 
 
-def _literal(node: ast.expr, classes: dict[str, type]) -> Any:
-  match node:
-    case ast.Constant(value=value) if value is not Ellipsis:
-      return value
-    case ast.Name(id=name):
-      return _NAMES.get(name.lower(), name)
-    case ast.Tuple(elts=elements):
-      return tuple(_literal(e, classes) for e in elements)
-    case ast.List(elts=elements):
-      return [_literal(e, classes) for e in elements]
-    case ast.Set(elts=elements):
-      return {_literal(e, classes) for e in elements}
-    case ast.Dict(keys=keys, values=values):
-      return {_literal(k, classes): _literal(v, classes) for k, v in zip(keys, values) if k is not None}
-    case ast.UnaryOp(op=(ast.USub() | ast.UAdd()) as sign, operand=operand):
-      number = _literal(operand, classes)
-      if type(number) in (int, float):
-        return -number if isinstance(sign, ast.USub) else number
-    case ast.Call(func=function, args=args, keywords=keywords):
-      make = _maker(function, classes)
-      try:
-        return make(*(_literal(a, classes) for a in args), **{str(k.arg): _literal(k.value, classes) for k in keywords})
-      except TypeError as error:
-        raise ConfigError(str(error)) from None
-  raise _NotLiteralError
+class _Literals(ast.NodeTransformer):
+  """Replaces names by strings, and calls of some classes by what they return, so that a literal is left.
 
+  Raises:
+    ValueError: something else is called, or is no literal.
+  """
 
-def _maker(function: ast.expr, classes: dict[str, type]) -> Callable[..., object]:
-  """The class that a call names, or its class method."""
-  match function:
-    case ast.Name(id=name) if name in classes:
-      return classes[name]
-    case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in classes:
-      methods = [n for n, _ in inspect.getmembers(classes[name], inspect.ismethod) if n[0] != '_']
-      if attribute not in methods:
-        raise ConfigError(
-          f'{name} has no {attribute!r}.{did_you_mean(attribute, methods)} It has {", ".join(methods)}.'
-        )
-      return getattr(classes[name], attribute)
-  raise _NotLiteralError
+  def __init__(self, classes: Sequence[type]):
+    self._classes = {c.__name__: c for c in classes}
+
+  def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+    if node.value is Ellipsis or isinstance(node.value, complex):
+      raise ValueError('no value of a field')
+    return node
+
+  def visit_Name(self, node: ast.Name) -> ast.Constant:
+    return ast.Constant(_NAMES.get(node.id.lower(), node.id))
+
+  def visit_Call(self, node: ast.Call) -> ast.Constant:
+    make = self._maker(node.func)
+    args = [ast.literal_eval(self.visit(a)) for a in node.args]
+    keywords = {str(k.arg): ast.literal_eval(self.visit(k.value)) for k in node.keywords}
+    try:
+      return ast.Constant(make(*args, **keywords))  # type: ignore[arg-type]
+    except TypeError as error:
+      raise ConfigError(str(error)) from None
+
+  def _maker(self, function: ast.expr) -> Callable[..., object]:
+    """The class that a call names, or its class method."""
+    match function:
+      case ast.Name(id=name) if name in self._classes:
+        return self._classes[name]
+      case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self._classes:
+        methods = [n for n, _ in inspect.getmembers(self._classes[name], inspect.ismethod) if n[0] != '_']
+        if attribute not in methods:
+          close = did_you_mean(attribute, methods)
+          raise ConfigError(f'{name} has no {attribute!r}.{close} It has {", ".join(methods)}.')
+        return getattr(self._classes[name], attribute)
+    raise ValueError('no class that may be called')
 
 
 def _is_value_class(kind: object) -> bool:
@@ -153,9 +148,9 @@ def _fit(value: object, hint: object, current: object) -> object:
   with contextlib.suppress(MismatchError):
     if hint is not Any or value is None:
       return _convert(value, hint)
-  if _is_configurable(hint):
-    raise MismatchError(describe_hint(hint))
-  raise MismatchError('the name of a class or function, such as package.module.Class')
+  raise MismatchError(
+    describe_hint(hint) if _is_configurable(hint) else 'the name of a class or function, such as package.module.Class'
+  )
 
 
 def _config_of(target: object) -> Config:
@@ -171,12 +166,18 @@ def _convert(value: Any, hint: Any) -> object:
   members = members_of(hint)
   if Any in members:
     return value
-  if isinstance(value, Config) and any(_is_built_from(value, member) for member in members):
-    return value
+  built = target(value) if isinstance(value, Config) else None
+  if isinstance(built, type) and any(_is_configurable(member) and issubclass(built, member) for member in members):
+    return value  # The annotation is the class that the field's config builds.
   if _is_dtype_hint(members):
     return _checked_dtype(value, none_allowed=types.NoneType in members)
   if len(members) > 1:
-    return _convert_to_one_of(value, members, hint)
+    if type(value) in members:
+      return value
+    for member in members:
+      with contextlib.suppress(MismatchError):
+        return _convert(value, member)
+    raise MismatchError(describe_hint(hint))
   hint = members[0]
   origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
   if hint in _NUMBERS:
@@ -199,15 +200,6 @@ _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
 
-def _convert_to_one_of(value: object, members: list[Any], hint: object) -> object:
-  if type(value) in members:
-    return value
-  for member in members:
-    with contextlib.suppress(MismatchError):
-      return _convert(value, member)
-  raise MismatchError(describe_hint(hint))
-
-
 def _convert_entries(value: Sequence[object], origin: object, arguments: tuple[Any, ...], hint: object) -> list[Any]:
   with contextlib.suppress(MismatchError):
     if not arguments:
@@ -222,10 +214,9 @@ def _convert_entries(value: Sequence[object], origin: object, arguments: tuple[A
 def _member(cls: type[enum.Enum], value: object) -> object:
   if isinstance(value, str) and (name := value.removeprefix(f'{cls.__name__}.')) in cls.__members__:
     return cls[name]
-  try:
+  with contextlib.suppress(ValueError):
     return cls(value)
-  except ValueError:
-    raise MismatchError(f'one of {", ".join(cls.__members__)}') from None
+  raise MismatchError(f'one of {", ".join(cls.__members__)}')
 
 
 def _checked_dtype(value: Any, none_allowed: bool) -> object:
@@ -236,10 +227,7 @@ def _checked_dtype(value: Any, none_allowed: bool) -> object:
   with contextlib.suppress(TypeError):
     if value is not None and dtype(value):
       return value
-  raise MismatchError(f'the name of a dtype, such as {", ".join(_DTYPES)}')
-
-
-_DTYPES = ('float32', 'bfloat16', 'float16', 'int32')
+  raise MismatchError('the name of a dtype, such as float32, bfloat16, float16, int32')
 
 
 def _passes(value: object, hint: object) -> bool:
@@ -294,12 +282,6 @@ def describe_hint(hint: object) -> str:
 def _is_config(hint: object) -> bool:
   origin = typing.get_origin(hint) or hint
   return isinstance(origin, type) and issubclass(origin, Config)
-
-
-def _is_built_from(config: Config, hint: object) -> bool:
-  """Whether a field of this annotation is built from such a config: the annotation is the class that it builds."""
-  built = target(config)
-  return _is_configurable(hint) and isinstance(built, type) and issubclass(built, hint)
 
 
 def _is_configurable(hint: object) -> TypeGuard[type[Configurable]]:

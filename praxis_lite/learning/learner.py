@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.config import Config, Configurable, template
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, check_choice, did_you_mean
 from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
@@ -27,8 +27,6 @@ from praxis_lite.weights import WeightHParams
 SumParts = Callable[[NestedDict], NestedDict]
 
 T = TypeVar('T')
-
-_ON_NONFINITE = ('skip', 'raise', 'ignore')
 
 
 class LearnerUpdate(NamedTuple):
@@ -100,11 +98,7 @@ class Learner(Configurable):
   def __post_init__(self) -> None:
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
-    if self.on_nonfinite not in _ON_NONFINITE:
-      close = did_you_mean(str(self.on_nonfinite), _ON_NONFINITE)
-      raise ConfigError(
-        f"learner.on_nonfinite: expected 'skip', 'raise' or 'ignore', got {self.on_nonfinite!r}.{close}"
-      )
+    check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'ignore'))
     for field in ('optimizer', 'schedule'):
       if not isinstance(getattr(self, field), Config):
         raise ConfigError(f'learner.{field}: expected a Config, got {type(getattr(self, field)).__name__}')
@@ -137,11 +131,7 @@ class Learner(Configurable):
 
 
 class BoundLearner:
-  """A learner and the declarations of the variables that it trains.
-
-  Attributes:
-    num_microbatches: as of the learner.
-  """
+  """A learner and the declarations of the variables that it trains."""
 
   def __init__(self, learner: Learner, weights: NestedDict):
     self._learner = learner
@@ -183,8 +173,8 @@ class BoundLearner:
       except re.error as error:
         raise ConfigError(f'learner.{field}: {pattern!r} is not a regular expression: {error}') from None
       if not matched:
-        names = [path_name(path) for path in declared]
-        raise ConfigError(f'learner.{field}: {pattern!r} matches no variable.{did_you_mean(pattern, names)}')
+        close = did_you_mean(pattern, map(path_name, declared))
+        raise ConfigError(f'learner.{field}: {pattern!r} matches no variable.{close}')
       matching |= matched
     return matching
 
@@ -252,34 +242,26 @@ class BoundLearner:
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
   def _clipped(self, gradients: NestedDict, norm: jax.Array, sum_parts: SumParts) -> NestedDict:
-    original = gradients
-    if self._learner.clip_gradient_value:
-      gradients = jax.tree.map(
-        lambda g: jnp.clip(g, -self._learner.clip_gradient_value, self._learner.clip_gradient_value), gradients
-      )
-    if self._learner.clip_gradient_single_norm_to_value:
+    original, learner = gradients, self._learner
+    if limit := learner.clip_gradient_value:
+      gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
+    if learner.clip_gradient_single_norm_to_value:
       squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, self._declared))
-      gradients = jax.tree.map(self._clip_single_norm, gradients, squares)
-    if self._learner.clip_gradient_norm_to_value:
+      gradients = jax.tree.map(
+        lambda g, s: _clipped(g, jnp.sqrt(s), learner.clip_gradient_single_norm_to_value), gradients, squares
+      )
+    if learner.clip_gradient_norm_to_value:
       norm = norm if gradients is original else _global_norm(gradients, sum_parts)
-      limit = self._learner.clip_gradient_norm_to_value
-      gradients = jax.tree.map(lambda g: g * (limit / jnp.maximum(norm, limit)).astype(g.dtype), gradients)
+      gradients = jax.tree.map(lambda g: _clipped(g, norm, learner.clip_gradient_norm_to_value), gradients)
     return gradients
 
   def _regularized(self, gradients: NestedDict, variables: NestedDict) -> NestedDict:
-    if not self._learner.l2_regularizer_weight:
+    factor = self._learner.l2_regularizer_weight
+    if not factor:
       return gradients
     return jax.tree.map(
-      lambda g, v, w: g + self._learner.l2_regularizer_weight * v if is_regularized(w) else g,
-      gradients,
-      variables,
-      self._declared,
+      lambda g, v, w: g + factor * v if is_regularized(w) else g, gradients, variables, self._declared
     )
-
-  def _clip_single_norm(self, gradient: jax.Array, square: jax.Array) -> jax.Array:
-    norm = jnp.sqrt(square)
-    limit = self._learner.clip_gradient_single_norm_to_value
-    return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
   def _decayed(self, updates: NestedDict, variables: NestedDict, rate: jax.Array) -> NestedDict:
     if not self._learner.decoupled_weight_decay:
@@ -294,15 +276,14 @@ class BoundLearner:
     return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
 
 
-def _if_finite(finite: jax.Array | None, changed: Callable[[], T], kept: T) -> T:
-  """Returns `changed()`, or `kept` if the step is not finite.
+def _clipped(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
+  return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
-  A branch lets XLA update donated arrays in place. Choosing between old and new element by element would read the old
-  slots once more after the new ones are written, and so copy each of them.
-  """
-  if finite is None:
-    return changed()
-  return jax.lax.cond(finite, changed, lambda: kept)
+
+def _if_finite(finite: jax.Array | None, changed: Callable[[], T], kept: T) -> T:
+  """Returns `changed()`, or `kept` if the step is not finite."""
+  # A branch lets XLA update donated arrays in place; a choice element by element would copy each of the old slots.
+  return changed() if finite is None else jax.lax.cond(finite, changed, lambda: kept)
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:

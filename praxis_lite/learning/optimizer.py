@@ -124,7 +124,10 @@ class GroupedOptimizer:
     """Returns, by the path of a slot in the state, which axis of its variable each dimension of it runs along."""
     axes: dict[Path, tuple[int | None, ...]] = {}
     for name, (paths, depth) in self._groups.items():
-      layers = jax.tree.map(functools.partial(_without_prefix, depth), _part(self._weights, paths))
+      layers = jax.tree.map(
+        lambda w, depth=depth: dataclasses.replace(w, repeat_prefix=w.repeat_prefix[depth:]),
+        _part(self._weights, paths),
+      )
       for path, along in slot_axes(self._build, layers).items():
         axes[name, *path] = (*range(depth), *(None if axis is None else axis + depth for axis in along))
     return axes
@@ -162,8 +165,16 @@ class GroupedOptimizer:
     self._check_decay()
     took_rate: list[Config] = []
     transformation = self._filled(self._config, learning_rate, took_rate).instantiate()
+    if not took_rate and any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
+      raise ConfigError(
+        'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
+        'here and reported'
+      )
     if not took_rate:
-      raise ConfigError(self._no_rate_message())
+      raise ConfigError(
+        f'learner.optimizer: {_name(self._config)} takes no learning_rate, so learner.learning_rate would have no '
+        'effect; use a Config(optax.chain, ...) that ends with Config(optax.scale_by_learning_rate)'
+      )
     if not isinstance(transformation, optax.GradientTransformation):
       kind = type(transformation).__name__
       raise ConfigError(f'learner.optimizer: {_name(self._config)} returned {kind}, not an optax transformation')
@@ -226,17 +237,6 @@ class GroupedOptimizer:
             'to skip regularization; use learner.decoupled_weight_decay, which respects the mark'
           )
 
-  def _no_rate_message(self) -> str:
-    if any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
-      return (
-        'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
-        'here and reported'
-      )
-    return (
-      f'learner.optimizer: {_name(self._config)} takes no learning_rate, so learner.learning_rate would have no '
-      'effect; use a Config(optax.chain, ...) that ends with Config(optax.scale_by_learning_rate)'
-    )
-
 
 def is_regularized(weight: WeightHParams) -> bool:
   """Whether a variable is not marked to skip regularization."""
@@ -245,10 +245,6 @@ def is_regularized(weight: WeightHParams) -> bool:
 
 def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
   return select(tree, paths.__contains__)
-
-
-def _without_prefix(depth: int, weight: WeightHParams) -> WeightHParams:
-  return dataclasses.replace(weight, repeat_prefix=weight.repeat_prefix[depth:])
 
 
 def _parameters(config: Config) -> Mapping[str, inspect.Parameter]:
@@ -307,12 +303,7 @@ def _update(
 
 
 def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
-  """Returns 0 for each array of a state that every layer has its own of, None for those that all layers share.
-
-  Args:
-    optimizer: what is mapped.
-    variables, state: shapes of the variables and the state of one layer.
-  """
+  """0 for each array of a layer's state (shapes) that every layer has its own of, None for what all layers share."""
   known = leaves_by_path(variables)
   slots, structure = jax.tree_util.tree_flatten_with_path(state)
   axes = [None if owner_of(path_names(path), known) is None else 0 for path, _ in slots]

@@ -1,22 +1,21 @@
 """What an optax transformation does to stacks and to parts of variables, read from its program without running it.
 
-Three questions about a transformation, whoever wrote it:
-
     is_stackable      does it do to a stack of layers what it does to each layer of it?
     is_elementwise    does it do to a part of a variable what it does to that part of the whole?
     looks_at_all      does what it does to one variable depend on sums over several?
 
-The programs (jaxprs) of its `init` and `update` are traced on shapes alone and compared: with stacks and with lists of
-their layers, or with variables of two sizes. Nothing is compiled. Each array in a program is described by
+The programs (jaxprs) of `init` and `update` are traced on shapes, with stacks and with lists of their layers, or with
+variables of two sizes, and compared. Each array in a program is described by
 
     form      the formula of one entry, in terms of the same entry of the gradient, the parameter and the slots, of
               scalars, and of sums over variables, where a sum over a stack is written as sums over its layers
     labels    for each dimension, the axes of the variable that it runs along
     marks     the variables whose other entries it depends on, and whether it draws random numbers
 
-If two programs have the same forms, they do the same at every step, by induction: slots that are equal before an update
-are equal after it. An operation that is not understood gets a form that contains all shapes and so differs between the
-two. `is_stackable` and `is_elementwise` are therefore true only where that is proved.
+Programs with the same forms do the same at every step, by induction: slots that are equal before an update are equal
+after it. An operation that is not understood gets a form that contains all shapes and so differs between the two:
+`is_stackable` and `is_elementwise` are true only where that is proved. L-BFGS, which writes to rows of its slots in a
+loop, is not understood.
 """
 
 from __future__ import annotations
@@ -42,17 +41,16 @@ Shape = tuple[int, ...]
 
 # Primitives of JAX that treat each entry by itself.
 _ELEMENTWISE = """
-  abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-  convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac
-  imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma
-  population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+  abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+  clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+  igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+  polygamma population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
   shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 # Reductions that may be taken in parts, and the primitives that combine the results.
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')
 _MAX_SCAN = 64
-_FLOAT, _INT = np.dtype(np.float32), np.dtype(np.int32)
 
 
 def is_stackable(build: Build, weights: NestedDict) -> bool:
@@ -63,19 +61,14 @@ def is_stackable(build: Build, weights: NestedDict) -> bool:
     weights: declarations of the variables it updates.
   """
   reader = _Reader()
-  two = reader.program(build, map_with_path(_two_layers, weights))
-  return _alike(two, reader.program(build, map_with_path(_list_of_two, weights))) and _alike(
-    two, reader.program(build, map_with_path(_stack, weights))
-  )
+  two, layers, stack = (reader.program(build, map_with_path(f, weights)) for f in (_two_layers, _list_of_two, _stack))
+  return _alike(two, layers) and _alike(two, stack)
 
 
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
   """Whether a transformation does to parts of variables what it does to the whole; false if it draws random numbers."""
   reader = _Reader()
-  whole, part = (
-    reader.program(build, map_with_path(_variable, weights)),
-    reader.program(build, map_with_path(_resized, weights)),
-  )
+  whole, part = (reader.program(build, map_with_path(f, weights)) for f in (_variable, _resized))
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
@@ -101,14 +94,8 @@ def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None,
 
 
 class _Variable(NamedTuple):
-  """An array that a transformation updates: a variable, or one layer of it.
-
-  Attributes:
-    path: path of the declaration.
-    layers: indices of the layers it contains.
-    shape, dtype: of the array.
-    depth: number of leading dimensions that index layers.
-  """
+  """An array that a transformation updates: a declared variable, or some layers of it, `depth` dimensions of which
+  index layers."""
 
   path: Path
   layers: tuple[int, ...]
@@ -120,10 +107,6 @@ class _Variable(NamedTuple):
   def labels(self) -> tuple[tuple[int, ...], ...]:
     """Labels of an array that runs along it: axes of a layer are numbered from 0, those of the stack below 0."""
     return tuple((i - self.depth,) if size > 1 else () for i, size in enumerate(self.shape))
-
-  @property
-  def struct(self) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
 def _variable(path: Path, weight: WeightHParams) -> _Variable:
@@ -139,7 +122,7 @@ def _resized(path: Path, weight: WeightHParams) -> _Variable:
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
   """The variable as a stack of layers, with the same layer indices as in `_two_layers`, however many there are."""
   depth = len(weight.repeat_prefix)
-  return _Variable(path, tuple(range(2**depth)), weight.full_shape, weight.as_struct().dtype, depth)
+  return _variable(path, weight)._replace(layers=tuple(range(2**depth)), depth=depth)
 
 
 def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
@@ -149,9 +132,10 @@ def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
 
 def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
   """A list of these layers."""
-  stack = _stack(path, weight)
-  layers = [stack._replace(layers=(i,), shape=weight.shape, depth=0) for i in stack.layers]
-  return layers if stack.depth else layers[0]
+  layers = [
+    _Variable(path, (i,), weight.shape, weight.as_struct().dtype) for i in range(2 ** len(weight.repeat_prefix))
+  ]
+  return layers if weight.repeat_prefix else layers[0]
 
 
 # ---------------------------------------------------------------- what is known of an array
@@ -164,16 +148,12 @@ _ONE: Atom = 0
 _NOISE, _UNKNOWN = 'noise', 'unknown'
 
 
-class _Entries(NamedTuple):
-  """A mark: it depends on other entries of a layer of a variable."""
-
+class _Entries(NamedTuple):  # It depends on other entries of a layer of a variable.
   path: Path
   layer: int
 
 
-class _Slot(NamedTuple):
-  """A mark: it depends on a slot."""
-
+class _Slot(NamedTuple):  # It depends on a slot.
   name: Path
 
 
@@ -210,11 +190,12 @@ Program = dict[Path, list[_Value]]  # The values of each output, one, or one for
 
 def _alike(a: Program, b: Program) -> bool:
   """Whether there are outputs, and those with the same name have the same formula and axes."""
-
-  def same(x: _Value, y: _Value) -> bool:
-    return x.form == y.form and ((x.is_uniform and y.is_uniform) or x.labels_in_layer == y.labels_in_layer)
-
-  return bool(a) and a.keys() == b.keys() and all(same(x, y) for name in a for x in a[name] for y in b[name])
+  if not a or a.keys() != b.keys():
+    return False
+  pairs = [(x, y) for name in a for x in a[name] for y in b[name]]
+  return all(
+    x.form == y.form and (x.labels_in_layer == y.labels_in_layer or (x.is_uniform and y.is_uniform)) for x, y in pairs
+  )
 
 
 def _joined(values: Sequence[_Value], rank: int) -> tuple[tuple[Label, ...], _Variable | None] | None:
@@ -272,7 +253,7 @@ class _Reader:
   def steps(self, build: Build, variables: NestedDict) -> _Steps | None:
     """Reads `init` and `update`; None if the transformation cannot be traced on its own."""
     arrays = leaves_by_path(variables, is_leaf=_is_variable)
-    tree = jax.tree.map(lambda v: v.struct, variables, is_leaf=_is_variable)
+    tree = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables, is_leaf=_is_variable)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
       init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
@@ -332,26 +313,25 @@ class _Reader:
       result = rule(eqn, *values)
     elif name in _CALLS and program is not None:
       result = self._run(program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ()), values)
-    elif name in _ELEMENTWISE.split():
-      result = self._entrywise(name, str(eqn.params), values, shape, _avals(eqn)[0].dtype)
+    elif name in _ELEMENTWISE.split() and all(len(v.shape) in (0, len(shape)) for v in values):
+      is_inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
+      result = self._entrywise(name, str(eqn.params), values, shape, is_inexact)
     elif name in _EXTREMES or name == 'reduce_sum':
       result = self._reduced(name, values[0], eqn.params['axes'])
-    elif name.startswith(('random_', 'threefry')):
-      noise, marks = self._atom(_NOISE), _marks(values) | {_NOISE}
-      result = [_Value(noise, shape, _uniform(shape), None, marks) for shape in _shapes(eqn)]
     if result is None:
       result = self._unknown(eqn, values)
     return result if isinstance(result, list) else [result]
 
   def _unknown(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
-    """Results of an operation that is not understood: equal only to those of the same one on the same whole arrays."""
-    noise, operands = self._atom(_NOISE), tuple((v.form, v.shape, v.labels, v.owner) for v in values)
-    is_noise = bool(values) and all(value.form == noise for value in values)
-    marks = _marks(values) | ({_UNKNOWN} if any(v.owner is not None for v in values) else set())
-    forms = [self._atom(eqn.primitive.name, str(eqn.params), operands, i) for i in range(len(eqn.outvars))]
+    """Random numbers, or results of an operation not understood: equal only to those of the same on the same arrays."""
+    noise, name, marks = self._atom(_NOISE), eqn.primitive.name, _marks(values)
+    if name.startswith(('random_', 'threefry')) or (values and all(value.form == noise for value in values)):
+      return [_Value(noise, shape, _uniform(shape), None, marks | {_NOISE}) for shape in _shapes(eqn)]
+    operands = tuple((v.form, v.shape, v.labels, v.owner) for v in values)
+    marks |= {_UNKNOWN} if any(v.owner is not None for v in values) else set()
     return [
-      _Value(noise if is_noise else form, shape, (None,) * len(shape), None, marks)
-      for form, shape in zip(forms, _shapes(eqn))
+      _Value(self._atom(name, str(eqn.params), operands, i), shape, (None,) * len(shape), None, marks)
+      for i, shape in enumerate(_shapes(eqn))
     ]
 
   def _constant(self, constant: ArrayLike) -> _Value:
@@ -365,7 +345,7 @@ class _Reader:
   # ---------------------------------------------------------------- entry by entry
 
   def _entrywise(
-    self, name: str, params: str, values: Sequence[_Value], shape: Shape, dtype: np.dtype = _FLOAT
+    self, name: str, params: str, values: Sequence[_Value], shape: Shape, is_inexact: bool = True
   ) -> _Value | None:
     joined = _joined(values, len(shape))
     if joined is None and not any(v.axes for v in values):  # Scalar variables: each is the sum over itself.
@@ -373,12 +353,10 @@ class _Reader:
       joined = _joined(values, len(shape))
     if joined is None:
       return None
-    form = None
-    if all(value.is_uniform for value in values):
-      form = self._combined(name, [value.form for value in values], jnp.issubdtype(dtype, jnp.inexact))
-    elif name in ('copy', 'stop_gradient'):
-      form = values[0].form
-    form = self._atom(name, params, *(value.form for value in values)) if form is None else form
+    forms = [value.form for value in values]
+    form = self._combined(name, forms, is_inexact) if all(value.is_uniform for value in values) else None
+    if form is None:
+      form = forms[0] if name in ('copy', 'stop_gradient') else self._atom(name, params, *forms)
     return _Value(form, shape, *joined, _marks(values))
 
   def _combined(self, name: str, forms: Sequence[Terms], is_inexact: bool) -> Terms | None:
@@ -390,57 +368,32 @@ class _Reader:
       return form
     if not is_inexact:
       return None
-    if name in ('copy', 'stop_gradient', 'convert_element_type'):
+    if name == 'convert_element_type':
       return forms[0]
     if name in ('add', 'sub', 'neg'):
       sign = {'add': 1.0}.get(name, -1.0)
       return _sum([*([] if name == 'neg' else forms[0]), *((atom, sign * c) for atom, c in forms[-1])])
     if name in ('mul', 'div'):
-      for form, factor in (forms, forms[::-1]) if name == 'mul' else (forms,):
-        if len(factor) == 1 and factor[0][0] == _ONE:
-          scale = factor[0][1] if name == 'mul' else 1 / factor[0][1]
-          return _sum([(atom, c * scale) for atom, c in form])
+      form, factor = forms[::-1] if name == 'mul' and _is_number(forms[0]) else forms
+      if _is_number(factor):
+        scale = factor[0][1] if name == 'mul' else 1 / factor[0][1]
+        return _sum([(atom, c * scale) for atom, c in form])
     return None
-
-  def _on_bitcast_convert_type(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
-    name, shape = f'bits of {eqn.params["new_dtype"]}', _shape(eqn)
-    return self._entrywise(name, '', [value], shape, _INT) if shape == value.shape else None
 
   def _on_cond(self, eqn: JaxprEqn, index: _Value, *values: _Value) -> list[_Value] | None:
     branches = [self._run(branch, values) for branch in eqn.params['branches']]
-    made = [self._entrywise('cond', '', [index, *results], results[0].shape, _INT) for results in zip(*branches)]
+    made = [self._entrywise('cond', '', [index, *results], results[0].shape) for results in zip(*branches)]
     return None if None in made else [value for value in made if value is not None]
 
   def _on_scan(self, eqn: JaxprEqn, *values: _Value) -> list[_Value] | None:
+    """A loop without inputs or outputs for each round, as of `fori_loop`."""
     params = eqn.params
-    if params['length'] > _MAX_SCAN:
+    constants, carry = list(values[: params['num_consts']]), list(values[params['num_consts'] :])
+    if params['length'] > _MAX_SCAN or not len(carry) == len(eqn.outvars) == params['num_carry']:
       return None
-    constants, carry = values[: params['num_consts']], list(values[params['num_consts'] :][: params['num_carry']])
-    rows = values[params['num_consts'] + params['num_carry'] :]
-    if any(row.labels[0] for row in rows):
-      return None
-    results = []
-    for i in range(params['length'])[:: -1 if params['reverse'] else 1]:
-      at = [
-        row._replace(
-          form=row.form if row.labels[0] == () else self._atom('row', row.form, i),
-          shape=row.shape[1:],
-          labels=row.labels[1:],
-        )
-        for row in rows
-      ]
-      outputs = self._run(params['jaxpr'], [*constants, *carry, *at])
-      carry = outputs[: len(carry)]
-      results.append(outputs[len(carry) :])
-    stacks = []
-    for made in zip(*results):
-      joined = _joined(made, len(made[0].shape))
-      if joined is None:
-        return None
-      labels, owner = joined
-      form = self._atom('rows', *(value.form for value in made))
-      stacks.append(_Value(form, (len(made), *made[0].shape), (None, *labels), owner, _marks(made)))
-    return [*carry, *stacks]
+    for _ in range(params['length']):
+      carry = self._run(params['jaxpr'], [*constants, *carry])
+    return carry
 
   # ---------------------------------------------------------------- sums
 
@@ -450,9 +403,8 @@ class _Reader:
     result = value._replace(shape=tuple(value.shape[i] for i in kept), labels=tuple(value.labels[i] for i in kept))
     times = math.prod(value.shape[i] for i in axes if value.labels[i] == ()) if name == 'reduce_sum' else 1
     if value.form in self._entries:
-      entries = self._entries[value.form]
-      total = entries[0]
-      for entry in entries[1:]:
+      total, *others = self._entries[value.form]
+      for entry in others:
         total = self._entrywise(_EXTREMES.get(name, 'add'), '', [total, entry], ()) or total._replace(shape=(-1,))
       return total if total.shape == () else None
     along = sorted(axis for label in reduced for axis in label or ())
@@ -464,8 +416,8 @@ class _Reader:
       return result._replace(form=self._atom(name, 'along', tuple(along), times, value.form), marks=marks)
     if along or None in reduced:
       return None
-    if times == 1 or not value.is_uniform:
-      return result if times == 1 else result._replace(form=self._atom('times', times, value.form))
+    if times != 1 and not value.is_uniform:
+      return result._replace(form=self._atom('times', times, value.form))
     return result._replace(form=_sum([(atom, c * times) for atom, c in value.form]))
 
   def _over(self, name: str, value: _Value, times: int = 1) -> _Value:
@@ -473,9 +425,8 @@ class _Reader:
     owner = value.owner
     assert owner is not None
     over = [self._atom(name, 'over', owner.path, layer, value.form) for layer in owner.layers]
-    form = _sum([(atom, times * c) for terms in over for atom, c in terms])
-    if name in _EXTREMES:
-      form = self._combined(_EXTREMES[name], over, False) or form
+    form = self._combined(_EXTREMES.get(name, ''), over, False)
+    form = _sum([(atom, times * c) for terms in over for atom, c in terms]) if form is None else form
     marks = value.marks | {_Entries(owner.path, layer) for layer in owner.layers}
     return value._replace(form=form, owner=None, marks=marks)
 
@@ -484,7 +435,7 @@ class _Reader:
     every = tuple(range(len(left.shape)))
     if not left_dims == right_dims == every or left.shape != right.shape:
       return None
-    product = self._entrywise('mul', '', [left, right], left.shape, _FLOAT)
+    product = self._entrywise('mul', '', [left, right], left.shape)
     return None if product is None else self._reduced('reduce_sum', product, every)
 
   def _on_concatenate(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
@@ -504,6 +455,8 @@ class _Reader:
 
   def _on_reshape(self, eqn: JaxprEqn, value: _Value) -> _Value | None:
     shape, owner = _shape(eqn), value.owner
+    if value.is_uniform:
+      return value._replace(shape=shape, labels=_uniform(shape))
     factors: list[tuple[int, Label]] = []
     for size, label in zip(value.shape, value.labels):
       if label and owner is not None:
@@ -512,19 +465,14 @@ class _Reader:
         factors.append((size, label))
     labels: list[Label] = []
     for size in shape:
-      made: list[Label] = []
-      while size > 1:
-        have, label = factors.pop(0)
-        if label == () and have % size == 0 and have > size:
-          factors.insert(0, (have // size, ()))
-          have = size
-        if size % have:
-          return None
-        size //= have
+      have, made = 1, list[Label]()
+      while have < size:
+        factor, label = factors.pop(0)
+        have *= factor
         made.append(label)
-      if (None in made and made != [None]) or (() in made and any(made)):
+      if have != max(size, 1) or (len(made) > 1 and not all(made)):
         return None
-      labels.append(None if made == [None] else tuple(axis for label in made for axis in label or ()))
+      labels.append(made[0] if len(made) == 1 else tuple(axis for label in made for axis in label or ()))
     return value._replace(shape=shape, labels=tuple(labels))
 
   _on_squeeze = _on_expand_dims = _on_reshape
@@ -535,30 +483,9 @@ class _Reader:
       labels[at] = value.labels[i] if value.shape[i] == shape[at] else ()
     return value._replace(shape=shape, labels=tuple(labels))
 
-  def _on_dynamic_slice(self, eqn: JaxprEqn, value: _Value, *starts: _Value) -> _Value | None:
-    shape = _shape(eqn)
-    cut = [i for i, size in enumerate(value.shape) if size != shape[i]]
-    if any(start.owner is not None for start in starts) or any(value.labels[i] for i in cut):
-      return None
-    form = self._atom('dynamic_slice', tuple((shape[i], starts[i].form) for i in cut), value.form)
-    return value._replace(form=form, shape=shape, marks=_marks([value, *starts]))
 
-  def _on_scatter(self, eqn: JaxprEqn, value: _Value, index: _Value, new: _Value) -> _Value | None:
-    numbers = eqn.params['dimension_numbers']
-    at = numbers.inserted_window_dims
-    rest = [i for i in range(len(value.shape)) if i not in at]
-    is_row = numbers.scatter_dims_to_operand_dims == at and new.shape == tuple(value.shape[i] for i in rest)
-    if not is_row or index.owner is not None or any(value.labels[i] for i in at):
-      return None
-    kept = value._replace(shape=new.shape, labels=tuple(value.labels[i] for i in rest))
-    made = self._entrywise('scatter', f'{at} {eqn.params["mode"]}', [kept, new], new.shape, _INT)
-    if made is None:
-      return None
-    labels: list[Label] = [None] * len(value.shape)
-    for i, label in zip(rest, made.labels):
-      labels[i] = label
-    form = self._atom('scatter', at, value.form, index.form, new.form)
-    return _Value(form, value.shape, tuple(labels), made.owner, _marks([value, index, new]))
+def _is_number(form: Terms) -> bool:
+  return len(form) == 1 and form[0][0] == _ONE
 
 
 def _sum(terms: Sequence[tuple[Atom, float]]) -> Terms:
@@ -568,12 +495,8 @@ def _sum(terms: Sequence[tuple[Atom, float]]) -> Terms:
   return tuple(sorted((atom, c) for atom, c in total.items() if c))
 
 
-def _avals(eqn: JaxprEqn) -> list[jax.ShapeDtypeStruct]:
-  return [x.aval for x in eqn.outvars]  # type: ignore[misc]
-
-
 def _shapes(eqn: JaxprEqn) -> list[Shape]:
-  return [getattr(aval, 'shape', ()) for aval in _avals(eqn)]
+  return [getattr(x.aval, 'shape', ()) for x in eqn.outvars]
 
 
 def _shape(eqn: JaxprEqn) -> Shape:

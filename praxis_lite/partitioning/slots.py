@@ -11,9 +11,8 @@ to that parameter's:
     slot       0.count            ()           ()                  of no parameter: replicated
 
 Which dimension a factored slot of a (512, 512) parameter has lost does not show in its shape. A learner reads it from
-the program of its optimizer's update. Given only the transformation's `init`, that is run on shapes whose dimensions
-all differ (shapes only, no arrays), and every dimension of the state then says which one it comes from, where the later
-of two that were equal counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
+the program of its optimizer's update. Given only `init`, that is run on shapes whose dimensions all differ, where the
+later of two equal ones counts as the larger. Given neither, the names `v_row` and `v_col` of optax's factored RMS are
 known, and otherwise the leftmost match is taken. A wrong guess would cost communication, never correctness.
 """
 
@@ -118,10 +117,7 @@ def owner_of(path: Path, params: Mapping[Path, object]) -> Path | None:
 
 
 def dims_by_size(path: Path, slot_shape: Sequence[int], shape: Sequence[int]) -> Axes:
-  """For each dimension of a slot, the dimension of its parameter it comes from, judged by sizes; None for none.
-
-  A dimension of size 1 comes from none: it has nothing to split.
-  """
+  """For each dimension of a slot, the dimension of its parameter it comes from, by sizes; None for none and size 1."""
   slot_shape, shape = tuple(slot_shape), tuple(shape)
   if len(slot_shape) == len(shape):
     return tuple(i if s == d and s > 1 else None for i, (s, d) in enumerate(zip(slot_shape, shape)))
@@ -145,21 +141,16 @@ def _leftmost_subsequence(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -
   """Indices into `shape` at which the sizes of `slot_shape` occur in order; empty if they do not."""
   found: list[int] = []
   for size in slot_shape:
-    start = found[-1] + 1 if found else 0
-    index = next((i for i in range(start, len(shape)) if shape[i] == size), None)
-    if index is None:
+    if size not in shape[(start := found[-1] + 1 if found else 0) :]:
       return ()
-    found.append(index)
+    found.append(shape.index(size, start))
   return tuple(found)
 
 
 def _traced_axes(init_fn: Callable[..., object], params_struct: object) -> dict[Path, Axes]:
-  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct.
-
-  Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
-  stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays common to
-  the parameters that share it.
-  """
+  """For each slot, the dimensions of its parameter it comes from, found by initializing with all sizes distinct."""
+  # Dimension i of size d becomes d * k + i, with k above any rank: the order of sizes, on which factoring may depend,
+  # stays as it is, ties go to the later dimension, and dimension 0, over which `init_fn` may be mapped, stays equal.
   k = 1 + max((len(p.shape) for p in jax.tree.leaves(params_struct)), default=0)
 
   def distinct(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

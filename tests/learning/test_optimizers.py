@@ -108,8 +108,10 @@ def learned(learner: Learner, weights: Any, params: Any, gradients: list[Any]) -
 def test_a_stack_of_layers_is_trained_as_its_layers_alone(name: str) -> None:
   weights = declarations()
   params, gradients = values(weights), gradients_of_steps(weights)
-  learner = Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=RATE).instantiate()
-  actual, _ = learned(learner, weights, params, gradients)
+  # What L-BFGS looks at is not found out; by stacks, as by layers, it is what it looks at of all variables.
+  per_layer = False if name == 'lbfgs' else None
+  learner = Config(Learner, optimizer=OPTIMIZERS[name], learning_rate=RATE, per_layer_statistics=per_layer)
+  actual, _ = learned(learner.instantiate(), weights, params, gradients)
   expected = plain_optax(OPTIMIZERS[name], weights, params, gradients)
   changes = []
   for (path, start), want in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected)):
@@ -315,6 +317,14 @@ def test_an_optimizer_that_must_evaluate_the_loss_again_is_refused() -> None:
   learner = Config(Learner, optimizer=Config(optax.lbfgs)).instantiate()
   with pytest.raises(ConfigError, match='value_fn'):
     learned(learner, weights, params, [params])
+
+
+def test_an_optimizer_that_is_not_understood_and_looks_at_all_variables_names_the_field_to_set() -> None:
+  """L-BFGS does to stacks what it does to layers, which is not found out; its user can say so."""
+  weights = declarations()
+  learner = Config(Learner, optimizer=OPTIMIZERS['lbfgs']).instantiate()
+  with pytest.raises(ConfigError, match=r'lbfgs looks at all variables together.*per_layer_statistics.*False'):
+    learner.bind(weights).init(values(weights))
 
 
 def test_optimizers_get_the_value_of_the_schedule_at_the_step_of_the_state() -> None:

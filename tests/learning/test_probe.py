@@ -68,8 +68,8 @@ _DRAWING = 'add_noise noisy_sgd'
 _UNTRACEABLE = 'differentially_private_aggregate dpsgd sophia'
 # What these look at makes no difference within two steps.
 _QUIET = 'adaptive_grad_clip apply_if_finite dadapt_adamw momo momo_adam prodigy'
-# Stackable in truth, and mapped over layers for nothing.
-_NOT_SHOWN = 'scale_by_factored_rms'
+# Stackable in truth: mapped over layers for nothing, or, since it looks at all variables, to be set by hand.
+_NOT_SHOWN = 'lbfgs scale_by_factored_rms scale_by_lbfgs'
 # Those take further optimizers or searches, or trees of dimension numbers.
 _LEFT_OUT = 'scale_by_backtracking_linesearch scale_by_muon scale_by_zoom_linesearch schedule_free'
 
