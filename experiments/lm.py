@@ -41,7 +41,7 @@ class _ByteLm(BaseExperiment):
     task = Config(LanguageModelTask, model=self.model())
     task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=50)
     task.train.set(num_train_steps=900, log_interval_steps=20, eval_interval_steps=450, save_interval_steps=150)
-    task.train.inputs_split_mapping = self.inputs_split_mapping
+    task.train.inputs_split_mapping = dict(self.inputs_split_mapping)
     return task
 
 

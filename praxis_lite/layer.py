@@ -163,12 +163,8 @@ class Layer(Configurable):
     )
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
-    """Builds a child from a copy of `config`; it is reached as `self.<name>`, and its variables as `<path>.<name>`.
-
-    The child takes this layer's dtype, fprop dtype, initializer, mesh axis names and logical axis rules where it has
-    none.
-    """
-    self._claim_child(name)
+    """Builds a child from a copy of `config`, with what it inherits; it is `self.<name>`, of path `<path>.<name>`."""
+    self._claim(name, child=True)
     inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
     token = _parent_path.set(self._path)
     try:
@@ -190,19 +186,16 @@ class Layer(Configurable):
       return [self.create_child(name, template) for name in names]
     if templates is None or len(names) != 1:
       raise ConfigError(f'{self.path_name}: create_children takes names and template=, or one name and templates=')
-    self._claim_child(names[0])
+    self._claim(names[0], child=True)
     children = [self.create_child(f'{names[0]}_{i}', config) for i, config in enumerate(templates)]
     setattr(self, names[0], children)
     return children
 
-  def _claim(self, name: str) -> None:
+  def _claim(self, name: str, child: bool = False) -> None:
     if name in self._names:
       raise ConfigError(f"{self.path_name}: the name '{name}' is declared twice")
     self._names.add(name)
-
-  def _claim_child(self, name: str) -> None:
-    self._claim(name)
-    if hasattr(type(self), name) or name in self.__dict__:
+    if child and (hasattr(type(self), name) or name in self.__dict__):
       raise ConfigError(
         f"{self.path_name}: a child cannot be named '{name}', which is an attribute of {type(self).__name__} already"
       )
@@ -409,8 +402,7 @@ class Layer(Configurable):
     """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
     for layer in self.descendants():
       for field, mapping in layer._split_mappings('activation_split_dims_mapping').items():
-        placement = layer._resolve(mapping, field)
-        if placement is not None:
+        if (placement := layer._resolve(mapping, field)) is not None:
           yield placement.spec
 
   def _shard_input(self, x: InputT) -> InputT:
@@ -465,10 +457,7 @@ _parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite
 
 
 def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method in a named scope, so that profiles and HLO show paths, with its input sharded on entry.
-
-  A method that the same layer's running method calls is in the scope already.
-  """
+  """Runs a layer's method, unless called by another one of it, in a named scope and with its input sharded on entry."""
   first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
 
   @functools.wraps(method)

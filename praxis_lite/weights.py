@@ -3,9 +3,6 @@
 A `WeightHParams` describes a weight before it exists: shape, dtype, initializer, and how it is split over the mesh.
 `Layer.abstract_init()` returns a tree of them, from which specs, padding, optimizer masks, parameter tables and
 checkpoints are derived.
-
-Fans follow the convention of convolutions: the last axis is the output, the one before it the input, and all others the
-receptive field that multiplies both.
 """
 
 from __future__ import annotations
@@ -151,7 +148,7 @@ class WeightHParams:
     mapping_field: the config field to set the mapping by, where the mapping does not know it itself.
     repeat_prefix: leading dimensions added by layers that repeat the declaring one, outermost first.
     repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
-    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: the convention above.
+    fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: as `get_fan_in_fan_out` says.
     collections: marks from `WeightHParamsCollection`.
   """
 
@@ -218,8 +215,8 @@ def get_fan_in_fan_out(
 ) -> tuple[int | None, int | None]:
   """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
 
-  With axes given, each fan is the product of its axes. Without, axis -2 is the input, axis -1 the output, and the
-  others multiply both; a vector is its own fan in and fan out.
+  With axes given, each fan is the product of its axes. Without, as in convolutions, axis -2 is the input, axis -1 the
+  output, and the others, the receptive field, multiply both; a vector is its own fan in and fan out.
   """
   if not shape:
     return None, None
@@ -235,16 +232,13 @@ def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
   """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other.
 
   Args:
-    weight: its `init` and `dtype` must be filled in.
+    weight: the declaration, with its `init`.
     key: PRNG key of this weight.
   """
-  if not weight.repeat_prefix:
-    return _init_one(weight, key)
-  keys = jax.random.split(key, math.prod(weight.repeat_prefix))
-  return jax.vmap(lambda k: _init_one(weight, k))(keys).reshape(weight.full_shape)
-
-
-def _init_one(weight: WeightHParams, key: jax.Array) -> jax.Array:
+  if weight.repeat_prefix:
+    one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
+    keys = jax.random.split(key, math.prod(weight.repeat_prefix))
+    return jax.vmap(lambda k: init_weight(one, k))(keys).reshape(weight.full_shape)
   if weight.init is None:
     raise ConfigError(
       'a weight without an initializer cannot be created; set WeightHParams.init or the layer params_init'

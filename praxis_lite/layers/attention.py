@@ -29,6 +29,8 @@ from praxis_lite.layers.dot_product import (
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
+Heads = tuple[jax.Array, jax.Array, jax.Array]  # Queries [B, T, N, H], keys and values [B, S, K, H].
+
 
 class ProjectionWeightSplit(WeightSplit):
   """`wt`: the weight, of rank in + out; `bias`: of rank out."""
@@ -127,8 +129,7 @@ class MultiHeadAttention(Layer):
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
       qkv = self.proj_tpl.clone(in_shape=(D,), out_shape=(K, N // K + 2, H), use_bias=self.use_bias)
-      _split_projection(qkv, wt, (0, 1, None, 2), rank_in=1)
-      self.create_child('qkv', qkv)
+      self.create_child('qkv', _split_projection(qkv, wt, (0, 1, None, 2), rank_in=1))
     else:
       for name, dims, heads in (('query', D, N), ('key', self.kv_input_dims, K), ('value', self.kv_input_dims, K)):
         proj = self.proj_tpl.clone(in_shape=(dims,), out_shape=(heads, H), use_bias=self.use_bias)
@@ -203,8 +204,7 @@ class MultiHeadAttention(Layer):
         bias_BNTS = self.relative_bias(pos_BT, pos_BT)
     if segment_ids is not None and kv_segment_ids is not None:
       mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
-    query_BTNH, key_BSKH, value_BSKH = self._project(x_BTD, kv_BSD, segment_pos)
-    return self._attend(query_BTNH, key_BSKH, value_BSKH, bias_BNTS, mask, self.causal, self.sliding_window)
+    return self._attend(self._project(x_BTD, kv_BSD, segment_pos), bias_BNTS, mask, self.causal, self.sliding_window)
 
   # ---------------------------------------------------------------- token by token
 
@@ -212,8 +212,7 @@ class MultiHeadAttention(Layer):
     """Allocates an empty cache of `max_len` slots for each of `batch_size` sequences."""
     shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
     for name in ('key', 'value'):
-      empty_BSKH = jnp.zeros(shape, self.fprop_dtype)
-      self.update_decode_state(name, self.shard(empty_BSKH, 'blkh'))
+      self.update_decode_state(name, self.shard(jnp.zeros(shape, self.fprop_dtype), 'blkh'))
     self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
     self.update_decode_state('slot', jnp.zeros((), jnp.int32))
 
@@ -236,20 +235,15 @@ class MultiHeadAttention(Layer):
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
     for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
       cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
-      if name != 'pos':
-        cache = self.shard(cache, 'blkh')
-      self.update_decode_state(name, cache)
+      self.update_decode_state(name, cache if name == 'pos' else self.shard(cache, 'blkh'))
     self.update_decode_state('slot', slot + x_BTD.shape[1])
     key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
     bias_BNTS = None if self.relative_bias_tpl is None else self.relative_bias(pos_BT, pos_BS)
-    mask_B1TS = cache_mask(pos_BT, pos_BS, self.sliding_window)
-    return self._attend(query_BTNH, key_BSKH, value_BSKH, bias_BNTS, mask_B1TS)
+    return self._attend((query_BTNH, key_BSKH, value_BSKH), bias_BNTS, cache_mask(pos_BT, pos_BS, self.sliding_window))
 
   # ---------------------------------------------------------------- parts
 
-  def _project(
-    self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def _project(self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None) -> Heads:
     """Returns queries, keys and values, normalized and rotated."""
     if self.combine_qkv:
       qkv_BTKJH = self.qkv(x_BTD)
@@ -268,20 +262,11 @@ class MultiHeadAttention(Layer):
     )
 
   def _attend(
-    self,
-    query_BTNH: jax.Array,
-    key_BSKH: jax.Array,
-    value_BSKH: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    causal: bool = False,
-    window: int | None = None,
+    self, heads: Heads, bias: jax.Array | None, mask: jax.Array | None, causal: bool = False, window: int | None = None
   ) -> jax.Array:
     """Returns the output, [B, T, D]."""
     context_BTNH = dot_product_attention(
-      query_BTNH,
-      key_BSKH,
-      value_BSKH,
+      *heads,
       bias=bias,
       mask=mask,
       causal=causal,

@@ -19,16 +19,6 @@ import jax.numpy as jnp
 AttentionImplementation = Literal['xla', 'cudnn']
 
 
-def causal_mask(num_queries: int, num_keys: int) -> jax.Array:
-  """Returns [1, 1, T, S]: query t sees the keys up to t."""
-  return (jnp.arange(num_queries)[:, None] >= jnp.arange(num_keys))[None, None]
-
-
-def sliding_window_mask(num_queries: int, num_keys: int, window: int) -> jax.Array:
-  """Returns [1, 1, T, S]: query t sees the keys less than `window` away, to the left and to the right."""
-  return (jnp.abs(jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)) < window)[None, None]
-
-
 def segment_mask(query_segment_ids_BT: jax.Array, key_segment_ids_BS: jax.Array) -> jax.Array:
   """Returns [B, 1, T, S]: a query sees the keys of its own segment; padding, segment 0, sees padding."""
   return (query_segment_ids_BT[:, :, None] == key_segment_ids_BS[:, None, :])[:, None]
@@ -97,11 +87,11 @@ def dot_product_attention(
       implementation=implementation,
     )
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
-  mask = combine_masks(
-    mask,
-    causal_mask(T, S) if causal else None,
-    sliding_window_mask(T, S, window) if window is not None else None,
-  )
+  offset_11TS = (jnp.arange(T)[:, None] - jnp.arange(S))[None, None]
+  if causal:
+    mask = combine_masks(mask, offset_11TS >= 0)
+  if window is not None:
+    mask = combine_masks(mask, jnp.abs(offset_11TS) < window)
 
   def grouped(x_BNTS: jax.Array) -> jax.Array:
     """[B, N, T, S] to [B, K, G, T, S]; a single head, which broadcasts, to [B, 1, 1, T, S]."""

@@ -5,6 +5,8 @@ D model dims, F hidden dims.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -41,6 +43,8 @@ class FeedForward(Layer):
     out_init: initializer of the weight out of the hidden layer; None: as the other weights.
   """
 
+  _inward: ClassVar[tuple[str, ...]] = ('up',)  # Names of the linear layers from D to F.
+
   input_dims: int = REQUIRED
   hidden_dims: int = REQUIRED
   activation: str = 'gelu_tanh'
@@ -53,25 +57,18 @@ class FeedForward(Layer):
 
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
-    wt, down_wt = self.weight_split_dims_mapping.wt, self.weight_split_dims_mapping.down
-    if down_wt is None and wt is not None:
-      down_wt = wt[::-1]
-    D, F = self.input_dims, self.hidden_dims
+    split, D, F = self.weight_split_dims_mapping, self.input_dims, self.hidden_dims
     up = self.proj_tpl.clone(input_dims=D, output_dims=F, use_bias=self.use_bias)
     down = self.proj_tpl.clone(input_dims=F, output_dims=D, use_bias=self.use_bias)
-    if wt is not None:
-      up.weight_split_dims_mapping.wt = wt
-    if down_wt is not None:
-      down.weight_split_dims_mapping.wt = down_wt
+    if split.wt is not None:
+      up.weight_split_dims_mapping.wt, down.weight_split_dims_mapping.wt = split.wt, split.wt[::-1]
+    if split.down is not None:
+      down.weight_split_dims_mapping.wt = split.down
     if self.out_init is not None:
       down.params_init = self.out_init
-    self.create_children(*self._inward(), template=up)
+    self.create_children(*self._inward, template=up)
     self.create_child('dropout', self.dropout_tpl)
     self.create_child('down', down)
-
-  def _inward(self) -> tuple[str, ...]:
-    """Names of the linear layers from D to F."""
-    return ('up',)
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     """Returns [..., F], before dropout."""
@@ -90,11 +87,10 @@ class GatedFeedForward(FeedForward):
   Attributes: those of `FeedForward`; `proj_tpl` is also that of the child `gate`.
   """
 
+  _inward = ('gate', 'up')
+
   activation: str = 'silu'
   use_bias: bool = False
-
-  def _inward(self) -> tuple[str, ...]:
-    return ('gate', 'up')
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     gate = checkpoint_name(self.shard(self.gate(x), 'hidden'), 'ffn_gate')

@@ -1,6 +1,6 @@
 """Layers of image classifiers: convolution, pooling, and networks from images to features.
 
-A network has the property `output_dims`, the size of its features, and is called with the weights of the examples,
+A network has the attribute `output_dims`, the size of its features, and is called with the weights of the examples,
 which batch norms need.
 
 B batch, H height, W width, C (input) channels, O output channels, F features.
@@ -153,20 +153,10 @@ class Mlp(Layer):
     linears = [self.linear_tpl.clone(input_dims=i, output_dims=o) for i, o in itertools.pairwise(dims)]
     self.create_children('linear', templates=linears)
     self.create_child('dropout', self.dropout_tpl)
-
-  @property
-  def output_dims(self) -> int:
-    """F, the last entry of `hidden_dims`."""
-    return (self.input_dims, *self.hidden_dims)[-1]
+    self.output_dims = dims[-1]
 
   def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns features [B, F].
-
-    Args:
-      x: [B, ...] with `input_dims` values in each example.
-      weights: not used.
-    """
-    del weights
+    """Returns features [B, F] of x, [B, ...] with `input_dims` values in each example; `weights` are not used."""
     x_BF = jnp.reshape(x, (x.shape[0], -1)).astype(self.fprop_dtype)
     if x_BF.shape[1] != self.input_dims:
       raise ConfigError(
@@ -206,19 +196,16 @@ class ConvNet(Layer):
   def setup(self) -> None:
     get_activation(self.activation, f'{self.path_name}.activation')
     conv = self.conv_tpl.clone(use_bias=self.norm_tpl is None)
-    counts = itertools.pairwise((self.input_channels, *self.channels))
-    self.create_children('conv', templates=[conv.clone(filter_shape=(*self.filter_size, i, o)) for i, o in counts])
+    counts = (self.input_channels, *self.channels)
+    shapes = [(*self.filter_size, i, o) for i, o in itertools.pairwise(counts)]
+    self.create_children('conv', templates=[conv.clone(filter_shape=shape) for shape in shapes])
     if self.norm_tpl is not None:
       self.create_children('norm', templates=[self.norm_tpl.clone(dims=c) for c in self.channels])
     if self.pooling_tpl is not None:
       self.create_child('pooling', self.pooling_tpl)
     self.create_child('global_pooling', self.global_pooling_tpl)
     self.create_child('dropout', self.dropout_tpl)
-
-  @property
-  def output_dims(self) -> int:
-    """F, the last entry of `channels`."""
-    return (self.input_channels, *self.channels)[-1]
+    self.output_dims = counts[-1]
 
   def __call__(self, x_BHWC: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Returns features [B, F].

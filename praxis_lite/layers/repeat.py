@@ -35,7 +35,7 @@ from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.partitioning.explicit import save_all_but_gathered
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import mean_of_means
-from praxis_lite.weights import SplitDimsMapping, WeightHParams
+from praxis_lite.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
@@ -72,11 +72,9 @@ def remat(
       first pass.
     regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.
   """
-  if policy == 'none':
-    if not regathers:
-      return fn
-    return jax.checkpoint(fn, policy=save_all_but_gathered, prevent_cse=not in_scan)
-  saveable = _POLICIES[policy]
+  if policy == 'none' and not regathers:
+    return fn
+  saveable = save_all_but_gathered if policy == 'none' else _POLICIES[policy]
   if save_names:
     named = jax.checkpoint_policies.save_only_these_names(*save_names)
     saveable = jax.checkpoint_policies.save_from_both_policies(saveable, named)
@@ -116,21 +114,14 @@ class Repeat(Layer):
     if self.num_layers < 1:
       raise ConfigError(f'{self.path_name}.num_layers: expected at least 1, got {self.num_layers}')
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
+    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.stack'
     self._resolve(self.weight_split_dims_mapping.stack, self._stack_field, rank=1)
     self.create_child('layers', self.layers_tpl)
 
-  @property
-  def _stack_field(self) -> str:
-    return f'{self.path_name}.weight_split_dims_mapping.stack'
-
   def abstract_init(self) -> NestedDict:
-    below = self.layers.abstract_init()
     split = (self.weight_split_dims_mapping.stack or (None,))[0]
-
-    def stacked(weight: WeightHParams) -> WeightHParams:
-      return weight.repeated(self.num_layers, split, self._stack_field)
-
-    return {'layers': jax.tree.map(stacked, below)} if below else {}
+    below = jax.tree.map(lambda w: w.repeated(self.num_layers, split, self._stack_field), self.layers.abstract_init())
+    return {'layers': below} if below else {}
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last repetition.

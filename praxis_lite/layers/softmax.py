@@ -20,12 +20,14 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.weighted import weighted_mean
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array]
+Losses = tuple[jax.Array, jax.Array]  # Cross entropy, log normalizer.
+Residuals = tuple[jax.Array, jax.Array, jax.Array]  # Logits, labels, log normalizer.
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float = 0.0) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float = 0.0) -> Losses:
   """Returns (cross entropy, log normalizer) in nats, each float32 of the shape of `labels`.
 
       log normalizer z = log sum_v exp(logits_v)
@@ -43,13 +45,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> tuple[jax.Array, jax.Array]:
+def _cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> Losses:
   return _forward(logits, labels, label_smoothing)[0]
 
 
-def _forward(
-  logits: jax.Array, labels: jax.Array, label_smoothing: float
-) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
+def _forward(logits: jax.Array, labels: jax.Array, label_smoothing: float) -> tuple[Losses, Residuals]:
   log_normalizer = jax.nn.logsumexp(logits, axis=-1)
   index = jnp.where(labels < 0, logits.shape[-1], labels)  # Otherwise -1 would be the last class.
   target = jnp.take_along_axis(logits, index[..., None], axis=-1, mode='fill', fill_value=jnp.nan)[..., 0]
@@ -58,9 +58,7 @@ def _forward(
   return (log_normalizer - target, log_normalizer), (logits, labels, log_normalizer)
 
 
-def _backward(
-  label_smoothing: float, residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, None]:
+def _backward(label_smoothing: float, residuals: Residuals, cotangents: Losses) -> tuple[jax.Array, None]:
   logits, labels, log_normalizer = residuals
   of_xent, of_normalizer = (c[..., None] for c in cotangents)
   # Unlike a one-hot array, a comparison is computed in the loop that writes the gradient.
@@ -147,10 +145,9 @@ class FullSoftmax(Layer):
     logits = self.get_logits(x)
     xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
     if self.z_loss_weight:
-      weights = jnp.ones_like(xent) if class_weights is None else class_weights.astype(jnp.float32)
-      total = jnp.sum(weights)
-      z_loss = jnp.sum(jnp.where(weights > 0, jnp.square(log_normalizer) * weights, 0.0))
-      self.add_aux_loss('z_loss', z_loss / jnp.where(total > 0, total, 1.0), weight=self.z_loss_weight)
+      weights = jnp.ones_like(xent) if class_weights is None else class_weights
+      z_loss, _ = weighted_mean(jnp.square(log_normalizer), weights)
+      self.add_aux_loss('z_loss', z_loss, weight=self.z_loss_weight)
     return SoftmaxOutput(logits, xent)
 
 

@@ -10,13 +10,13 @@ B batch, T length, D model dims, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer, SplitMapping
@@ -26,9 +26,9 @@ from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.repeat import Repeat, check_remat, remat
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
-from praxis_lite.trees import NestedDict
 
 T = TypeVar('T')
+_HEADS = ('num_heads', 'num_kv_heads', 'dims_per_head')
 
 
 class TransformerBlock(Layer):
@@ -59,14 +59,9 @@ class TransformerBlock(Layer):
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post'))
-    attention = self.attention_tpl.clone(
-      input_dims=self.input_dims,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      dims_per_head=self.dims_per_head,
-    )
+    heads = {field: getattr(self, field) for field in _HEADS}
     self.create_children('attention_norm', 'ff_norm', template=self.norm_tpl.clone(dims=self.input_dims))
-    self.create_child('attention', attention)
+    self.create_child('attention', self.attention_tpl.clone(input_dims=self.input_dims, **heads))
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
 
@@ -117,8 +112,13 @@ class StackedTransformer(Layer):
 
   def __call__(self, x: T, **kwargs: Any) -> T:
     """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
+    regathers = self.surroundings.reading_gathers
     for layer in self.layers:
-      x = self._apply(layer, x, **kwargs)
+      key = self.next_prng_key() if self.has_prng_key() else None
+      apply = functools.partial(layer.apply, key=key, **kwargs)
+      body = remat(apply, self.remat, self.remat_save_names, in_scan=False, regathers=regathers)
+      x, side = body(layer.variables, x)
+      layer.absorb(side)
     return x
 
   def init_decode_state(self, *args: object) -> None:
@@ -130,18 +130,6 @@ class StackedTransformer(Layer):
     """As `__call__`, with the layers' `extend_step` and caches."""
     for layer in self.layers:
       x = layer.extend_step(x, *args)
-    return x
-
-  def _apply(self, layer: Layer, x: T, **kwargs: Any) -> T:
-    key = self.next_prng_key() if self.has_prng_key() else None
-
-    def one(variables: NestedDict, x: T) -> tuple[T, SideOutputs]:
-      return layer.apply(variables, x, key=key, **kwargs)
-
-    regathers = self.surroundings.reading_gathers
-    body = remat(one, self.remat, self.remat_save_names, in_scan=False, regathers=regathers)
-    x, side = body(layer.variables, x)
-    layer.absorb(side)
     return x
 
 
@@ -193,13 +181,8 @@ class TransformerLm(Layer):
       self.create_child('position', self.position_tpl.clone(dims=D))
     self.create_child('embedding_dropout', self.dropout_tpl)
     transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
-    transformer.layers_tpl.set(
-      input_dims=D,
-      hidden_dims=4 * D if self.hidden_dims is None else self.hidden_dims,
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_kv_heads,
-      dims_per_head=self.dims_per_head,
-    )
+    hidden_dims, heads = self.hidden_dims, {field: getattr(self, field) for field in _HEADS}
+    transformer.layers_tpl.set(input_dims=D, hidden_dims=4 * D if hidden_dims is None else hidden_dims, **heads)
     transformer.layers_tpl.attention_tpl.causal = True
     self.create_child('transformer', transformer)
     if self.final_norm_tpl is not None:

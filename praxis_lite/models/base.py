@@ -27,15 +27,10 @@ class BaseModel(Layer, Generic[PredictionsT]):
     raise NotImplementedError(f'{type(self).__name__}.compute_predictions')
 
   def compute_loss(self, predictions: PredictionsT, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns (metrics, per-example outputs).
+    """Returns (metrics, per-example outputs) of what `compute_predictions` returned for the same batch.
 
-    Args:
-      predictions: what `compute_predictions` returned.
-      batch: the same batch.
-
-    Returns:
-      Metrics as (mean, weight) by name; `loss`, which is trained on, is among them. Per-example outputs: a dict of
-      arrays with the batch as dimension 0.
+    Metrics are (mean, weight) by name; `loss`, which is trained on, is among them. Per-example outputs are a dict of
+    arrays with the batch as dimension 0.
     """
     raise NotImplementedError(f'{type(self).__name__}.compute_loss')
 
@@ -44,14 +39,10 @@ class BaseModel(Layer, Generic[PredictionsT]):
     return self.compute_loss(self.compute_predictions(batch), batch)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `UserError` if this model cannot use the batches of `data`.
+    """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.
 
     Called on the host before anything is compiled, for errors that shapes do not show, such as ids out of bounds: JAX
     reads another entry in their place, without an error.
-
-    Args:
-      data: the input.
-      batch: its first batch, NumPy arrays.
     """
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:

@@ -56,10 +56,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def setup(self) -> None:
     lm = self.lm_tpl.clone()
     for name in _SIZES:
-      own = getattr(self, name)
+      own, there = getattr(self, name), getattr(lm, name)
       if own is None:
         continue
-      there = getattr(lm, name)
       if there is not None and there is not REQUIRED and there != own:
         raise ConfigError(
           f'{self.path_name}.{name} is {own}, but {self.path_name}.lm_tpl.{name} is {there}; set one of them'
