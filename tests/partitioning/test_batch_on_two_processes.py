@@ -18,7 +18,8 @@ import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from praxis_lite.partitioning import *
+from praxis_lite.partitioning import DataLayout, LocalChunker, PjitPartitioner, TrainState, create_device_mesh
+from praxis_lite.partitioning import get_cpu_mesh, get_input_partition_specs, pad_batch, put_on_mesh
 from praxis_lite.weights import WeightHParams
 
 mesh = get_cpu_mesh()
