@@ -12,6 +12,8 @@ import zipfile
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ('experiments', 'praxis_lite', 'tasks')
 

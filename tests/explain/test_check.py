@@ -264,6 +264,7 @@ def test_a_large_slot_of_no_weight() -> None:
 # ---------------------------------------------------------------- registered experiments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_what_is_said_of_registered_experiments_is_so(name: str) -> None:
   config = configure(registry.get(name))

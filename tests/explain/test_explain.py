@@ -41,6 +41,7 @@ def batch(size: int = 16) -> dict[str, jax.ShapeDtypeStruct]:
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_every_array_of_every_experiment_is_explained_as_jax_would_place_it(name: str) -> None:
   config = configure(registry.get(name))

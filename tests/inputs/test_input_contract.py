@@ -10,6 +10,8 @@ import pytest
 from praxis_lite import inputs
 from praxis_lite.config import Config
 
+pytestmark = pytest.mark.slow
+
 BATCH = 4
 # Real rows of an epoch of each case. None is a multiple of the batch.
 NUM_EXAMPLES = 11

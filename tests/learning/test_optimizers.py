@@ -16,6 +16,8 @@ from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning import Learner
 
+pytestmark = pytest.mark.slow
+
 RATE = 0.05
 LOSS = np.float32(300.0)
 

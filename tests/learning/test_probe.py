@@ -17,6 +17,8 @@ from small_trees import weight
 from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all
 from praxis_lite.trees import NestedDict
 
+pytestmark = pytest.mark.slow
+
 # Small enough to be quick, with a square matrix, and sizes that some optimizers treat apart.
 WEIGHTS = {'stack': weight(4, 4, repeat=(2,)), 'rows': weight(3, repeat=(2,)), 'flat': weight(4, 6)}
 

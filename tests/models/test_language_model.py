@@ -22,6 +22,8 @@ from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import partition_spmd_model
 
+pytestmark = pytest.mark.slow
+
 V, B, T = 13, 3, 8
 
 
