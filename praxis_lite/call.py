@@ -174,8 +174,8 @@ class Frame:
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array) -> None:
     """Adds weight * value to the auxiliary losses; of a layer that is used several times, the weighted mean is kept."""
     if name in self.aux_losses:
-      (old_value, old_weight), new = self.aux_losses[name], (value, weight)
-      value, weight = mean_of_means(jnp.stack([old_value, new[0]]), jnp.stack([old_weight, new[1]]))
+      values, weights = zip(self.aux_losses[name], (value, weight))
+      value, weight = mean_of_means(jnp.stack(values), jnp.stack(weights))
     self.aux_losses[name] = (value, weight)
 
   def side_outputs(self) -> SideOutputs:

@@ -390,7 +390,7 @@ class Layer(Configurable):
     """
     field = mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else f'{self.path_name}.shard()'
     if isinstance(mapping, str):
-      name, known = mapping, self._split_mappings('activation_split_dims_mapping')
+      name, known = mapping, self._activation_mappings
       field = f'{self.path_name}.activation_split_dims_mapping.{name}'
       if field not in known:
         close = did_you_mean(name, (path.rpartition('.')[2] for path in known))
@@ -401,16 +401,20 @@ class Layer(Configurable):
   def activation_specs(self) -> Iterator[PartitionSpec]:
     """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
     for layer in self.descendants():
-      for field, mapping in layer._split_mappings('activation_split_dims_mapping').items():
+      for field, mapping in layer._activation_mappings.items():
         if (placement := layer._resolve(mapping, field)) is not None:
           yield placement.spec
+
+  @functools.cached_property
+  def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
+    """As of `_split_mappings`, once: `shard` needs them at every activation that is traced."""
+    return self._split_mappings('activation_split_dims_mapping')
 
   def _shard_input(self, x: InputT) -> InputT:
     """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""
     mappings, names = self.inputs_split_mapping, self.mesh_axis_names
     if mappings is None or names is None:
       return x
-
     field = f'{self.path_name}.inputs_split_mapping'
 
     def shard(leaf: jax.Array) -> jax.Array:

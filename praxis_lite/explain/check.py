@@ -11,17 +11,15 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import PartitionSpec
-
 from praxis_lite.errors import ShardingError, UserError
-from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches
+from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
 from praxis_lite.explain.explanation import Explanation, Kind, format_bytes, format_mesh
 from praxis_lite.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.partitioning.placement import place_variables
 from praxis_lite.partitioning.rules import shadowed_rules
-from praxis_lite.partitioning.specs import place_by_rank, spec_axes
+from praxis_lite.partitioning.specs import place_by_rank
 from praxis_lite.partitioning.strategies import unused_patterns
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import place_task_variables, state_layout
@@ -253,16 +251,11 @@ def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Pro
   for e in slots:
     if not e.owner or e.shape != shapes[e.owner]:
       continue
-    if _splitting(e.spec, e.mesh_sizes) != _splitting(specs[e.owner], e.mesh_sizes):
+    if splitting_axes(e.spec, e.mesh_sizes) != splitting_axes(specs[e.owner], e.mesh_sizes):
       message = f'is split as {tuple(e.spec)!r}, and its variable {e.owner} as {tuple(specs[e.owner])!r}'
       remedy = 'give both the same spec: otherwise each step moves the one to the other'
       problems.append(_warn('slot unlike its weight', e.path, message, remedy))
   return problems
-
-
-def _splitting(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-  """The axes of each dimension that are larger than 1."""
-  return tuple(tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in spec)
 
 
 def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
@@ -301,7 +294,7 @@ def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mappi
   for i, path in enumerate(leaves_by_path(step.task.state_shapes)):
     if path[0] == 'mdl_vars':
       name = path_name(path[1:])
-      splits[i] = Split(_splitting(by_path[name].spec, sizes), name, is_weight=True)
+      splits[i] = Split(splitting_axes(by_path[name].spec, sizes), name, is_weight=True)
   return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, splits, sizes)))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
 
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 
@@ -78,6 +79,11 @@ def find_mismatches(
   return list(dict.fromkeys(walker.found))
 
 
+def splitting_axes(spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+  """The axes of each entry of a spec that are larger than 1: the others split nothing."""
+  return tuple(tuple(axis for axis in spec_axes(entry) if mesh_sizes.get(axis, 1) > 1) for entry in spec)
+
+
 class _Walker:
   def __init__(self, mesh_sizes: Mapping[str, int]):
     self.sizes = mesh_sizes
@@ -132,8 +138,7 @@ class _Walker:
     rank = len(_shape(eqn.outvars[0]))
     if spec is None or len(spec) > rank or UNCONSTRAINED in spec:
       return None
-    split = (tuple(axis for axis in spec_axes(entry) if self.sizes.get(axis, 1) > 1) for entry in spec)
-    axes = (*split, *((),) * (rank - len(spec)))
+    axes = (*splitting_axes(spec, self.sizes), *((),) * (rank - len(spec)))
     if operand is not None and operand.is_weight:
       return dataclasses.replace(operand, axes=axes)
     return Split(axes, f'the activation of {where.replace("/", ".") or "the model"}')

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.errors import ShardingError
 from praxis_lite.explain.explanation import format_mesh, format_shape, format_spec
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes, num_parts
-from praxis_lite.partitioning.specs import check_axes_once, complete_spec, spec_axes
+from praxis_lite.partitioning.specs import all_axes, check_axes_once, complete_spec
 
 
 def visualize_sharding(
@@ -80,7 +80,7 @@ def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
   sizes = axis_sizes(mesh)
   parts = [num_parts(entry, mesh) for entry in spec]
   devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-  used = [axis for entry in spec for axis in spec_axes(entry)]
+  used = all_axes(spec)
   order = [[*sizes].index(axis) for axis in dict.fromkeys((*used, *sizes))]
   return devices.transpose(order).reshape(*parts, -1)
 

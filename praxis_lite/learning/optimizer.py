@@ -37,7 +37,7 @@ from praxis_lite.config import REQUIRED, Config, map_nested, nested_configs, tar
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.partitioning.slots import owner_of
-from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, path_names, select
+from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
@@ -305,9 +305,9 @@ def _update(
 def _state_axes(optimizer: Transformation, variables: NestedDict, state: object) -> list[int | None]:
   """0 for each array of a layer's state (shapes) that every layer has its own of, None for what all layers share."""
   known = leaves_by_path(variables)
-  slots, structure = jax.tree_util.tree_flatten_with_path(state)
-  axes = [None if owner_of(path_names(path), known) is None else 0 for path, _ in slots]
-  two_layers = [s if axis is None else _stacked(s) for axis, (_, s) in zip(axes, slots)]
+  slots, structure = leaves_by_path(state), jax.tree.structure(state)
+  axes = [None if owner_of(path, known) is None else 0 for path in slots]
+  two_layers = [s if axis is None else _stacked(s) for axis, s in zip(axes, slots.values())]
 
   def update(slots: Sequence[jax.Array], variables: NestedDict) -> list[jax.Array]:
     return jax.tree.leaves(optimizer.update(variables, jax.tree.unflatten(structure, slots), variables, value=0.0)[1])

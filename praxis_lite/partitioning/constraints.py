@@ -19,6 +19,7 @@ from praxis_lite.errors import ShardingError, did_you_mean
 from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules, resolve
 from praxis_lite.partitioning.specs import (
   UNCONSTRAINED,
+  all_axes,
   axes_to_entry,
   check_axes_once,
   complete_spec,
@@ -60,7 +61,7 @@ def with_sharding_constraint(x: jax.Array, spec_or_sharding: PartitionSpec | Nam
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return x
-  for axis in (a for entry in spec for a in spec_axes(entry)):
+  for axis in all_axes(spec):
     if axis not in mesh.axis_names:
       raise ShardingError(
         f'axis {axis!r} of {spec} is not an axis of the mesh {dict(mesh.shape)}.{did_you_mean(axis, mesh.axis_names)}'

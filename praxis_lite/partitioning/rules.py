@@ -25,6 +25,7 @@ from praxis_lite.errors import ShardingError, did_you_mean
 from praxis_lite.partitioning.specs import (
   UNCONSTRAINED,
   Placement,
+  all_axes,
   axes_to_entry,
   mapping_entries,
   spec_axes,
@@ -152,7 +153,7 @@ def resolve(
   unset = f'{path} is not set' if split_dims_mapping is None else path
   sources = split_dims_mapping.sources if isinstance(split_dims_mapping, DeclaredSplit) else (unset,) * len(entries)
   why = list(sources)
-  taken = [axis for entry in spec for axis in spec_axes(entry)]
+  taken = all_axes(spec)
   for dim, index in enumerate(match_rules(names, rules, taken, path)):
     if index is not None:
       rule = f'rule {tuple(rules[index])!r}'

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -109,6 +109,11 @@ def spec_axes(entry: object) -> tuple[str, ...]:
   return tuple(entry) if isinstance(entry, Sequence) else ()
 
 
+def all_axes(spec: Iterable[object]) -> list[str]:
+  """The mesh axes of all entries of a spec, in order."""
+  return [axis for entry in spec for axis in spec_axes(entry)]
+
+
 def axes_to_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
   """The inverse of `spec_axes`: None for no axes, the name itself for one."""
   axes = tuple(axes)
@@ -134,7 +139,7 @@ def stored_spec(spec: PartitionSpec) -> PartitionSpec:
 
 def check_axes_once(spec: PartitionSpec, path: str = '') -> None:
   """Raises ShardingError if a mesh axis occurs twice in `spec`."""
-  axes = [axis for entry in spec for axis in spec_axes(entry)]
+  axes = all_axes(spec)
   twice = next((axis for axis in axes if axes.count(axis) > 1), None)
   if twice is not None:
     raise ShardingError(

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.padding import num_parts
-from praxis_lite.partitioning.specs import spec_axes
+from praxis_lite.partitioning.specs import all_axes
 
 # One entry of a spec: the mesh axes that split a dimension.
 Entry = str | tuple[str, ...] | None
@@ -126,7 +126,7 @@ class LocalChunker:
 
   def _flatten(self, mesh_axes: str | MeshAxes) -> list[str]:
     entries = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
-    axes = [axis for entry in entries for axis in spec_axes(entry)]
+    axes = all_axes(entries)
     num_parts(tuple(axes), self.global_mesh)  # Raises where the mesh does not have one.
     return axes
 

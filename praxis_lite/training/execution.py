@@ -16,7 +16,7 @@ Under `shard_map` the state has the same layout, so that checkpoints, evaluation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -35,6 +35,7 @@ from praxis_lite.partitioning.padding import num_parts
 from praxis_lite.partitioning.specs import (
   HasShape,
   Placement,
+  all_axes,
   infer_partition_spec_based_on_rank_fn,
   shard_on_batch_dim_partition_spec,
   spec_axes,
@@ -228,7 +229,7 @@ class ShardMapped(Execution):
     groups: dict[tuple[str, ...], dict[Path, jax.Array]] = {}
     for path, x in leaves_by_path(sums).items():
       summed = tuple(self._specs[path])[len(self._weights[path].repeat_prefix) if x.ndim else 0 :]
-      axes = tuple(a for a, size in self._sizes.items() if size > 1 and a in _axes(summed))
+      axes = tuple(a for a, size in self._sizes.items() if size > 1 and a in all_axes(summed))
       groups.setdefault(axes, {})[path] = x
     complete: dict[Path, jax.Array] = groups.pop((), {})
     for axes, parts in groups.items():  # One all-reduce for all of a group.
@@ -278,13 +279,13 @@ class ShardMapped(Execution):
           f'{path_name(path)}: shape {weight.full_shape} does not divide by {self._specs[path]}; '
           "a tensor-parallel layer under partitioning='shard_map' takes equal parts"
         )
-    return set().union(*(_axes(self._specs[path]) for path in kept))
+    return {axis for path in kept for axis in all_axes(self._specs[path])}
 
   def _check_optimizer(self) -> None:
     weights = self._task.model.abstract_init()
     learner = self._task.learner.bind(weights)
-    trained = leaves(learner.trained(weights))
-    split = [path for path in trained if any(self._sizes[a] > 1 for a in _axes(self._specs[path]))]
+    trained = [path for path in leaves(weights) if learner.is_trained(path)]
+    split = [path for path in trained if any(self._sizes[a] > 1 for a in all_axes(self._specs[path]))]
     names = learner.not_elementwise() if split else []
     if names:
       raise ConfigError(
@@ -303,7 +304,3 @@ EXECUTIONS: dict[str, Callable[[SingleTask, StateLayout], MeshExecution]] = {
 
 def _keeps_split(weight: WeightHParams) -> bool:
   return WeightHParamsCollection.KEEP_SPLIT in weight.collections
-
-
-def _axes(spec: Iterable[object]) -> set[str]:
-  return {a for entry in spec for a in spec_axes(entry)}

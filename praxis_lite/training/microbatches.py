@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.call import Summary
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.explicit import ShardedParam, as_axes
-from praxis_lite.partitioning.specs import spec_axes
+from praxis_lite.partitioning.specs import all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, merge, select
 from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
 
@@ -133,7 +133,7 @@ def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = 
 
   def sync(gradient: jax.Array | ShardedParam, spec: PartitionSpec | None = None) -> jax.Array | ShardedParam:
     split = gradient.spec if isinstance(gradient, ShardedParam) else spec
-    taken = {a for entry in split or () for a in spec_axes(entry)}
+    taken = all_axes(split or ())
     over = tuple(a for a in batch_axes if a not in taken)
     return jax.tree.map(lambda g: jax.lax.pmean(g, over), gradient) if over else gradient
 

@@ -69,7 +69,7 @@ class PartitionedTask:
     inputs_shape: tree of `jax.ShapeDtypeStruct` (or arrays) of one global batch, dim 0 the batch.
     mesh: the mesh; by default the one the task asks for.
     partitioner: decides mesh and specs instead of the task, by its logical axis rules.
-    layout: where a train state already lies, mesh included, instead of all these.
+    layout: that of an existing train state, mesh included, instead of all these.
 
   Attributes:
     mesh: the mesh.
@@ -147,6 +147,11 @@ class PartitionedTask:
     """How the train step runs."""
     return EXECUTIONS[self.jax_task.partitioning](self.jax_task, self.layout)
 
+  @functools.cached_property
+  def _placed(self) -> CompilerPlaced:
+    """How evaluation and decoding run, whatever the partitioning of the train step."""
+    return CompilerPlaced(self.jax_task, self.layout)
+
   def _train_fn(self, execution: MeshExecution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
     step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
 
@@ -161,7 +166,7 @@ class PartitionedTask:
   def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:
     """A step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
     shapes: tuple[object, ...] = self._placed_shapes(self.inputs_shape, jax.ShapeDtypeStruct((), jnp.int32))
-    placed = CompilerPlaced(self.jax_task, self.layout)  # Whatever the partitioning of the train step.
+    placed = self._placed
 
     def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> OutT:
       mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(inputs)
