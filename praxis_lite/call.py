@@ -133,9 +133,6 @@ class Frame:
     self.decode_state: NestedDict = dict(decode_state or {})
     self._draws: dict[Path, int] = {}
 
-  def holds(self, path: Path) -> bool:
-    return path[: len(self.root)] == self.root
-
   def variable(self, path: Path) -> Any:
     """The subtree or array at `path`, as stored; a value updated earlier in this call is returned as updated."""
     updated = lookup(self.updates, self._below(path))
@@ -217,4 +214,4 @@ def current_frame() -> Frame | None:
 
 def frame_holding(path: Path) -> Frame | None:
   """The innermost frame whose tree contains `path`: a layer inside a scan may read a weight shared from outside it."""
-  return next((f for f in reversed(_frames.get()) if f.holds(path)), None)
+  return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)

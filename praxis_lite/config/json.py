@@ -44,8 +44,7 @@ def to_json(config: object, name: str = '', indent: int | None = 2) -> str:
   """Returns `config`, or a dict, list or tuple of configs, as JSON.
 
   Args:
-    config: what to write.
-    name: its path, for messages.
+    name: the path of `config`, for messages.
     indent: spaces a level, or None for a single line.
 
   Raises:

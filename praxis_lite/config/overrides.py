@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints, target
@@ -53,26 +53,15 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
 
 
 def set_by_path(root: object, path: str, value: object) -> None:
-  """Sets the field, dict key or index at `path` to `value`, checked as `apply_overrides` does.
+  """Sets the field, dict key or index at `path`, as in a text dump of `root`; otherwise as `apply_overrides` does.
 
-  Args:
-    root: a config, or a dict of named configs and lists of configs; changed in place.
-    path: as in a text dump of `root`.
-    value: the value itself. Where a config belongs, also a class or function, or its name.
-
-  Raises:
-    UnknownFieldError: the path does not exist.
-    ConfigError: the value has the wrong type.
+  Where a config belongs, `value` may also be a class or function, or its name.
   """
   _set(root, _parsed_path(path), value)
 
 
 def get_by_path(root: object, path: str) -> object:
-  """Returns the value at `path`, or its default if none is set. `set_by_path` changes it.
-
-  Raises:
-    UnknownFieldError: the path does not exist.
-  """
+  """Returns the value at `path`, or its default if none is set; raises UnknownFieldError if there is no such path."""
   here, value = '', root
   for segment in _parsed_path(path):
     slot = _slot(value, segment, here, Any)
@@ -124,7 +113,9 @@ def _slot(container: object, segment: str | int, path: str, hint: object, may_be
     return _field_slot(container, target(container), segment, path)
   if isinstance(container, dict):
     if segment not in container and not may_be_new:
-      raise _unknown_key(container, segment, path)
+      names = [str(key) for key in container]
+      close, known = did_you_mean(str(segment), names), ', '.join(names) or 'none'
+      raise UnknownFieldError(f'{path or "the experiment"} has no entry {segment!r}.{close} Its entries: {known}.')
     return _Slot(segment, child_path(path, segment), _entry_hint(hint, 1), container.get(segment))
   if isinstance(container, (list, tuple)):
     return _index_slot(container, segment, path, hint)
@@ -176,14 +167,6 @@ def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
     if isinstance(origin, type) and issubclass(origin, collections.abc.Collection) and len(arguments) > argument:
       return arguments[argument]
   return Any
-
-
-def _unknown_key(container: Mapping[Any, object], key: str | int, path: str) -> UnknownFieldError:
-  names = [str(known) for known in container]
-  close = did_you_mean(str(key), names)
-  return UnknownFieldError(
-    f'{path or "the experiment"} has no entry {key!r}.{close} Its entries: {", ".join(names) or "none"}.'
-  )
 
 
 # -------------------------------------------------------------------- setting

@@ -58,11 +58,7 @@ def dotted_name(value: object) -> str:
 
 
 def import_reference(text: str) -> object:
-  """Returns the object named by `package.module.Name` or `package.module:Name`.
-
-  Raises:
-    UserError: there is no such module or name, or importing the module fails.
-  """
+  """Returns the object that `text` names; raises UserError if there is none, or importing its module fails."""
   if ':' in text:
     module, _, name = text.partition(':')
     return _attribute(import_module(module), name, text)

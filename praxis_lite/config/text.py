@@ -40,9 +40,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, complex, range)
 def to_text(config: object, name: str = '') -> str:
   """Returns the dump of a config, or of a dict or list of configs: lines joined by newlines, without one at the end.
 
-  Args:
-    config: what to dump.
-    name: the path of `config` itself, with which all lines begin.
+  All lines begin with `name`, the path of `config` itself.
   """
   return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True))
 

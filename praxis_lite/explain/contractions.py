@@ -21,16 +21,13 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
+from praxis_lite.learning.probe import ELEMENTWISE
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 
 Axes = tuple[str, ...]
 
 # Operations whose result is split as their operands of the same shape are.
-_ELEMENTWISE_NAMES = """
-  add sub mul div neg max min exp log tanh logistic rsqrt sqrt integer_pow pow erf convert_element_type name sign abs
-  select_n square copy reduce_precision optimization_barrier stop_gradient clamp cos sin add_any
-"""
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+_KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +114,7 @@ class _Walker:
       return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
     if name == 'slice' and not any(eqn.params['start_indices']):  # Padding is cut off.
       return [operands[0]]
-    if name in _ELEMENTWISE:
+    if name in _KEEPS_SPLIT:
       said = [s for s, v in zip(operands, eqn.invars) if s and _shape(v) == _shape(eqn.outvars[0])]
       agreed = said[0] if len({s.axes for s in said}) == 1 else None
       return [agreed] * len(eqn.outvars)

@@ -213,14 +213,10 @@ class ShardingReport:
     return [*self.variables, *self.slots, *self.activations, *self.inputs]
 
   def find(self, path: str) -> Explanation:
-    """Returns the one with this path.
+    """Returns the one with this path; raises ConfigError if there is none.
 
-    Args:
-      path: 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'; 'opt_states...' or 'ema_vars...'; 'inputs.ids'; an activation's
-        'lm.softmax.out' or the field that splits it.
-
-    Raises:
-      ConfigError: there is none.
+    Paths are 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'; 'opt_states...' or 'ema_vars...'; 'inputs.ids'; an activation's
+    'lm.softmax.out' or the field that splits it.
     """
     wanted = path.replace('/', '.').removeprefix('mdl_vars.').replace('.activation_split_dims_mapping.', '.')
     known = {e.path: e for e in reversed(self.all())}

@@ -15,15 +15,9 @@ from praxis_lite.explain.explanation import Explanation, Kind, ShardingReport, f
 
 
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
-  """Writes the page.
+  """Writes the page to the file `path`, which is returned; raises UserError if it cannot be written.
 
-  Args:
-    path: the file, which is returned; directories above it are made.
-    report, title: what to show, and what it is of, such as the name of the experiment.
-    problems: what `check` has found, shown above.
-
-  Raises:
-    UserError: it cannot be written.
+  Directories above the file are made. `title` says what the report is of; what `check` has found is shown above.
   """
   file, page = pathlib.Path(path), render_page(report, title, problems)
   try:

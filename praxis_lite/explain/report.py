@@ -86,8 +86,7 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
   """Returns an explanation of each variable of a task's model, for `format_parameter_table`.
 
   Args:
-    jax_task: an instantiated task.
-    mesh_sizes: size of each mesh axis by name, in the order of the mesh; `jax_task.mesh_sizes()`.
+    jax_task, mesh_sizes: an instantiated task, and the size of each mesh axis, in the order of the mesh.
 
   Raises:
     ShardingError: a mapping does not fit its variable or the mesh.
@@ -164,12 +163,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
 
 def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None) -> ShardingReport:
-  """Returns explanations of all arrays of a task.
-
-  Args:
-    jax_task, layout: an instantiated task, and the layout of its state.
-    step: its traced step; None leaves out activations and inputs.
-  """
+  """Returns explanations of all arrays of a task whose state has this layout; without `step`, those of its state."""
   sizes = dict(layout.mesh.shape)
   traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
   return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), *traced)

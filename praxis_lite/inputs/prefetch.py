@@ -28,15 +28,11 @@ class PrefetchIterator(Iterator[T]):
   """
 
   def __init__(self, source: BaseInput, put_fn: Callable[[Rows], T] | None = None, depth: int = 2):
-    """Starts reading.
+    """Starts reading `source` from its current position; raises ConfigError if `depth` is less than 1.
 
     Args:
-      source: the input to read, from its current position.
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
-      depth: how many batches may be ready and not yet returned; at least 1.
-
-    Raises:
-      ConfigError: depth is less than 1.
+      depth: how many batches may be ready and not yet returned.
     """
     if depth < 1:
       raise ConfigError(f'PrefetchIterator.depth: expected at least 1, got {depth}')
@@ -90,8 +86,7 @@ class PrefetchIterator(Iterator[T]):
       self._thread = None
       self._source.set_state(self._state)
 
-  def __next__(self) -> T:
-    return self.get_next()
+  __next__ = get_next
 
   def __enter__(self) -> Self:
     return self

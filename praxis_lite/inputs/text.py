@@ -174,8 +174,7 @@ def find_files(path: object, where: str) -> list[str]:
   """Returns the files that `path` names, sorted, each once.
 
   Args:
-    path: a file, a directory (all files below it except hidden ones), a glob pattern (`**` is any number of
-      directories), a sequence of those, or a function, or `Config` of one, that returns one of those.
+    path: as `TextInput.path`. Hidden files of a directory are left out; `**` in a pattern is any number of directories.
     where: name of the path in error messages.
 
   Raises:
@@ -226,18 +225,16 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float) -> bytes:
 
 def _files_of(path: str, where: str) -> list[str]:
   if os.path.isdir(path):
-    files = list(_walk(path, lambda name: name.startswith('.')))
-    if not files:
-      raise DataError(f'{where}: there are no files in the directory {path}')
-    return files
-  if os.path.exists(path):
+    files, missing = list(_walk(path, lambda name: name.startswith('.'))), f'there are no files in the directory {path}'
+  elif os.path.exists(path):
     return [path]
-  if glob.has_magic(path):
-    files = [f for f in glob.glob(path, recursive=True) if os.path.isfile(f)]
-    if not files:
-      raise DataError(f'{where}: no file matches {path}')
-    return files
-  raise DataError(f'{where}: there is no file or directory {path or repr(path)}')
+  elif glob.has_magic(path):
+    files, missing = [f for f in glob.glob(path, recursive=True) if os.path.isfile(f)], f'no file matches {path}'
+  else:
+    files, missing = [], f'there is no file or directory {path or repr(path)}'
+  if not files:
+    raise DataError(f'{where}: {missing}')
+  return files
 
 
 def _walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
@@ -279,7 +276,8 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
   where = 'stdlib_files'
   check_split(split, f'{where}.split')
   root = sysconfig.get_paths()['stdlib']
-  names = [os.path.relpath(f, root) for f in _walk(root, _is_left_out) if f.endswith('.py')]
+  sources = _walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))
+  names = [os.path.relpath(f, root) for f in sources if f.endswith('.py')]
   names = sorted(n for n in names if split_of_name(n, STDLIB_HELDOUT_FRACTION) == split)
   if not names:
     raise DataError(
@@ -297,7 +295,3 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
   if not chosen:
     raise DataError(f'{where}.max_bytes: no file of the split is as small as {max_bytes} bytes')
   return sorted(chosen)
-
-
-def _is_left_out(name: str) -> bool:
-  return name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES)

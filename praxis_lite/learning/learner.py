@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,6 @@ from praxis_lite.weights import WeightHParams
 
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
 SumParts = Callable[[NestedDict], NestedDict]
-
-T = TypeVar('T')
 
 
 class LearnerUpdate(NamedTuple):
@@ -113,10 +111,7 @@ class Learner(Configurable):
     self._bound: tuple[NestedDict, BoundLearner] | None = None
 
   def bind(self, weights: NestedDict) -> BoundLearner:
-    """Returns this learner for the variables of a model.
-
-    Args:
-      weights: their declarations, `model.abstract_init()`.
+    """Returns this learner for the variables of a model, declared by `weights`, its `abstract_init()`.
 
     Raises:
       ConfigError: a regex is not valid, or matches no variable, or no variable is left to train.
@@ -152,8 +147,7 @@ class BoundLearner:
   # ---------------------------------------------------------------- which variables
 
   def split(self, tree: NestedDict) -> tuple[NestedDict, NestedDict]:
-    """Returns the part of `tree`, a nested dict with the structure of the model's variables, that is trained, and the
-    rest."""
+    """Returns the part of `tree`, a nested dict like the model's variables, that is trained, and the rest."""
     return self.trained(tree), select(tree, lambda path: path not in self._trained)
 
   def trained(self, tree: NestedDict) -> NestedDict:
@@ -189,8 +183,7 @@ class BoundLearner:
     return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, by the path of a slot in the optimizer state, which axis of its variable each dimension of it runs
-    along, None for none. Slots of which this is not known are left out."""
+    """Returns, for each slot of which it is known, which axis of its variable each dimension runs along, or None."""
     return self._optimizer.slot_axes()
 
   def not_elementwise(self) -> list[str]:
@@ -233,7 +226,11 @@ class BoundLearner:
       new_variables = optax.apply_updates(variables, self._decayed(updates, variables, rate))
       return new_variables, new_states, self._averaged(ema_vars, new_variables, step)
 
-    new_variables, new_states, ema_vars = _if_finite(finite, changed, (variables, opt_states, ema_vars))
+    if finite is None:
+      new_variables, new_states, ema_vars = changed()
+    else:  # A branch lets XLA update donated arrays in place; a choice by element would copy each of the old slots.
+      kept = variables, opt_states, ema_vars
+      new_variables, new_states, ema_vars = jax.lax.cond(finite, changed, lambda: kept)
     stats = {'learning_rate': rate, 'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
@@ -278,12 +275,6 @@ class BoundLearner:
 
 def _clipped(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
   return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
-
-
-def _if_finite(finite: jax.Array | None, changed: Callable[[], T], kept: T) -> T:
-  """Returns `changed()`, or `kept` if the step is not finite."""
-  # A branch lets XLA update donated arrays in place; a choice element by element would copy each of the old slots.
-  return changed() if finite is None else jax.lax.cond(finite, changed, lambda: kept)
 
 
 def _square_of_each_layer(gradient: jax.Array, weight: WeightHParams) -> jax.Array:

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -70,12 +69,7 @@ class GroupedOptimizer:
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
-    """Returns the first state.
-
-    Args:
-      variables: the variables.
-      learning_rate: of the first step, a scalar.
-    """
+    """Returns the first state; `learning_rate`, a scalar, is that of the first step."""
     optimizer = self._build(learning_rate)
     return {name: _init(optimizer, _part(variables, paths), depth) for name, (paths, depth) in self._groups.items()}
 
@@ -90,11 +84,8 @@ class GroupedOptimizer:
     """Returns (updates to add to the variables, new state).
 
     Args:
-      gradients: a nested dict like `variables`.
-      states: the state.
-      variables: the variables.
-      learning_rate: of this step, a scalar.
-      loss: for the few optimizers that use it.
+      gradients, states, variables: the gradients, in a nested dict like the variables; the state; and the variables.
+      learning_rate, loss: scalars of this step; few optimizers use the loss.
 
     Raises:
       ConfigError: the optimizer needs another argument, such as a function that evaluates the loss again.
@@ -110,7 +101,7 @@ class GroupedOptimizer:
         raise ConfigError(f'learner.optimizer: it needs what a training step does not have: {error}') from None
       updates.append(changes)
       # Some optimizers promote the dtype of a slot; a state keeps its own, so that it can be donated and saved.
-      new_states[name] = jax.tree.map(_with_dtype_of, states[name], state)
+      new_states[name] = jax.tree.map(lambda old, new: new.astype(old.dtype), states[name], state)
     return merge(*updates), new_states
 
   def not_elementwise(self) -> list[str]:
@@ -182,7 +173,7 @@ class GroupedOptimizer:
 
   def _filled(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
     """Returns a copy with rates and masks filled in, and adds to `took_rate` where that took the rate."""
-    filled, parameters = config.clone(), _parameters(config)
+    filled, parameters = config.clone(), config.__signature_info__.parameters
     arguments = filled.__arguments__
     for key, value in list(arguments.items()):
       arguments[key] = map_nested(lambda nested: self._filled(nested, rate, took_rate), value)
@@ -228,7 +219,7 @@ class GroupedOptimizer:
     if not marked:
       return
     for nested in nested_configs(self._config):
-      parameters = _parameters(nested)
+      parameters = nested.__signature_info__.parameters
       for name, value in nested.__arguments__.items():
         is_decay = isinstance(name, str) and name.endswith(('weight_decay', 'weight_decay_rate'))
         if is_decay and value and not any(mask in parameters for mask in _MASKS_OF_DECAYS.get(name, ())):
@@ -245,13 +236,6 @@ def is_regularized(weight: WeightHParams) -> bool:
 
 def _part(tree: NestedDict, paths: set[Path]) -> NestedDict:
   return select(tree, paths.__contains__)
-
-
-def _parameters(config: Config) -> Mapping[str, inspect.Parameter]:
-  try:
-    return inspect.signature(target(config)).parameters
-  except (ValueError, TypeError):
-    return {}
 
 
 def _name(config: Config) -> str:
@@ -325,7 +309,3 @@ def _one_layer(variables: NestedDict, depth: int) -> NestedDict:
 
 def _stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
-
-
-def _with_dtype_of(old: jax.Array, new: jax.Array) -> jax.Array:
-  return new if new.dtype == old.dtype else new.astype(old.dtype)

@@ -20,6 +20,7 @@ loop, is not understood.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -40,13 +41,14 @@ Build = Callable[[jax.Array], optax.GradientTransformationExtraArgs]
 Shape = tuple[int, ...]
 
 # Primitives of JAX that treat each entry by itself.
-_ELEMENTWISE = """
+_ELEMENTWISE_NAMES = """
   abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
   clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
   igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
   polygamma population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
   shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 # Reductions that may be taken in parts, and the primitives that combine the results.
 _EXTREMES = {'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
 _CALLS = ('jit', 'pjit', 'closed_call', 'custom_jvp_call', 'custom_vjp_call', 'remat', 'checkpoint')
@@ -82,8 +84,6 @@ def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None,
   """For each slot that runs along its variable, by path: which axis of it each dimension runs along; None for none."""
   steps = _Reader().steps(build, map_with_path(_variable, weights))
   axes: dict[Path, tuple[int | None, ...]] = {}
-  if steps is None:
-    return axes
   for path, (_, slot, _) in steps.slots.items():
     if slot.owner is not None and slot.owner.path == owner_of(path, steps.arrays):
       axes[path] = tuple(label[0] if label and len(label) == 1 else None for label in slot.labels)
@@ -93,7 +93,8 @@ def slot_axes(build: Build, weights: NestedDict) -> dict[Path, tuple[int | None,
 # ---------------------------------------------------------------- variables
 
 
-class _Variable(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Variable:
   """An array that a transformation updates: a declared variable, or some layers of it, `depth` dimensions of which
   index layers."""
 
@@ -116,25 +117,24 @@ def _variable(path: Path, weight: WeightHParams) -> _Variable:
 def _resized(path: Path, weight: WeightHParams) -> _Variable:
   """The variable with other sizes, smaller where they are large. A dimension of size 1 is never split."""
   sizes = tuple(size // 2 if size > 3 else size * 2 if size > 1 else 1 for size in weight.full_shape)
-  return _variable(path, weight)._replace(shape=sizes)
+  return dataclasses.replace(_variable(path, weight), shape=sizes)
 
 
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
   """The variable as a stack of layers, with the same layer indices as in `_two_layers`, however many there are."""
   depth = len(weight.repeat_prefix)
-  return _variable(path, weight)._replace(layers=tuple(range(2**depth)), depth=depth)
+  return dataclasses.replace(_variable(path, weight), layers=tuple(range(2**depth)), depth=depth)
 
 
 def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
   """The variable with two layers along each dimension of the stack."""
-  return _stack(path, weight)._replace(shape=(2,) * len(weight.repeat_prefix) + weight.shape)
+  return dataclasses.replace(_stack(path, weight), shape=(2,) * len(weight.repeat_prefix) + weight.shape)
 
 
 def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
   """A list of these layers."""
-  layers = [
-    _Variable(path, (i,), weight.shape, weight.as_struct().dtype) for i in range(2 ** len(weight.repeat_prefix))
-  ]
+  dtype = weight.as_struct().dtype
+  layers = [_Variable(path, (i,), weight.shape, dtype) for i in range(2 ** len(weight.repeat_prefix))]
   return layers if weight.repeat_prefix else layers[0]
 
 
@@ -234,11 +234,8 @@ class _Reader:
     self._entries: dict[Terms, list[_Value]] = {}  # The entries of a vector made of scalars.
 
   def program(self, build: Build, variables: NestedDict) -> Program:
-    """Returns the updates and the slots they may depend on, before and after a step; empty if the transformation cannot
-    be traced on its own."""
+    """Returns the updates and the slots they may depend on, before and after a step."""
     steps, program = self.steps(build, variables), Program()
-    if steps is None:
-      return program
     for variable, value in zip(steps.arrays.values(), steps.updates):
       program.setdefault(('update', *variable.path), []).append(self._of(variable, value, is_update=True))
     used = _marks([value for values in program.values() for value in values])
@@ -250,10 +247,10 @@ class _Reader:
           program.setdefault((kind, *name), []).append(self._of(owner, value))
     return program
 
-  def steps(self, build: Build, variables: NestedDict) -> _Steps | None:
-    """Reads `init` and `update`; None if the transformation cannot be traced on its own."""
-    arrays = leaves_by_path(variables, is_leaf=_is_variable)
-    tree = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables, is_leaf=_is_variable)
+  def steps(self, build: Build, variables: NestedDict) -> _Steps:
+    """Reads `init` and `update`; what they return is empty if the transformation cannot be traced on its own."""
+    arrays = leaves_by_path(variables)
+    tree = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
       init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
@@ -261,7 +258,7 @@ class _Reader:
         scalar, scalar, tree, state, tree
       )
     except Exception:  # A user's code may raise anything if it needs other variables or further arguments.
-      return None
+      return _Steps({}, [], {})
     rate, loss = (_Value(self._atom(name), (), ()) for name in ('rate', 'loss'))
     params, grads = ([_Value(self._atom(name), v.shape, v.labels, v) for v in arrays.values()] for name in ('p', 'g'))
     paths = list(leaves_by_path(state))
@@ -313,7 +310,7 @@ class _Reader:
       result = rule(eqn, *values)
     elif name in _CALLS and program is not None:
       result = self._run(program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ()), values)
-    elif name in _ELEMENTWISE.split() and all(len(v.shape) in (0, len(shape)) for v in values):
+    elif name in ELEMENTWISE and all(len(v.shape) in (0, len(shape)) for v in values):
       is_inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
       result = self._entrywise(name, str(eqn.params), values, shape, is_inexact)
     elif name in _EXTREMES or name == 'reduce_sum':
@@ -505,10 +502,6 @@ def _shape(eqn: JaxprEqn) -> Shape:
 
 def _uniform(shape: Shape) -> tuple[Label, ...]:
   return ((),) * len(shape)
-
-
-def _is_variable(x: object) -> bool:
-  return isinstance(x, _Variable)
 
 
 def _slot_name(path: Path, arrays: Mapping[Path, _Variable]) -> Path:

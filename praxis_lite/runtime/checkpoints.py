@@ -86,14 +86,11 @@ class Checkpointer:
   def save(self, step: int, state: TrainState, true_shapes: TrainState, input_state: dict[str, Any] | None) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
 
-    Args:
-      step: `state.step`.
-      state: the state on the mesh, padded.
-      true_shapes: its shapes and dtypes without padding.
-      input_state: `get_state()` of the training input after the batch of this step.
+    Returns False if there is a checkpoint of this step already.
 
-    Returns:
-      False if there is a checkpoint of this step already.
+    Args:
+      step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
+      input_state: `get_state()` of the training input after the batch of this step.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -309,16 +306,12 @@ def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
 def restore_variables(
   checkpointer: Checkpointer, partitioned: PartitionedTask, *, use_ema: bool = True, step: int | None = None
 ) -> tuple[NestedDict, jax.Array]:
-  """Restores what evaluation and decoding need: no optimizer state.
+  """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
   Args:
-    checkpointer: the checkpoints of the run.
     partitioned: the task on the mesh to restore onto, which need not be the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint; None restores the newest.
-
-  Returns:
-    The model's variables, padded, and the step, both on the mesh.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.

@@ -60,8 +60,7 @@ def initialize_distributed(
 
   Args:
     coordinator_address: `host:port` of process 0, the same in all processes, or 'auto'.
-    num_processes: number of processes.
-    process_id: index of this process, from 0.
+    num_processes, process_id: the number of processes, and the index of this one, from 0.
 
   Raises:
     ConfigError: only some of the three are given, a value is invalid, or JAX has already started.
@@ -96,24 +95,17 @@ def initialize_distributed(
 def set_up_compilation_cache(directory: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> Path | None:
   """Stores compiled programs on disk, so that a second start of the same run need not compile.
 
-  Args:
-    directory: the cache; by default the one JAX is set to (`JAX_COMPILATION_CACHE_DIR`), else `praxis_lite` under
-      `$XDG_CACHE_HOME` or `~/.cache`.
-    enabled: False turns the cache off.
-
-  Returns:
-    The directory, or None if the cache is off or the directory is not writable.
+  The directory is by default the one JAX is set to (`JAX_COMPILATION_CACHE_DIR`), else `praxis_lite` under
+  `$XDG_CACHE_HOME` or `~/.cache`. It is returned, or None if the cache is not enabled or it is not writable.
   """
   jax.config.update('jax_enable_compilation_cache', enabled)
   if not enabled:
     return None
   default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
   cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
-  writable = False
   with contextlib.suppress(OSError):
     cache.mkdir(parents=True, exist_ok=True)
-    writable = os.access(cache, os.W_OK | os.X_OK)
-  if not writable:
+  if not os.access(cache, os.W_OK | os.X_OK):
     # With a read-only home the run continues without a cache.
     jax.config.update('jax_enable_compilation_cache', False)
     return None

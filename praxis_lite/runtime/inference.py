@@ -31,17 +31,13 @@ def run_eval(
   step: int | None = None,
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
-  """Evaluates a checkpoint on all evaluation inputs and prints the metrics.
+  """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
   Args:
-    config: configs of the task and its datasets.
-    job_log_dir: directory of the run.
+    config, job_log_dir: configs of the task and its datasets, and the directory of the run.
     devices: the devices to build the mesh from; all by default.
     step: step of the checkpoint; None uses the newest.
     seed: for models that draw random numbers while they evaluate.
-
-  Returns:
-    The metrics by split and name.
 
   Raises:
     UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
@@ -89,11 +85,7 @@ def decode_prompts(
   Args:
     config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
     prompts: token ids, at least one each.
-    job_log_dir, devices, step, seed: as for `run_eval`.
-
-  Raises:
-    ConfigError: a prompt is empty.
-    UserError: the config or the checkpoint is not usable, or there is no checkpoint.
+    job_log_dir, devices, step, seed: as for `run_eval`, and so are the errors; or ConfigError if a prompt is empty.
   """
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   if not lengths.all():

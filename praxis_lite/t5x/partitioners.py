@@ -49,11 +49,7 @@ T = TypeVar('T')
 
 
 def put_padded(tree: T, layout: StateLayout) -> T:
-  """Pads the arrays of `tree` that have their true shapes, and puts all on the mesh.
-
-  Raises:
-    ShardingError: an array has neither its true nor its padded shape.
-  """
+  """Pads what has its true shape and puts all on the mesh; raises ShardingError for arrays of any other shape."""
 
   def put(path: Path, x: Any, true: jax.ShapeDtypeStruct, padded: jax.ShapeDtypeStruct) -> object:
     if tuple(x.shape) not in (true.shape, padded.shape):
@@ -261,11 +257,9 @@ class BasePartitioner(abc.ABC):
   def initialize(
     self, init_fn: Callable[..., TrainState[jax.Array]], train_state: TrainState, *args: object
   ) -> TrainState[jax.Array]:
-    """Returns the state that `init_fn(*args)` makes, split and padded from the start; see `place_params`.
+    """Returns the state of true arrays that `init_fn(*args)` makes, split and padded; see `place_params`.
 
-    Args:
-      init_fn, train_state: returns a train state of true arrays; and the same of declarations and shapes.
-      *args: replicated, such as a PRNG key.
+    `train_state` is the same state of declarations and shapes; `args`, such as a PRNG key, are replicated.
     """
     layout = self.get_layout(train_state)
     return self.place_params(self.partition(init_fn, None, layout.specs)(*args), layout)
@@ -274,7 +268,6 @@ class BasePartitioner(abc.ABC):
     """Returns a state on the mesh; with params_on_devices=False, with its `mdl_vars` as NumPy arrays of true shapes."""
     if self.params_on_devices:
       return train_state
-
     host = jax.tree.map(
       lambda x: np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)),
       train_state.mdl_vars,
@@ -284,11 +277,7 @@ class BasePartitioner(abc.ABC):
   def move_params_to_devices(
     self, train_state: TrainState[jax.Array], train_state_axes: TrainState[PartitionSpec]
   ) -> TrainState[jax.Array]:
-    """Returns the train state on the mesh, padded; arrays that are there already stay as they are.
-
-    Args:
-      train_state, train_state_axes: arrays on the host, with their true shapes, or on the mesh; and their specs.
-    """
+    """Returns the train state on the mesh, padded: of arrays that are there already, or on the host in true shapes."""
     return put_padded(train_state, layout_of(train_state, train_state_axes, self.mesh))
 
   # ---------------------------------------------------------------- functions
