@@ -19,12 +19,7 @@ class MissingModuleError(UserError):
 
 
 def import_module(name: str) -> ModuleType:
-  """Imports a module.
-
-  Raises:
-    MissingModuleError: it does not exist.
-    UserError: it exists and raises while it is imported; the message says what and where.
-  """
+  """Imports a module; raises MissingModuleError if there is none, or UserError, which says what it raises and where."""
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as error:

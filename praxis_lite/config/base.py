@@ -24,7 +24,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, Self, TypeVar, dataclass_transform
 
 import fiddle as fdl
@@ -156,14 +156,10 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
 
 
 def instantiate(config: Config[T], **fields: object) -> T:
-  """Calls a config's target with its fields.
+  """Calls a config's target with its fields, or with those of `fields` that override them; the config does not change.
 
   Configs nested in the fields are passed on unbuilt (as copies that share their arrays) to a `Configurable`, which
   builds its templates itself; for any other callable, such as an optax transformation, they are built first.
-
-  Args:
-    config: what to build; it is not changed.
-    **fields: override the fields of `config` for this call.
 
   Raises:
     ConfigError: a field that is REQUIRED is not set.
@@ -207,20 +203,13 @@ def config_values(config: Config) -> dict[str | int, Any]:
 
   A parameter that has no default and is not set is REQUIRED. Positional-only arguments have their position as key.
   """
-  arguments: Mapping[Any, Any] = config.__arguments__
-  values: dict[str | int, Any] = {}
-  for position, (name, parameter) in enumerate(config.__signature_info__.parameters.items()):
-    if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-      key = position if parameter.kind is parameter.POSITIONAL_ONLY else name
-      values[key] = arguments.get(key, REQUIRED if parameter.default is parameter.empty else parameter.default)
-  return {**values, **arguments}
+  values = fdl.ordered_arguments(config, include_defaults=True, include_unset=True)
+  return {key: REQUIRED if value is fdl.NO_VALUE else value for key, value in values.items()}
 
 
 def field_names(config: Config | Callable[..., object]) -> list[str] | None:
   """Returns the names that may be set on a config, or on one of a class or function; None where any keyword may be."""
   fn_or_cls = target(config) if isinstance(config, Config) else config
-  if isinstance(fn_or_cls, type) and dataclasses.is_dataclass(fn_or_cls):
-    return [f.name for f in dataclasses.fields(fn_or_cls) if f.init]
   try:
     parameters = inspect.signature(fn_or_cls).parameters.values()
   except (ValueError, TypeError):
@@ -229,12 +218,9 @@ def field_names(config: Config | Callable[..., object]) -> list[str] | None:
 
 
 def unknown_field(fn_or_cls: Callable[..., object], name: str | int, path: str | None = None) -> UnknownFieldError:
-  """Returns the error that a class or function has no field `name`.
+  """Returns the error that a class or function has no field `name`, or that an index was given in its place.
 
-  Args:
-    fn_or_cls: the target of a config, or the class of a dataclass.
-    name: the field, or an index that was given in its place.
-    path: the path of the config, if the field was named in one: the ending _tpl may then be left out.
+  `path` is that of the config, if the field was named in one: the ending _tpl may then be left out.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
@@ -258,18 +244,16 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
     annotated = [
       inspect.unwrap(getattr(fn_or_cls, '__init__', fn_or_cls) if isinstance(fn_or_cls, type) else fn_or_cls)
     ]
-  try:
-    return typing.get_type_hints(annotated[0])
-  except (NameError, TypeError, AttributeError, SyntaxError):
-    pass  # One of them cannot be resolved, such as a name imported for type checkers only.
   hints: dict[str, Any] = {}
   for owner in reversed(annotated):
     module = sys.modules.get(getattr(owner, '__module__', None) or '')
+    names = {**vars(owner), **getattr(owner, '__globals__', getattr(module, '__dict__', {}))}
     for name, annotation in inspect.get_annotations(owner).items():
       hints.pop(name, None)
+      # One by one, as some cannot be resolved, such as names imported for type checkers only.
       stand_in = type('_', (), {'__annotations__': {name: annotation}})
       with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError):
-        hints.update(typing.get_type_hints(stand_in, getattr(owner, '__globals__', None) or vars(module)))
+        hints.update(typing.get_type_hints(stand_in, names))
   return hints
 
 

@@ -40,20 +40,16 @@ from praxis_lite.config.text import as_config_error, child_path
 from praxis_lite.errors import ConfigError
 
 
-def to_json(config: object, name: str = '', indent: int | None = 2) -> str:
+def to_json(config: object) -> str:
   """Returns `config`, or a dict, list or tuple of configs, as JSON.
-
-  Args:
-    name: the path of `config`, for messages.
-    indent: spaces a level, or None for a single line.
 
   Raises:
     ConfigError: it holds something that cannot be read back, such as a lambda; the message names its path.
   """
-  return json.dumps(_encode(config, name), indent=indent, allow_nan=False)
+  return json.dumps(_encode(config, ''), indent=2, allow_nan=False)
 
 
-def from_json(text: str, name: str = '') -> object:
+def from_json(text: str) -> object:
   """Returns what `to_json` has written.
 
   Raises:
@@ -63,8 +59,8 @@ def from_json(text: str, name: str = '') -> object:
   try:
     encoded = json.loads(text)
   except json.JSONDecodeError as error:
-    raise ConfigError(f'{name or "config"}: not JSON: {error}') from None
-  return _decode(encoded, name)
+    raise ConfigError(f'config: not JSON: {error}') from None
+  return _decode(encoded, '')
 
 
 # -------------------------------------------------------------------- writing
@@ -205,8 +201,7 @@ def _decode_enum(encoded: dict[str, Any], path: str) -> object:
 
 def _decode_partial(encoded: dict[str, Any], path: str) -> object:
   function, args, keywords = encoded['$partial']
-  keywords = {k: _decode(v, child_path(path, k)) for k, v in keywords.items()}
-  return functools.partial(_decode(function, path), *_decode_all(args, path), **keywords)
+  return functools.partial(_decode(function, path), *_decode_all(args, path), **_decode_fields(keywords, path))
 
 
 def _array(dtype: str, shape: Sequence[int], data: str) -> np.ndarray:
@@ -219,12 +214,9 @@ def _imported(name: str, path: str) -> Any:
 
 
 def _dtype_of(name: str) -> np.dtype:
-  try:
-    return np.dtype(name)
-  except TypeError:
-    import ml_dtypes  # bfloat16 and the like
+  import ml_dtypes  # noqa: F401  By which NumPy knows bfloat16 and the like.
 
-    return np.dtype(getattr(ml_dtypes, name))
+  return np.dtype(name)
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], str], Any]] = {

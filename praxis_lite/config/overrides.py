@@ -34,11 +34,9 @@ _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|
 
 
 def apply_overrides(root: object, overrides: Iterable[str]) -> object:
-  """Applies overrides in place, in order, so that the last of several to one path wins. Returns `root`.
+  """Applies overrides, `path=value`, in place and in order: the last of several to one path wins. Returns `root`.
 
-  Args:
-    root: a config, or a dict of named configs and lists of configs.
-    overrides: strings of the form `path=value`.
+  `root` is a config, or a dict of named configs and lists of configs.
 
   Raises:
     UnknownFieldError: a path does not exist.

@@ -84,11 +84,7 @@ def _read(text: str, classes: list[type]) -> object:
 
 
 class _Literals(ast.NodeTransformer):
-  """Replaces names by strings, and calls of some classes by what they return, so that a literal is left.
-
-  Raises:
-    ValueError: something else is called, or is no literal.
-  """
+  """Replaces names by strings, and calls of some classes by what they return; ValueError if no literal is left."""
 
   def __init__(self, classes: Sequence[type]):
     self._classes = {c.__name__: c for c in classes}

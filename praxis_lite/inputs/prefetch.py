@@ -44,9 +44,9 @@ class PrefetchIterator(Iterator[T]):
 
   def _start(self) -> None:
     self._state = self._source.get_state()
-    self._read = _reader(self._source, self._put_fn)
+    self._batches = _batches(self._source, self._put_fn)
     self._thread = thread = ThreadPoolExecutor(1, f'prefetch-{self._source.label}')
-    self._ahead = deque(thread.submit(self._read) for _ in range(self._depth))
+    self._ahead = deque(thread.submit(next, self._batches) for _ in range(self._depth))
 
   def get_next(self) -> T:
     """Returns the next batch, waiting until it is ready.
@@ -59,7 +59,7 @@ class PrefetchIterator(Iterator[T]):
       raise RuntimeError('the prefetch iterator is closed')
     batch, self._state = self._ahead[0].result()
     self._ahead.popleft()
-    self._ahead.append(self._thread.submit(self._read))
+    self._ahead.append(self._thread.submit(next, self._batches))
     return batch
 
   def get_state(self) -> dict[str, Any]:
@@ -95,20 +95,9 @@ class PrefetchIterator(Iterator[T]):
     self.close()
 
 
-def _reader(source: BaseInput, put_fn: Callable[[Rows], T]) -> Callable[[], tuple[T, dict[str, Any]]]:
-  """Returns what the thread runs for each batch. No reference to the iterator: its end ends the thread."""
-  error: BaseException | None = None
-
-  def read() -> tuple[T, dict[str, Any]]:
-    nonlocal error
-    if error is not None:  # Nothing is read after the end or an error.
-      raise error
-    try:
-      batch = source.get_next()
-      state = source.get_state()
-      return put_fn(batch), state
-    except BaseException as e:
-      error = e
-      raise
-
-  return read
+def _batches(source: BaseInput, put_fn: Callable[[Rows], T]) -> Iterator[tuple[T, dict[str, Any]]]:
+  """Yields what the thread reads, and the state of the input after it; nothing is read after the end or an error."""
+  # It has no reference to the prefetch iterator, whose end ends the thread.
+  for batch in source:
+    state = source.get_state()
+    yield put_fn(batch), state

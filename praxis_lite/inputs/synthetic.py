@@ -50,11 +50,7 @@ class ConstantFeature(Feature):
 
 
 class _Synthetic(RandomAccessInput):
-  """An input with any number of examples.
-
-  Attributes:
-    num_synthetic_examples: examples in an epoch.
-  """
+  """An input with any number of examples in an epoch."""
 
   num_synthetic_examples: int = 1024
 
@@ -75,11 +71,7 @@ class _Synthetic(RandomAccessInput):
 
 
 class SyntheticInput(_Synthetic):
-  """Random or constant arrays of given shapes.
-
-  Attributes:
-    features: configs of `RandomFeature` or `ConstantFeature` by name.
-  """
+  """Random or constant arrays: `features` are configs of `RandomFeature` or `ConstantFeature` by name."""
 
   features: dict[str, Config | Feature] = REQUIRED
 

@@ -33,11 +33,7 @@ _Request = tuple[int, int, int, int, int]  # The arguments of `BaseInput.read`.
 
 @functools.cache
 def import_tensorflow() -> ModuleType:
-  """Imports TensorFlow and hides accelerators from it, because it would reserve their memory.
-
-  Raises:
-    ConfigError: TensorFlow is not installed.
-  """
+  """Imports TensorFlow and hides accelerators from it, whose memory it would reserve; raises ConfigError without it."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # Nothing here computes, and oneDNN prints a notice.
   try:
@@ -178,8 +174,7 @@ class TFDataInput(BaseTFInput):
 def struct_of(spec: object, where: str) -> Struct:
   """Returns the shapes and dtypes of TensorFlow's `element_spec`.
 
-  Raises:
-    DataError: it is not a dict of dense numeric tensors of static shape; the message begins with `where`.
+  Raises DataError, which begins with `where`, unless it is a dict of dense numeric tensors of static shape.
   """
   tf = import_tensorflow()
   if not isinstance(spec, dict):
