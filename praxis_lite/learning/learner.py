@@ -221,9 +221,13 @@ class BoundLearner:
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def changed() -> tuple[NestedDict, States, NestedDict | None]:
-      prepared = self._regularized(self._clipped(gradients, grad_norm, sum_parts), variables)
+      prepared = self._clipped(gradients, grad_norm, sum_parts)
+      if learner.l2_regularizer_weight:
+        prepared = self._plus(prepared, learner.l2_regularizer_weight, variables)
       updates, new_states = self._optimizer.update(prepared, opt_states, variables, rate, loss)
-      new_variables = optax.apply_updates(variables, self._decayed(updates, variables, rate))
+      if learner.decoupled_weight_decay:
+        updates = self._plus(updates, -rate * learner.decoupled_weight_decay, variables)
+      new_variables = optax.apply_updates(variables, updates)
       return new_variables, new_states, self._averaged(ema_vars, new_variables, step)
 
     if finite is None:
@@ -252,19 +256,9 @@ class BoundLearner:
       gradients = jax.tree.map(lambda g: _clipped(g, norm, learner.clip_gradient_norm_to_value), gradients)
     return gradients
 
-  def _regularized(self, gradients: NestedDict, variables: NestedDict) -> NestedDict:
-    factor = self._learner.l2_regularizer_weight
-    if not factor:
-      return gradients
-    return jax.tree.map(
-      lambda g, v, w: g + factor * v if is_regularized(w) else g, gradients, variables, self._declared
-    )
-
-  def _decayed(self, updates: NestedDict, variables: NestedDict, rate: jax.Array) -> NestedDict:
-    if not self._learner.decoupled_weight_decay:
-      return updates
-    factor = rate * self._learner.decoupled_weight_decay
-    return jax.tree.map(lambda u, v, w: u - factor * v if is_regularized(w) else u, updates, variables, self._declared)
+  def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
+    """`tree` + factor * variables, for those that may be regularized."""
+    return jax.tree.map(lambda x, v, w: x + factor * v if is_regularized(w) else x, tree, variables, self._declared)
 
   def _averaged(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
     if averages is None:

@@ -56,26 +56,21 @@ _MAX_SCAN = 64
 
 
 def is_stackable(build: Build, weights: NestedDict) -> bool:
-  """Whether a transformation does to each stack of layers what it does to its layers one by one.
-
-  Args:
-    build: makes the transformation.
-    weights: declarations of the variables it updates.
-  """
+  """Whether the transformation that `build` makes does to a stack of layers what it does to its layers one by one."""
   reader = _Reader()
-  two, layers, stack = (reader.program(build, map_with_path(f, weights)) for f in (_two_layers, _list_of_two, _stack))
-  return _alike(two, layers) and _alike(two, stack)
+  stack, layers = (reader.program(build, map_with_path(f, weights)) for f in (_stack, _list_of_two))
+  return _alike(stack, layers)
 
 
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
-  """Whether a transformation does to parts of variables what it does to the whole; false if it draws random numbers."""
+  """Whether it does to parts of variables what it does to the whole; false if it draws random numbers."""
   reader = _Reader()
   whole, part = (reader.program(build, map_with_path(f, weights)) for f in (_variable, _resized))
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
 def looks_at_all(build: Build, weights: NestedDict) -> bool:
-  """Whether what a transformation does to a variable, or to a layer, depends on sums over several of them."""
+  """Whether what it does to a variable, or to a layer, depends on sums over several of them."""
   program = _Reader().program(build, map_with_path(_list_of_two, weights))
   return any(sum(isinstance(m, _Entries) for m in v.marks) > 1 for values in program.values() for v in values)
 
@@ -121,18 +116,13 @@ def _resized(path: Path, weight: WeightHParams) -> _Variable:
 
 
 def _stack(path: Path, weight: WeightHParams) -> _Variable:
-  """The variable as a stack of layers, with the same layer indices as in `_two_layers`, however many there are."""
+  """The variable as a stack of layers, with the same layer indices as in `_list_of_two`, however many there are."""
   depth = len(weight.repeat_prefix)
   return dataclasses.replace(_variable(path, weight), layers=tuple(range(2**depth)), depth=depth)
 
 
-def _two_layers(path: Path, weight: WeightHParams) -> _Variable:
-  """The variable with two layers along each dimension of the stack."""
-  return dataclasses.replace(_stack(path, weight), shape=(2,) * len(weight.repeat_prefix) + weight.shape)
-
-
 def _list_of_two(path: Path, weight: WeightHParams) -> _Variable | list[_Variable]:
-  """A list of these layers."""
+  """A list of layers, two along each dimension of the stack."""
   dtype = weight.as_struct().dtype
   layers = [_Variable(path, (i,), weight.shape, dtype) for i in range(2 ** len(weight.repeat_prefix))]
   return layers if weight.repeat_prefix else layers[0]
