@@ -104,34 +104,22 @@ def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
   return jax.random.fold_in(key, zlib.crc32('/'.join(path).encode()))
 
 
+@dataclasses.dataclass(eq=False)
 class Frame:
-  """One call in progress. Paths are absolute; the trees start at `root`.
+  """One call in progress. Paths are absolute; trees start at `root`; `active` is the layer whose method is running."""
 
-  Attributes:
-    active: the layer whose method is running, if one is.
-  """
-
-  def __init__(
-    self,
-    root: Path,
-    variables: NestedDict,
-    *,
-    key: jax.Array | None = None,
-    do_eval: bool = False,
-    decode_state: NestedDict | None = None,
-    surroundings: Surroundings | None = None,
-  ):
-    self.root = root
-    self.variables = variables
-    self.key = key
-    self.do_eval = do_eval
-    self.surroundings = surroundings or Surroundings()
-    self.active: object = None
-    self.summaries: dict[str, Summary] = {}
-    self.aux_losses: WeightedScalars = {}
-    self.updates: NestedDict = {}
-    self.decode_state: NestedDict = dict(decode_state or {})
-    self._draws: dict[Path, int] = {}
+  root: Path
+  variables: NestedDict
+  _: dataclasses.KW_ONLY
+  key: jax.Array | None = None
+  do_eval: bool = False
+  decode_state: NestedDict | None = None
+  surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
+  active: object = None
+  summaries: dict[str, Summary] = dataclasses.field(default_factory=dict)
+  aux_losses: WeightedScalars = dataclasses.field(default_factory=dict)
+  updates: NestedDict = dataclasses.field(default_factory=dict)
+  draws: dict[Path, int] = dataclasses.field(default_factory=dict)
 
   def variable(self, path: Path) -> Any:
     """The subtree or array at `path`, as stored; a value updated earlier in this call is returned as updated."""
@@ -148,7 +136,7 @@ class Frame:
     return lookup(self.decode_state, self._below(path))
 
   def cache(self, path: Path, value: Any) -> None:
-    self.decode_state = inserted(self.decode_state, self._below(path), value)
+    self.decode_state = inserted(self.decode_state or {}, self._below(path), value)
 
   def next_key(self, path: Path) -> jax.Array:
     if self.key is None:
@@ -156,8 +144,8 @@ class Frame:
       raise ConfigError(
         f'{where} draws random numbers; pass key= to apply(), or do_eval=True where it has no randomness'
       )
-    count = self._draws.get(path, 0)
-    self._draws[path] = count + 1
+    count = self.draws.get(path, 0)
+    self.draws[path] = count + 1
     return jax.random.fold_in(fold_in_path(self.key, self._below(path)), count)
 
   def add_summary(self, name: str, summary: Summary) -> None:
@@ -176,7 +164,7 @@ class Frame:
     self.aux_losses[name] = (value, weight)
 
   def side_outputs(self) -> SideOutputs:
-    return SideOutputs(self.summaries, self.aux_losses, self.updates, self.decode_state)
+    return SideOutputs(self.summaries, self.aux_losses, self.updates, self.decode_state or {})
 
   def absorb(self, path: Path, side: SideOutputs) -> None:
     """Takes over the side outputs of a nested call whose root is the layer at `path`."""

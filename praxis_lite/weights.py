@@ -189,12 +189,9 @@ class WeightHParams:
   def repeated(
     self, times: int, split: str | int | Sequence[str | int] | None = None, field: str = 'the split of the stack'
   ) -> WeightHParams:
-    """Returns the declaration of `times` such weights stacked along a new leading dimension.
+    """Returns the declaration of `times` such weights, stacked along a new first dimension.
 
-    Args:
-      times: size of the new dimension.
-      split: how it is split: an entry of a split mapping.
-      field: the config field that says so.
+    It is split as `split`, an entry of a split mapping, says, which comes from the config field `field`.
     """
     stack = DeclaredSplit.of((split,), field if split is not None else f'{field} is not set')
     return dataclasses.replace(
@@ -209,9 +206,7 @@ class WeightHParams:
 
 
 def get_fan_in_fan_out(
-  shape: Sequence[int],
-  fan_in_axes: Sequence[int] | None = None,
-  fan_out_axes: Sequence[int] | None = None,
+  shape: Sequence[int], fan_in_axes: Sequence[int] | None = None, fan_out_axes: Sequence[int] | None = None
 ) -> tuple[int | None, int | None]:
   """Returns (fan in, fan out) of a weight of `shape`; (None, None) for a scalar.
 
@@ -229,12 +224,7 @@ def get_fan_in_fan_out(
 
 
 def init_weight(weight: WeightHParams, key: jax.Array) -> jax.Array:
-  """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other.
-
-  Args:
-    weight: the declaration, with its `init`.
-    key: PRNG key of this weight.
-  """
+  """Returns a first value of `weight`, of shape `full_shape`; repeated layers draw independently of each other."""
   if weight.repeat_prefix:
     one = dataclasses.replace(weight, repeat_prefix=(), repeat_prefix_split_dims_mapping=DeclaredSplit())
     keys = jax.random.split(key, math.prod(weight.repeat_prefix))
