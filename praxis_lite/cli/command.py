@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-  """One command: a set of absl flags, each with an example in its help, and a function to run.
+  """One command.
 
   Attributes:
-    name: as typed on the command line.
-    summary: a line for the list of commands.
-    description: a paragraph for its help.
-    example: a valid command line.
-    flags: its flags.
+    name, example: as typed on the command line, and a valid command line.
+    summary, description: a line for the list of commands, and a paragraph for its help.
+    flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
   """
 
@@ -91,11 +89,7 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
 
 
 def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns the configs of --exp with every --set applied.
-
-  Raises:
-    UserError: --exp is missing, or there is no such experiment, path or value.
-  """
+  """Returns the configs of --exp with every --set applied; raises UserError if one of them is missing or not valid."""
   from praxis_lite import registry
   from praxis_lite.config.overrides import apply_overrides
   from praxis_lite.experiment import configure

@@ -80,10 +80,7 @@ def check(
   """Returns the problems of a task's shardings, errors first. No device is used and nothing is compiled.
 
   Args:
-    task_or_experiment: a task or its config, an experiment class, or what `configure` made of one.
-    inputs_struct: shapes and dtypes of a batch; by default those of the experiment's data. Without any, activations
-      and inputs are not checked.
-    mesh_sizes: size of each mesh axis; by default those the task asks for.
+    task_or_experiment, inputs_struct, mesh_sizes: as of `explain`; without inputs, activations are not checked either.
     limits: from where on something is a problem.
     layout: of the train state, where it is not the task's own.
   """

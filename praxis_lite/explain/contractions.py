@@ -50,7 +50,6 @@ class Mismatch(NamedTuple):
     left, right: what the operands are called.
     size, left_axes, right_axes: of the dimension that is summed over, and the mesh axes on it.
     shared: an axis that splits the summed dimension of one and another dimension of the other; '' if it is not that.
-    scope: where in the program, as in 'lm/transformer/layers/ff'.
   """
 
   left: str
@@ -59,7 +58,6 @@ class Mismatch(NamedTuple):
   left_axes: Axes
   right_axes: Axes
   shared: str
-  scope: str
 
 
 def find_mismatches(
@@ -108,7 +106,7 @@ class _Walker:
     if name == 'sharding_constraint':
       return [self.constrained(eqn, operands[0], where)]
     if name == 'dot_general':
-      self.check_product(eqn, operands, where)
+      self.check_product(eqn, operands)
       return unknown
     if name == 'transpose' and (first := operands[0]):
       return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
@@ -147,7 +145,7 @@ class _Walker:
     self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
     return [None] * len(eqn.outvars)
 
-  def check_product(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> None:
+  def check_product(self, eqn: JaxprEqn, operands: list[Split | None]) -> None:
     left, right = operands
     if left is None or right is None:
       return
@@ -162,13 +160,13 @@ class _Walker:
         b = tuple(axis for axis in b if axis not in elsewhere[0])
       shorter = min(len(a), len(b))
       if a[:shorter] != b[:shorter]:
-        self.found.append(Mismatch(left.label, right.label, size, a, b, '', where))
+        self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
         continue
       # One of them is split further: each device cuts its part of the other, unless that axis splits it elsewhere.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:
-        self.found.append(Mismatch(left.label, right.label, size, a, b, crossed, where))
+        self.found.append(Mismatch(left.label, right.label, size, a, b, crossed))
 
 
 def _shape(atom: Var | Literal) -> tuple[int, ...]:

@@ -147,10 +147,9 @@ def _filled(config: Config) -> Config:
 
 
 def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping[str, object]) -> TracedStep:
-  """Traces the train step of a task whose state has this layout.
+  """Traces the train step of a task whose state has this layout, on a mesh that needs no devices.
 
   Args:
-    jax_task, layout: an instantiated task, and the layout of its state, on a mesh that needs no devices.
     inputs_struct: tree of shapes and dtypes of a global batch.
 
   Raises:

@@ -221,9 +221,7 @@ def _as_data(x: jax.Array) -> jax.Array:
 
 
 def _data_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  if not _is_key(x):
-    return x
-  data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+  data = jax.eval_shape(_as_data, x)
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 
 

@@ -33,12 +33,9 @@ _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm
 
 
 class Console:
-  """Prints a run, one line per event.
+  """Prints a run of `total_steps` steps, one line per event.
 
-  Args:
-    total_steps: steps of the whole run.
-    stream: where to print; standard output by default.
-    enabled: False prints nothing; of several processes one prints.
+  The stream is standard output by default. Not `enabled`, it prints nothing: of several processes one prints.
   """
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, enabled: bool = True):
@@ -164,8 +161,7 @@ class TrainLog:
   """Logs every `log_interval_steps`-th step, the first and the last one, and any step that was not finite.
 
   Args:
-    partitioned: the task that is trained.
-    batch_struct: shapes of one global batch.
+    partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.

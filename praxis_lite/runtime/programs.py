@@ -177,13 +177,7 @@ class Programs:
   """
 
   def __init__(
-    self,
-    programs: Sequence[Program],
-    console: Console,
-    writer: SummaryWriter,
-    stop: StopSignals,
-    *,
-    first_step: int,
+    self, programs: Sequence[Program], console: Console, writer: SummaryWriter, stop: StopSignals, *, first_step: int
   ):
     self.metrics: dict[str, HostMetrics] = {}
     self._console = console

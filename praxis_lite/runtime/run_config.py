@@ -85,11 +85,7 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
-  """Builds inputs that each read this process's share of a batch.
-
-  Raises:
-    ConfigError: two evaluation inputs have the same name, so that their metrics could not be distinguished.
-  """
+  """Builds inputs that each read this process's share; raises ConfigError if two evaluation inputs have one name."""
   inputs: list[BaseInput] = []
   for i, config in enumerate(configs):
     with located(f'{name}[{i}]'):
