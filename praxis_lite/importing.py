@@ -22,12 +22,10 @@ def import_module(name: str) -> ModuleType:
   """Imports a module; raises MissingModuleError if there is none, or UserError, which says what it raises and where."""
   try:
     return importlib.import_module(name)
-  except ModuleNotFoundError as error:
-    # A missing import *inside* the module names another module than the one asked for and its packages.
-    if error.name is not None and (name == error.name or name.startswith(f'{error.name}.')):
-      raise MissingModuleError(f'there is no module {error.name!r}') from error
-    raise import_failure(name, error) from error
   except Exception as error:
+    # A missing import *inside* the module names another module than the one asked for and its packages.
+    if isinstance(error, ModuleNotFoundError) and f'{name}.'.startswith(f'{error.name}.'):
+      raise MissingModuleError(f'there is no module {error.name!r}') from error
     raise import_failure(name, error) from error
 
 

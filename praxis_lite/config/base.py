@@ -128,8 +128,23 @@ class Config(fdl.Config[T], Generic[T]):
       return copy.deepcopy(self).set(**fields)
 
   def instantiate(self, **fields: object) -> T:
-    """Calls the target with the fields of this config, overridden by `fields`. See `instantiate`."""
-    return instantiate(self, **fields)
+    """Calls the target with the fields of this config, overridden by `fields`.
+
+    Configs nested in the fields are passed on unbuilt (as copies that share their arrays) to a `Configurable`, which
+    builds its templates itself; for any other callable, such as an optax transformation, they are built first.
+
+    Raises:
+      ConfigError: a field that is REQUIRED is not set.
+    """
+    build = target(self)
+    keep_nested = isinstance(build, type) and issubclass(build, Configurable)
+    arguments = dict(self.__arguments__, **fields)
+    missing = sorted(str(name) for name, value in (config_values(self) | fields).items() if value is REQUIRED)
+    if missing:
+      raise ConfigError(f'{getattr(build, "__qualname__", build)}.{missing[0]}: a value is required and none is set')
+    convert = _copy_nested if keep_nested else functools.partial(map_nested, Config.instantiate)
+    positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
+    return build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -155,24 +170,7 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
   return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **fields))
 
 
-def instantiate(config: Config[T], **fields: object) -> T:
-  """Calls a config's target with its fields, or with those of `fields` that override them; the config does not change.
-
-  Configs nested in the fields are passed on unbuilt (as copies that share their arrays) to a `Configurable`, which
-  builds its templates itself; for any other callable, such as an optax transformation, they are built first.
-
-  Raises:
-    ConfigError: a field that is REQUIRED is not set.
-  """
-  build = target(config)
-  keep_nested = isinstance(build, type) and issubclass(build, Configurable)
-  arguments = dict(config.__arguments__, **fields)
-  missing = sorted(str(name) for name, value in (config_values(config) | fields).items() if value is REQUIRED)
-  if missing:
-    raise ConfigError(f'{getattr(build, "__qualname__", build)}.{missing[0]}: a value is required and none is set')
-  convert = _copy_nested if keep_nested else functools.partial(map_nested, instantiate)
-  positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
-  return build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+instantiate = Config.instantiate
 
 
 def target(config: Config[T]) -> Callable[..., T]:
@@ -247,7 +245,7 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
   hints: dict[str, Any] = {}
   for owner in reversed(annotated):
     module = sys.modules.get(getattr(owner, '__module__', None) or '')
-    names = {**vars(owner), **getattr(owner, '__globals__', getattr(module, '__dict__', {}))}
+    names = {**getattr(owner, '__dict__', {}), **getattr(owner, '__globals__', getattr(module, '__dict__', {}))}
     for name, annotation in inspect.get_annotations(owner).items():
       hints.pop(name, None)
       # One by one, as some cannot be resolved, such as names imported for type checkers only.

@@ -29,7 +29,7 @@ _REMEDY = (
 )
 
 
-class BaseInput(Configurable):
+class BaseInput(Configurable, Iterator[Rows]):
   """A stream of batches. Subclasses define `example_struct` and `read`.
 
   Attributes:
@@ -158,9 +158,6 @@ class BaseInput(Configurable):
       if taken < count:
         self._next_epoch(n)
     return concatenate_rows(parts), taken
-
-  def __iter__(self) -> Iterator[Rows]:
-    return self
 
   def __next__(self) -> Rows:
     return self.get_next()

@@ -110,7 +110,7 @@ class Feature(Configurable):
 
 
 def build_features(features: object, where: str) -> dict[str, Feature]:
-  """Returns the features by name, built; raises ConfigError for no Feature, an unknown dtype or a negative size."""
+  """Returns the features by name, built; raises ConfigError for what is none, an unknown dtype or a negative size."""
   if not isinstance(features, dict) or not features:
     raise ConfigError(f'{where}: expected a dict of Feature configs by name, got {features!r}')
   built = {}

@@ -113,8 +113,7 @@ class Learner(Configurable):
   def bind(self, weights: NestedDict) -> BoundLearner:
     """Returns this learner for the variables of a model, declared by `weights`, its `abstract_init()`.
 
-    Raises:
-      ConfigError: a regex is not valid, or matches no variable, or no variable is left to train.
+    Raises ConfigError if a regex is not valid, or matches no variable, or no variable is left to train.
     """
     if self._bound is None or self._bound[0] != weights:  # It keeps what it finds out about the optimizer.
       self._bound = weights, BoundLearner(self, weights)
@@ -183,7 +182,7 @@ class BoundLearner:
     return jax.tree.map(jnp.copy, self.trained(mdl_vars)) if self._learner.ema_decay else None
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
-    """Returns, for each slot of which it is known, which axis of its variable each dimension runs along, or None."""
+    """Returns, by path of a slot, which axis of its variable each of its dimensions runs along; None for none."""
     return self._optimizer.slot_axes()
 
   def not_elementwise(self) -> list[str]:

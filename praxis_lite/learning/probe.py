@@ -63,14 +63,14 @@ def is_stackable(build: Build, weights: NestedDict) -> bool:
 
 
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
-  """Whether it does to parts of variables what it does to the whole; false if it draws random numbers."""
+  """Whether a transformation does to parts of variables what it does to the whole; false if it draws random numbers."""
   reader = _Reader()
   whole, part = (reader.program(build, map_with_path(f, weights)) for f in (_variable, _resized))
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
 def looks_at_all(build: Build, weights: NestedDict) -> bool:
-  """Whether what it does to a variable, or to a layer, depends on sums over several of them."""
+  """Whether what a transformation does to a variable, or to a layer, depends on sums over several of them."""
   program = _Reader().program(build, map_with_path(_list_of_two, weights))
   return any(sum(isinstance(m, _Entries) for m in v.marks) > 1 for values in program.values() for v in values)
 

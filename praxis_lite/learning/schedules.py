@@ -7,6 +7,7 @@ A schedule returns a factor that the learner multiplies by its `learning_rate`. 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,14 @@ from praxis_lite.errors import ConfigError
 
 
 class BaseSchedule(Configurable):
-  """A function of the step."""
+  """A function of the step. Raises ConfigError unless the fields that a subclass names in `_positive` are above 0."""
+
+  _positive: ClassVar[tuple[str, ...]] = ()
+
+  def __post_init__(self) -> None:
+    for field in self._positive:
+      if not getattr(self, field) > 0:
+        raise ConfigError(f'{type(self).__name__}.{field}: expected more than 0, got {getattr(self, field)}')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     """Returns the factor at `step`, a float32 scalar."""
@@ -57,9 +65,7 @@ class Cosine(BaseSchedule):
   total_steps: int = REQUIRED
   initial_value: float = 1.0
   final_value: float = 0.0
-
-  def __post_init__(self) -> None:
-    _check_positive(self, 'total_steps')
+  _positive = ('total_steps',)
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     done = jnp.clip(_float(step) / self.total_steps, 0.0, 1.0)
@@ -72,11 +78,12 @@ class Exponential(BaseSchedule):
   start: int = 0
   end: int = REQUIRED
   limit: float = 0.01
+  _positive = ('limit',)
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if self.end <= self.start:
       raise ConfigError(f'Exponential.end: step {self.end} must come after start, {self.start}')
-    _check_positive(self, 'limit')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     done = jnp.clip((_float(step) - self.start) / (self.end - self.start), 0.0, 1.0)
@@ -108,9 +115,7 @@ class Transformer(BaseSchedule):
 
   model_dims: int = REQUIRED
   warmup_steps: int = 4000
-
-  def __post_init__(self) -> None:
-    _check_positive(self, 'model_dims', 'warmup_steps')
+  _positive = ('model_dims', 'warmup_steps')
 
   def __call__(self, step: jax.Array | int) -> jax.Array:
     count = _float(step) + 1
@@ -123,6 +128,7 @@ class _Warmup(BaseSchedule):
   warmup_steps: int = REQUIRED
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if self.warmup_steps < 0:
       raise ConfigError(f'{type(self).__name__}.warmup_steps: expected at least 0, got {self.warmup_steps}')
 
@@ -165,20 +171,11 @@ class LinearWarmupExponentialDecay(_Warmup):
 
   total_steps: int = REQUIRED
   final_value: float = 0.01
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    _check_positive(self, 'final_value')
+  _positive = ('final_value',)
 
   def decay(self, step: jax.Array) -> jax.Array:
     end = max(self.total_steps, self.warmup_steps + 1)
     return Exponential(start=self.warmup_steps, end=end, limit=self.final_value)(step)
-
-
-def _check_positive(schedule: BaseSchedule, *fields: str) -> None:
-  for field in fields:
-    if not getattr(schedule, field) > 0:
-      raise ConfigError(f'{type(schedule).__name__}.{field}: expected more than 0, got {getattr(schedule, field)}')
 
 
 def _float(step: jax.Array | int) -> jax.Array:
