@@ -51,9 +51,7 @@ def experiment_flags() -> flags.FlagValues:
 def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
   """Returns the flags of all commands on a run: those on an experiment, its directory and the compilation cache.
 
-  Args:
-    seed: help of --seed; without it the command has no such flag.
-    restores: whether the command has --step, the checkpoint to restore.
+  `seed` is the help of --seed; without it the command has no such flag. If it `restores` a checkpoint, it has --step.
   """
   values = experiment_flags()
   directory = 'Directory of checkpoints and logs. Example: --job_log_dir=runs/1'
@@ -71,10 +69,7 @@ def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   """Returns the config of the run and its directory; sets up the devices of --devices and the compilation cache.
 
-  Must be called before JAX looks for devices.
-
-  Raises:
-    UserError: --job_log_dir is missing, or as `configured_experiment`.
+  Must be called before JAX looks for devices. Raises as `configured_experiment`, and if --job_log_dir is missing.
   """
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,11 @@ import jax.numpy as jnp
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, path_name
+from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
-T = TypeVar('T')
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
 
@@ -161,7 +160,7 @@ class Checkpointer:
     )
     args = ocp.args.PyTreeRestore(item=data_shapes, restore_args=restore_args, partial_restore=True)
     arrays = self._read(step, 'state', args)
-    return jax.tree.map(_from_data, shapes, _from_nested_dict(shapes, arrays))
+    return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
   def input_state(self, step: int | None = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
@@ -243,11 +242,6 @@ def _to_nested_dict(tree: object) -> NestedDict:
   for path, leaf in leaves_by_path(tree).items():
     nested = inserted(nested, path, leaf)
   return nested
-
-
-def _from_nested_dict(like: T, nested: NestedDict) -> T:
-  """Returns the leaves of `nested`, made by `_to_nested_dict`, in a tree of the structure of `like`."""
-  return jax.tree.unflatten(jax.tree.structure(like), [lookup(nested, path) for path in leaves_by_path(like)])
 
 
 def records_of(shapes: object) -> dict[str, Record]:

@@ -35,7 +35,7 @@ _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm
 class Console:
   """Prints a run of `total_steps` steps, one line per event.
 
-  The stream is standard output by default. Not `enabled`, it prints nothing: of several processes one prints.
+  `stream` is standard output by default. With `enabled` False nothing is printed: of several processes one prints.
   """
 
   def __init__(self, total_steps: int, *, stream: TextIO | None = None, enabled: bool = True):
@@ -193,8 +193,7 @@ class TrainLog:
   def add(self, step: int, out: TrainStepOutput) -> None:
     """Takes the outputs of a step that has just been dispatched; `step` counts it.
 
-    Raises:
-      NonFiniteError: an earlier step was not finite and the learner is set to raise.
+    Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
     """
     self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
     if step == self._first_step + 1:

@@ -92,17 +92,17 @@ def initialize_distributed(
   jax.distributed.initialize(address, processes, process)
 
 
-def set_up_compilation_cache(directory: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> Path | None:
+def set_up_compilation_cache(*, enabled: bool = True) -> Path | None:
   """Stores compiled programs on disk, so that a second start of the same run need not compile.
 
-  The directory is by default the one JAX is set to (`JAX_COMPILATION_CACHE_DIR`), else `praxis_lite` under
-  `$XDG_CACHE_HOME` or `~/.cache`. It is returned, or None if the cache is not enabled or it is not writable.
+  The directory is the one JAX is set to (`JAX_COMPILATION_CACHE_DIR`), else `praxis_lite` under `$XDG_CACHE_HOME` or
+  `~/.cache`. It is returned, or None if the cache is not enabled or it is not writable.
   """
   jax.config.update('jax_enable_compilation_cache', enabled)
   if not enabled:
     return None
   default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite'
-  cache = Path(directory or getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
+  cache = Path(getattr(jax.config, 'jax_compilation_cache_dir', None) or default)
   with contextlib.suppress(OSError):
     cache.mkdir(parents=True, exist_ok=True)
   if not os.access(cache, os.W_OK | os.X_OK):
@@ -122,8 +122,6 @@ def is_primary_process() -> bool:
 
 def decided_by_primary_process(value: bool) -> bool:
   """Returns the value of process 0 in every process; all of them must call this."""
-  if jax.process_count() == 1:
-    return value
   return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 

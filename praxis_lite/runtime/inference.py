@@ -34,8 +34,7 @@ def run_eval(
   """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
   Args:
-    config, job_log_dir: configs of the task and its datasets, and the directory of the run.
-    devices: the devices to build the mesh from; all by default.
+    config, job_log_dir, devices: as for `run_train`.
     step: step of the checkpoint; None uses the newest.
     seed: for models that draw random numbers while they evaluate.
 

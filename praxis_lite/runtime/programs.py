@@ -154,10 +154,7 @@ class DecodeProgram(Program[DecodeStepOutput]):
 
 def _examples(decoded: NestedDict, batch: Mapping[str, Any]) -> Iterator[dict[str, object]]:
   """The rows of `decoded` that are examples, for JSON. Rows of padding have zero weight."""
-  weights = batch['weights']
-  if jax.process_count() > 1:
-    weights = multihost_utils.process_allgather(weights, tiled=True)
-  weights = np.asarray(weights)
+  weights = np.asarray(multihost_utils.process_allgather(batch['weights'], tiled=True))
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
   # NumPy does not know bfloat16 and similar types, and calls them void.
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}

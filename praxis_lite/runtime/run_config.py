@@ -101,10 +101,8 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
 def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   """Creates the directory if it does not exist, and tests that it is writable, before anything is compiled.
 
-  If an error ends the block before anything was written, created directories are removed again.
-
-  Raises:
-    UserError: the directory cannot be created, or is not writable.
+  If an error ends the block before anything was written, created directories are removed again. Raises UserError if the
+  directory cannot be created, or is not writable.
   """
   path = Path(job_log_dir).expanduser().absolute()
   created: list[Path] = []
@@ -130,10 +128,8 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
 def held_for_training(path: Path) -> Iterator[None]:
   """Locks a directory for one training run: a second run would delete the checkpoints that the first is writing.
 
-  The system releases the lock in whatever way the process ends. A file system without locks is not an error.
-
-  Raises:
-    UserError: another run is training there.
+  Raises UserError if another run is training there. The system releases the lock in whatever way the process ends. A
+  file system without locks is not an error.
   """
   directory = os.open(path, os.O_RDONLY)
   try:

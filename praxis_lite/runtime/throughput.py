@@ -66,8 +66,7 @@ def process_age() -> float:
 
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
   """Returns the operations of one call: of the most expensive branch of a `cond`, and of one round of a `while`."""
-  inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-  return sum(_equation_flops(equation) for equation in inner.eqns)
+  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
 def _equation_flops(equation: core.JaxprEqn) -> float:

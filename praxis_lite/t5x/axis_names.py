@@ -35,8 +35,7 @@ class AxisNames(tuple[Any, ...]):
 def declared_axis_names(weights: Tree) -> Tree:
   """Returns the AxisNames of a tree of weight declarations, or of objects that carry their names as `logical_axes`.
 
-  Raises:
-    ShardingError: a leaf is neither, so that nothing is known about its axes.
+  Raises ShardingError if a leaf is neither, so that nothing is known about its axes.
   """
 
   def declared(path: Path, weight: object) -> AxisNames:

@@ -181,8 +181,7 @@ def get_mesh(
 def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -> Mesh:
   """Returns a mesh ('data', 'model') of devices without coordinates; 'model' fills one host's devices first.
 
-  Raises:
-    ShardingError: num_partitions neither divides nor is a multiple of the number of devices of a host.
+  Raises ShardingError if num_partitions neither divides nor is a multiple of the number of devices of a host.
   """
   devices = _all_devices(devices)
   num_hosts, per_host = _hosts(devices)
@@ -205,8 +204,7 @@ def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
 def default_submesh(num_partitions: int, device_kind: str, bounds: Sequence[int]) -> Sides:
   """Returns the sides (x, y, z, core) of a submesh of `num_partitions` cores in a TPU slice with the sides `bounds`.
 
-  Raises:
-    ShardingError: there is no default for these.
+  Raises ShardingError if there is no default for these.
   """
   x, _, z, cores = bounds
   known = _TWO_CORES if device_kind in ('TPU v2', 'TPU v3') else _ONE_CORE if cores == 1 else {}

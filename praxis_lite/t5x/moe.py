@@ -56,8 +56,7 @@ def uses_two_data_axes(
 ) -> bool:
   """Returns whether 'model' serves as a second data axis: fewer experts than devices, and no model parallelism.
 
-  Raises:
-    ShardingError: neither or both of num_partitions and model_parallel_submesh are given.
+  Raises ShardingError if neither or both of num_partitions and model_parallel_submesh are given.
   """
   return num_model_partitions(num_partitions, model_parallel_submesh) <= 1 and 0 < num_experts < num_devices
 
@@ -134,10 +133,7 @@ def infer_state_filter(opt_states: object) -> str | None:
   """Returns the pattern of the slots that keep an expert axis of their own, by the optimizer whose state is given.
 
   For Adafactor with factored statistics, these are those of experts, such as 'mlp/expert/w/v_row'. None for any other
-  transformation of optax: its state inherits the axes of the parameters.
-
-  Raises:
-    ShardingError: the state is not one of optax.
+  transformation of optax: its state inherits the axes of the parameters. Raises ShardingError if it is not of optax.
   """
   rows = [slot for path, slot in leaves_by_path(opt_states).items() if 'v_row' in path]
   if rows:
@@ -161,9 +157,6 @@ class MoePjitPartitioner(PjitPartitioner):
       pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
       None for none.
     num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
-
-  Raises:
-    ShardingError: neither or both of num_partitions and model_parallel_submesh are given.
   """
 
   def __init__(
