@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import check_choice
 from praxis_lite.layer import Layer, WeightSplit
-from praxis_lite.partitioning import guards
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
 LOOKUP_STYLES = ('gather', 'matmul')
@@ -75,5 +74,4 @@ def lookup(table_VD: jax.Array, ids: jax.Array, style: str = 'gather') -> jax.Ar
     rows = jnp.matmul(one_hot, table_VD, precision=jax.lax.Precision.HIGHEST)
     return jnp.where(in_range[..., None], rows, jnp.nan)
   ids = jnp.where(ids < 0, table_VD.shape[0], ids)  # Otherwise -1 would be the last row.
-  rows = jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)
-  return guards.zero_past_end(rows)
+  return jnp.take(table_VD, ids, axis=0, mode='fill', fill_value=jnp.nan)

@@ -20,7 +20,6 @@ from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.linears import Linear, bias_weight
 from praxis_lite.layers.normalizations import BatchNorm
-from praxis_lite.partitioning import guards
 from praxis_lite.weights import WeightHParams
 
 PADDINGS = ('SAME', 'VALID')
@@ -64,15 +63,14 @@ class Conv2D(Layer):
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, H', W', O]."""
     y_BHWO = jax.lax.conv_general_dilated(
-      guards.whole_images(x_BHWC.astype(self.fprop_dtype)),
-      guards.whole_filters(self.theta.w),
+      x_BHWC.astype(self.fprop_dtype),
+      self.theta.w,
       self.strides,
       self.padding,
       rhs_dilation=self.dilations,
       dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
       feature_group_count=self.groups,
     )
-    y_BHWO = guards.whole_images(y_BHWO)
     if self.use_bias:
       y_BHWO += self.theta.b
     return self.shard(y_BHWO)

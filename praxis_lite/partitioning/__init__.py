@@ -24,6 +24,7 @@ from praxis_lite.partitioning.explicit import (
   shard_module_params,
   shard_params,
 )
+from praxis_lite.partitioning.guards import GuardedJit
 from praxis_lite.partitioning.hlo import assert_collectives, collectives
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.mesh import create_device_mesh

@@ -1,80 +1,396 @@
-"""Guards: programs that XLA's partitioner computes wrongly without an error, and what is stated so that it does not.
+"""Guards: operations that XLA's partitioner computes wrongly without an error, and what is stated so that it does not.
 
-Each guard names the smallest program that shows the fault, and the test in `tests/partitioning/test_guards.py` that
-runs this program without the guard: when it fails, XLA has become right and the guard can go. All faults were seen with
-jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for GPU, with Shardy and without.
+`guard` reads a lowered program, the backward pass and a user's own layers included, and how Shardy will split each of
+its arrays (`partitioning/propagation.py`). Where an operation is one of those below, the program is told to split its
+arrays in another way around it; all else stays as it is. Each guard names the smallest program that shows the fault,
+and the test in `tests/partitioning/test_guards.py` that runs this program without the guard: when it fails, XLA has
+become right and the guard can go. All faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for
+GPU, with Shardy and without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
-from praxis_lite.partitioning.constraints import with_sharding_constraint
-from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
+from praxis_lite.errors import ShardingError
+from praxis_lite.partitioning.propagation import Axis, Instance, Propagation, Split, num_parts
 
-_ANY = PartitionSpec.UNCONSTRAINED
+T = TypeVar('T')
+# How often what a guard states may lead to splits that another one guards.
+_MAX_ROUNDS = 6
 
 
-def gathered_specs(
-  specs: Mapping[tuple[str, ...], PartitionSpec], row_specs: Iterable[PartitionSpec], mesh_sizes: Mapping[str, int]
-) -> dict[tuple[str, ...], PartitionSpec]:
-  """Returns, for each weight that is gathered before it is multiplied, the spec it is used in.
+class Guarded(NamedTuple):
+  """An operation that a guard changed.
 
-  Where rows are split over two mesh axes or more, and a weight over some of these, the rows of the product may come
-  back permuted. On a mesh r 2 x d 2 x m 2:
+  Attributes:
+    op: its name, such as 'dot_general'.
+    where: the operation as it is named in profiles.
+    shapes: the global shape of each operand, then of each result.
+    before, after: how these were split, and how they are split now.
+  """
+
+  op: str
+  where: str
+  shapes: tuple[tuple[int, ...], ...]
+  before: tuple[Split, ...]
+  after: tuple[Split, ...]
+
+
+def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
+  """Changes a lowered program, before it is compiled, where XLA would compute it wrongly; returns what it changed.
+
+  Raises:
+    ShardingError: Shardy, JAX's default, is turned off.
+  """
+  module = lowered.compiler_ir('stablehlo')
+  if module is None:
+    return []
+  with module.context:
+    propagation = Propagation(module, {*_GUARDS, _PRODUCT, _TRANSPOSE})
+    if propagation.sites and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+      raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
+    changed: dict[int, Guarded] = {}
+    for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
+      instances = propagation.instances()
+      found = [*_to_change(instances)]
+      for (site, before, _), after in found:
+        if round_ == _MAX_ROUNDS - 1:  # They do not agree; what is not split is computed rightly.
+          after = tuple(((),) * len(shape) for shape in site.shapes)
+        site.state(before, after)
+        first = changed[id(site)].before if id(site) in changed else before
+        changed[id(site)] = Guarded(site.op.name.partition('.')[2], site.where, site.shapes, first, after)
+      if not found:
+        _keep_products(instances)
+        break
+    return [*changed.values()]
+
+
+class GuardedJit(Generic[T]):
+  """`jax.jit` with guards, for a training loop of your own; the steps of a `PartitionedTask` have them anyway.
+
+  Args:
+    fn, options: as for `jax.jit`; of static arguments, `static_argnums`.
+  """
+
+  def __init__(self, fn: Callable[..., T], *, static_argnums: int | Sequence[int] = (), **options: Any):
+    self.jitted = jax.jit(fn, static_argnums=static_argnums, **options)
+    self._static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
+    self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """The lowered program for some arguments, or their `jax.ShapeDtypeStruct`s, already guarded."""
+    lowered = self.jitted.lower(*args, **kwargs)
+    guard(lowered)
+    return lowered
+
+  def __call__(self, *args: Any, **kwargs: Any) -> T:
+    dynamic = [x for i, x in enumerate(args) if i not in self._static]
+    leaves, structure = jax.tree.flatten((dynamic, kwargs))
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+      return self.jitted(*args, **kwargs)
+    types = tuple((jax.typeof(x), getattr(x, 'sharding', None)) for x in leaves)
+    key = (structure, types, tuple(x for i, x in enumerate(args) if i in self._static))
+    if key not in self._compiled:
+      self._compiled[key] = self.lower(*args, **kwargs).compile()
+    return self._compiled[key](*dynamic, **kwargs)
+
+
+def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[Split, ...]]]:
+  """The operations that are computed wrongly, each with splits that are computed rightly."""
+  transposes = {instance.site.op: instance for instance in instances if instance.site.op.name == _TRANSPOSE}
+  for instance in instances:
+    name = instance.site.op.name
+    if name == _PRODUCT:
+      after = _product(instance, transposes)
+    else:
+      after = _GUARDS[name](instance) if name in _GUARDS else None
+    if after is not None:
+      yield instance, after
+
+
+# ---------------------------------------------------------------- products
+
+_PRODUCT, _TRANSPOSE, _SCATTER = 'stablehlo.dot_general', 'stablehlo.transpose', 'stablehlo.scatter'
+
+# The axes of each dimension of an array, by the name of the dimension in the product.
+_Entries = dict[str, tuple[Axis, ...]]
+
+
+def _product(product: Instance, transposes: Mapping[ir.Operation, Instance]) -> tuple[Split, ...] | None:
+  """Keeps rows of a product from coming back permuted. On a mesh r 2 x d 2 x m 2:
 
       y[b, c] = sum_v x[b, v] w[c, v]        x, y over (('r', 'd'), 'm')        w over ('d', 'm')
 
-  With w gathered over the axes of the rows it is right; fully sharded training gathers it there anyway. Meshes that
-  split rows over one axis are left alone. Test: `test_product_with_a_weight_over_one_of_two_row_axes`.
-
-  Args:
-    specs, row_specs: of the weights, by path, of full rank; and of all inputs and activations.
-    mesh_sizes: size of each mesh axis.
+  XLA groups the devices by an axis that splits both a contracted dimension and a dimension of the product (m), and
+  takes the others in the order of the larger operand, which need not be that of the product. It folds transposes into
+  products, so a product is looked at with those too. Where neither operand, or only one, has to be communicated, the
+  product is right. Test: `test_product_with_a_weight_over_one_of_two_row_axes`.
   """
-  rows: set[str] = set()
-  for spec in row_specs:
-    axes = [axis for axis in spec_axes(spec[0]) if mesh_sizes.get(axis, 1) > 1] if len(spec) else []
-    if len(axes) > 1:
-      rows.update(axes)
-  used = {
-    path: PartitionSpec(*(axes_to_entry([a for a in spec_axes(entry) if a not in rows]) for entry in spec))
-    for path, spec in specs.items()
-  }
-  return {path: spec for path, spec in used.items() if spec != specs[path]}
+  one_moves = sum(old != new for old, new in zip(product.splits[:2], product.compatible)) < 2
+  if not (one_moves and product.splits[2] == product.compatible[2]) and _permutes(product, product.splits):
+    return product.compatible
+  folded = _with_transposes(product, transposes)
+  if folded != product.splits and not _is_local(_by_kind(product, folded)) and _permutes(product, folded):
+    return product.compatible
+  return None
 
 
-def whole_images(x_BHWC: jax.Array) -> jax.Array:
-  """Gathers height and width of images before and after a convolution; batch and channels stay as they are.
+def _permutes(product: Instance, splits: Sequence[Split]) -> bool:
+  """Whether XLA may permute rows of the product of arrays with these splits. False was right in all of many thousands
+  of random products, with three axes and with two."""
+  left, right, out = kinds = _by_kind(product, splits)
+  contracted = [key for key in left if key in right and key not in out]
+  sums_left, sums_right = ([array[key] for key in contracted] for array in (left, right))
+  axes_left, axes_right, axes_out = map(_axes_of, (sums_left, sums_right, out.values()))
+  if any(not left[key] == right[key] == out[key] for key in left.keys() & right.keys() & out.keys()):
+    return bool((axes_left | axes_right) & axes_out)
+  sizes = [
+    math.prod(-(-n // num_parts(axes)) for n, axes in zip(shape, split))
+    for shape, split in zip(product.site.shapes, splits)
+  ]
+  for entry in map(frozenset, out.values()):
+    if not entry or not (entry <= axes_left or entry <= axes_right):
+      continue
+    if sums_left != sums_right and entry <= axes_left & axes_right:
+      return True
+    summed = axes_left if entry <= axes_left else axes_right
+    if summed - axes_out:
+      continue  # A sum over more axes than those is done first.
+    if sums_left == sums_right and len(summed) > 1:
+      return True
+    order_left, order_right, order_out = (_order(array.values(), entry, product.site.mesh) for array in kinds)
+    larger_left, larger_right = (
+      (True, True) if sums_left != sums_right else (sizes[0] >= sizes[1], sizes[1] >= sizes[0])
+    )
+    if (larger_left and order_left != order_out) or (larger_right and order_right != order_out):
+      return True
+  return False
 
-  Where image rows are split and some mesh axis is not used, the gradient of the filter is summed over that axis too.
-  On a mesh a 2 x b 2: `conv(x, w)` with x over (None, 'a', None, None). The constraint holds for gradients too, which
-  are convolutions as well. Test: `test_convolution_of_split_images`.
+
+def _keep_products(instances: Iterable[Instance]) -> None:
+  """States how products are split that are right as they are, but might not be if XLA split them in another way."""
+  for product in instances:
+    if product.site.op.name == _PRODUCT:
+      left, right, out = _by_kind(product, product.splits)
+      contracted = [key for key in left if key in right and key not in out]
+      summed = _axes_of(left[key] for key in contracted) & _axes_of(right[key] for key in contracted)
+      orders = [_order(array.values(), summed, product.site.mesh) for array in (left, right, out)]
+      if summed and orders != orders[:1] * 3:
+        product.site.keep_result(product.splits[2])
+
+
+def _by_kind(product: Instance, splits: Sequence[Split]) -> tuple[_Entries, _Entries, _Entries]:
+  """The entries of left, right and out: dimensions with the same name are multiplied, summed or written together."""
+  numbers = stablehlo.DotDimensionNumbers(product.site.op.attributes['dot_dimension_numbers'])
+  names = [[f'{side}{i}' for i in range(len(split))] for side, split in zip(('left ', 'right '), splits)]
+  for kind in ('batching', 'contracting'):
+    pairs = zip(*(getattr(numbers, f'{side}_{kind}_dimensions') for side in ('lhs', 'rhs')))
+    for n, dims in enumerate(pairs):
+      for side, dim in enumerate(dims):
+        names[side][dim] = f'{kind} {n}'
+  batch = sorted(name for name in names[0] if name.startswith('batching'))
+  free = [name for side in names for name in side if name.startswith(('left', 'right'))]
+  left, right, out = (dict(zip(keys, split)) for keys, split in zip((*names, [*batch, *free]), splits))
+  return left, right, out
+
+
+def _is_local(kinds: tuple[_Entries, _Entries, _Entries]) -> bool:
+  """Whether each device computes its part of a product from its parts of the operands, but for sums."""
+  every: _Entries = {}
+  for array in kinds:
+    every |= array
+  used = [axis for axes in every.values() for axis in axes]
+  return len(used) == len(set(used)) and all(array[key] == every[key] for array in kinds for key in array)
+
+
+def _with_transposes(product: Instance, transposes: Mapping[ir.Operation, Instance]) -> tuple[Split, ...]:
+  """The splits of a product's arrays before operands are transposed, and after the result is."""
+  splits = [*product.splits]
+  for i, value in enumerate(product.site.op.operands):
+    before = None if isinstance(value.owner, ir.Block) else transposes.get(value.owner.operation)
+    if before is not None:
+      splits[i] = tuple(before.splits[0][dim] for dim in _permutation(before))
+  users = [transposes.get(use.owner.operation) for use in product.site.op.results[0].uses]
+  if len(users) == 1 and users[0] is not None:
+    order = _permutation(users[0])
+    splits[2] = tuple(users[0].splits[1][order.index(dim)] for dim in range(len(order)))
+  return tuple(splits)
+
+
+def _permutation(transpose: Instance) -> list[int]:
+  return [*ir.DenseI64ArrayAttr(transpose.site.op.attributes['permutation'])]
+
+
+def _order(entries: Iterable[tuple[Axis, ...]], without: frozenset[Axis], mesh: Sequence[Axis]) -> list[Axis]:
+  """The axes of an array in the order of its dimensions, then those that it is replicated over."""
+  used = [axis for axes in entries for axis in axes]
+  names = {axis.name for axis in used}
+  return [axis for axis in (*used, *(a for a in mesh if a.name not in names)) if axis not in without]
+
+
+def _axes_of(entries: Iterable[tuple[Axis, ...]]) -> frozenset[Axis]:
+  return frozenset(axis for axes in entries for axis in axes)
+
+
+# ---------------------------------------------------------------- images
+
+
+def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
+  """Gathers height and width of images and filters, and splits the groups of grouped convolutions alike.
+
+  Where a window overlaps the part of another device, XLA exchanges the borders, and is wrong for some filters; the
+  gradient of the filter is summed over axes that are not used too. On a mesh a 2 x b 2: `conv(x, w)` with x over
+  (None, 'a', None, None). Test: `test_convolution_of_split_images`.
+
+  The gradient of the filter of a grouped convolution is that sum even for whole images, x over ('a', None, None, None),
+  so no axis is left unused there: rows are split over 'b' too. It is also wrong where the channels of one array are
+  split, and those of another are not. Test: `test_filter_gradient_of_a_grouped_convolution`.
   """
-  return with_sharding_constraint(x_BHWC, PartitionSpec(_ANY, None, None, _ANY))
+  op = convolution.site.op
+  numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
+  spatial = (numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions)
+  after = [_whole(split, dims) for split, dims in zip(convolution.splits, spatial)]
+  of_rows, of_features = (ir.IntegerAttr(op.attributes[f'{kind}_group_count']).value for kind in ('batch', 'feature'))
+  if of_rows == of_features == 1:
+    return _if_changed(convolution, after)
+  batch, features = numbers.input_batch_dimension, numbers.input_feature_dimension
+  summed = (features if of_rows > 1 else None, numbers.kernel_input_feature_dimension)
+  groups = batch if of_rows > 1 else features
+  grouped = (groups, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension)
+  channels = next((split[dim] for split, dim in zip(reversed(after), reversed(grouped)) if split[dim]), ())
+  channels = channels if max(of_rows, of_features) % num_parts(channels) == 0 else ()
+  after = [_with(split, dim, channels) for split, dim in zip(after, grouped)]
+  rows: tuple[Axis, ...] = ()
+  if of_rows > 1 and (rows := after[0][features] or after[1][summed[1]]):
+    used = {axis.name for axes in (rows, *after[0], *after[1], *after[2]) for axis in axes}
+    rows = (*rows, *(axis for axis in convolution.site.mesh if axis.name not in used))
+  after[:2] = [split if dim is None else _with(split, dim, rows) for split, dim in zip(after, summed)]
+  return _if_changed(convolution, after)
 
 
-def whole_filters(w_HWIO: jax.Array) -> jax.Array:
-  """Gathers height and width of filters before a convolution; see `whole_images`."""
-  return with_sharding_constraint(w_HWIO, PartitionSpec(None, None, _ANY, _ANY))
+def _with(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
+  """The split with one dimension over some axes, which split no other one."""
+  others = tuple(tuple(axis for axis in entry if axis not in axes) for entry in split)
+  return (*others[:dim], axes, *others[dim + 1 :])
 
 
-def zero_past_end(rows: jax.Array) -> jax.Array:
-  """Returns looked-up vectors [..., D] as they are, with a gradient that is zero in what XLA pads.
+def _overlapping_windows(pooling: Instance) -> tuple[Split, ...] | None:
+  """Gathers dimensions along which the windows of max pooling overlap, before its gradient is taken.
+
+  Where a window lies in the parts of two devices, its gradient is added on both, or on none. On a mesh a 2: the
+  gradient of the maximum over windows of 2 with stride 1, x over 'a'. Test: `test_gradient_of_overlapping_max_pooling`.
+  """
+  window, strides = (
+    [*ir.DenseI64ArrayAttr(pooling.site.op.attributes[name])] for name in ('window_dimensions', 'window_strides')
+  )
+  overlap = [dim for dim, (size, stride) in enumerate(zip(window, strides)) if size > stride]
+  after = [_whole(split, overlap) if split else split for split in pooling.splits]
+  return _if_changed(pooling, after)
+
+
+def _whole(split: Split, dims: Iterable[int]) -> Split:
+  """The split without those of some dimensions."""
+  dims = set(dims)
+  return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
+
+
+def _if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:
+  return None if (*after,) == instance.splits else (*after,)
+
+
+# ---------------------------------------------------------------- lookups
+
+
+def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
+  """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
+
+  On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
+  `test_lookup_with_table_and_ids_over_the_same_axis`.
+  """
+  table, ids, *_ = lookup.splits
+  return _if_changed(lookup, lookup.compatible) if _axes_of(table) & _axes_of(ids) else None
+
+
+def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
+  """Keeps what XLA pads out of the result where updates are not split evenly.
 
   Where a dimension of the ids is split unevenly, XLA pads it, and its partitioned scatter (the gradient of a lookup)
-  adds the padding's gradient, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
-  `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. The mask is true of all entries that exist; the barrier keeps XLA
-  from finding that out before it partitions the program. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
+  writes the padding's update, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
+  `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
+  gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
   """
-  if jax.sharding.get_abstract_mesh().size <= 1:
-    return rows
-  exists = jnp.ones(rows.shape, bool)
-  for dim, size in enumerate(rows.shape[:-1]):
-    end = jax.lax.optimization_barrier(jnp.int32(size))
-    exists &= jax.lax.broadcasted_iota(jnp.int32, rows.shape, dim) < end
-  return jnp.where(exists, rows, 0)
+  uneven = _uneven_updates(scatter)
+  if not uneven:
+    return None
+  if _adds(scatter.site.op):
+    _mask_updates(scatter, uneven)
+    return None
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  window = {*numbers.update_window_dims}
+  of_updates = [dim for dim in range(len(scatter.splits[_UPDATES])) if dim not in window]
+  of_ids = [dim for dim in range(len(scatter.splits[_IDS])) if dim != numbers.index_vector_dim]
+  after = [*scatter.splits]
+  after[_UPDATES] = _whole(after[_UPDATES], uneven)
+  after[_IDS] = _whole(after[_IDS], [of_ids[of_updates.index(dim)] for dim in uneven])
+  return (*after,)
+
+
+_IDS, _UPDATES = (
+  1,
+  2,
+)  # Operands of a scatter; those with several arrays at once, which JAX does not make, are left alone.
+
+
+def _uneven_updates(scatter: Instance) -> list[int]:
+  """The dimensions of the updates that follow the ids and do not divide by the axes that split them."""
+  if len(scatter.site.op.operands) != 3:
+    return []
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  sizes = enumerate(zip(scatter.site.shapes[_UPDATES], scatter.splits[_UPDATES]))
+  window = {*numbers.update_window_dims}
+  return [dim for dim, (size, axes) in sizes if dim not in window and size % num_parts(axes)]
+
+
+def _adds(scatter: ir.Operation) -> bool:
+  return [op.operation.name for op in scatter.regions[0].blocks[0].operations] == ['stablehlo.add', 'stablehlo.return']
+
+
+def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
+  """Zeroes the updates past the end of some dimensions.
+
+  The mask is true of all entries that exist; the barrier keeps XLA from finding that out before it partitions.
+  """
+  op = scatter.site.op
+  updates = op.operands[_UPDATES]
+  shape, int32 = scatter.site.shapes[_UPDATES], ir.IntegerType.get_signless(32)
+  with ir.InsertionPoint(op), op.location:
+    zero = ir.DenseElementsAttr.get_splat(updates.type, _zero(updates.type.element_type))
+    for dim in {*dims} - scatter.site.masked:
+      of_ints = ir.RankedTensorType.get(shape, int32)
+      position = stablehlo.IotaOp(of_ints, dim).result
+      size = stablehlo.ConstantOp(ir.DenseElementsAttr.get(np.array(shape[dim], np.int32))).result  # type: ignore[call-overload]
+      end = stablehlo.BroadcastInDimOp(of_ints, stablehlo.OptimizationBarrierOp([size]).results[0], []).result
+      exists = stablehlo.CompareOp(position, end, stablehlo.ComparisonDirectionAttr.get('LT')).result
+      updates = stablehlo.SelectOp(exists, updates, stablehlo.ConstantOp(zero).result).result
+  op.operands[_UPDATES] = updates
+  scatter.site.masked.update(dims)
+
+
+def _zero(dtype: ir.Type) -> ir.Attribute:
+  return ir.FloatAttr.get(dtype, 0.0) if isinstance(dtype, ir.FloatType) else ir.IntegerAttr.get(dtype, 0)
+
+
+_GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
+  'stablehlo.convolution': _convolution,
+  'stablehlo.select_and_scatter': _overlapping_windows,
+  'stablehlo.gather': _lookup,
+  _SCATTER: _scatter,
+}

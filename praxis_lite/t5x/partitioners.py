@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.constraints import axis_rules
+from praxis_lite.partitioning.guards import GuardedJit
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
@@ -108,7 +109,7 @@ class PjittedFnWithContext(Generic[T]):
         out = jax.tree.map(jnp.asarray, fn(*true))
       return layout_of(out, out_axis_resources, mesh).pad(out)
 
-    self.jitted = jax.jit(
+    self.jitted = GuardedJit(
       on_mesh(padded, mesh),
       in_shardings=self._shardings(self._in_specs),
       out_shardings=self._shardings(out_axis_resources),

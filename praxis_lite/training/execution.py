@@ -27,8 +27,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.call import Summary, Surroundings
 from praxis_lite.errors import ConfigError, located
-from praxis_lite.partitioning import guards
-from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn, with_sharding_constraint
+from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
 from praxis_lite.partitioning.explicit import ShardedParam, fold_rng_over_axis, own_part
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.padding import num_parts
@@ -39,7 +38,6 @@ from praxis_lite.partitioning.specs import (
   infer_partition_spec_based_on_rank_fn,
   shard_on_batch_dim_partition_spec,
   spec_axes,
-  to_partition_spec,
 )
 from praxis_lite.task import SingleTask
 from praxis_lite.training.microbatches import LossOutput, scaled_loss, sync_gradients
@@ -91,16 +89,6 @@ class CompilerPlaced(Execution):
   def __init__(self, jax_task: SingleTask, layout: StateLayout):
     self._task, self._layout = jax_task, layout
     self._names = layout.mesh.axis_names
-    with located('task.train'):
-      inputs = [
-        to_partition_spec(mapping, self._names, path=f'inputs_split_mapping.{key}')
-        for key, mapping in (jax_task.train.inputs_split_mapping or {}).items()
-        if mapping
-      ]
-    rows, sizes = [*inputs, *jax_task.model.activation_specs()], dict(layout.mesh.shape)
-    used = guards.gathered_specs(leaves_by_path(layout.specs.mdl_vars), rows, sizes)
-    self._used = {(*jax_task.model.path, *path): spec for path, spec in used.items()}
-    self.surroundings = Surroundings(read_weight=self._read)
 
   def wrapped(self, step: TrainStep) -> TrainStep:
     """Returns a step of padded state and padded global inputs from one of what `step` sees of them."""
@@ -125,13 +113,6 @@ class CompilerPlaced(Execution):
     """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
     with located('task.train'):
       return reshard_input_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, inputs)
-
-  def _read(self, path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    weight = stored if dtype is None else stored.astype(dtype)
-    if path not in self._used:
-      return weight
-    spec = tuple(self._used[path])
-    return with_sharding_constraint(weight, PartitionSpec(*spec[len(spec) - weight.ndim :]))
 
 
 class ShardMapped(Execution):

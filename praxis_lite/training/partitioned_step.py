@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
+from praxis_lite.partitioning.guards import Guarded, guard
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.trees import NestedDict
 
@@ -35,6 +36,9 @@ class PartitionedStep(Generic[OutT]):
     arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last is the batch of inputs.
     out_shardings: shardings of its result, or a prefix of them.
     donate_argnums: arguments whose memory the result may reuse.
+
+  Attributes:
+    guarded: once it is compiled, the operations that XLA would have computed wrongly; see `partitioning/guards.py`.
   """
 
   def __init__(
@@ -55,6 +59,7 @@ class PartitionedStep(Generic[OutT]):
     self._input_specs = jax.tree.map(lambda s: s.spec, in_shardings[-1])
     self._traced: jax.stages.Traced | None = None
     self._times = CompileTimes(0.0, 0.0, 0.0)
+    self.guarded: list[Guarded] = []
 
   def put_inputs(self, batch: NestedDict) -> NestedDict:
     """Pads a host batch with zero-weight rows to the compiled shape and places it on the mesh, asynchronously.
@@ -89,6 +94,7 @@ class PartitionedStep(Generic[OutT]):
     traced, start = self.trace(), time.perf_counter()
     lowered = traced.lower()
     at_lowered = time.perf_counter()
+    self.guarded = guard(lowered)
     compiled, self._traced = lowered.compile(), None
     self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
     return compiled

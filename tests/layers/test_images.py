@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
+from praxis_lite.partitioning import GuardedJit
 from praxis_lite.weights import WeightHParamsCollection
 
 B, H, W, C = 2, 6, 5, 4
@@ -96,7 +97,7 @@ def test_height_and_width_may_be_split_over_one_axis_of_several(images, out, fie
 
   expected = step(config.instantiate(), variables, x)
   whole = NamedSharding(mesh, PartitionSpec())
-  actual = jax.jit(on_mesh, out_shardings=whole)(*jax.device_put((variables, x), whole))
+  actual = GuardedJit(on_mesh, out_shardings=whole)(*jax.device_put((variables, x), whole))
   jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected)
 
 

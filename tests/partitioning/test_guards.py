@@ -1,6 +1,7 @@
-"""Each guard is still needed: the smallest program that it guards against is wrong on this XLA without it.
+"""Each guard is still needed, and suffices: the smallest program that it guards against, without it and with it.
 
-A test here that fails says that XLA has become right, and that its guard in `partitioning/guards.py` can go.
+A test here that fails without the guard says that XLA has become right, and that the guard in
+`partitioning/guards.py` can go.
 """
 
 import jax
@@ -10,88 +11,256 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.partitioning import guards
+from praxis_lite.errors import ShardingError
+from praxis_lite.partitioning.guards import guard
+from praxis_lite.partitioning.hlo import collectives
 
 RNG = np.random.default_rng(0)
+GUARDED = pytest.mark.parametrize('guarded', [False, True])
 
 
-def mesh(*names):
-  return jax.make_mesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+def mesh_of(*names, sizes=None):
+  sizes = sizes or (2,) * len(names)
+  return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def on(mesh, fn, args, specs, out_spec):
-  """The result of a program over arrays split by `specs`, constrained inside, where they need not divide."""
+def constrained(mesh, fn, specs, out_spec):
+  """A function of arrays split by `specs`, stated inside, where they need not divide."""
 
-  def constrained(*args):
+  def program(*args):
     placed = [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, s)) for x, s in zip(args, specs)]
     return jax.lax.with_sharding_constraint(fn(*placed), NamedSharding(mesh, out_spec))
 
-  with jax.set_mesh(mesh):
-    return np.asarray(jax.jit(constrained)(*args))
+  return program
+
+
+def run(program, args, guarded=True):
+  """The result of a program, and what the guards changed of it."""
+  lowered = jax.jit(program).lower(*args)
+  changed = guard(lowered) if guarded else []
+  return np.asarray(lowered.compile()(*args)), changed
+
+
+def integers(*shape):
+  return RNG.integers(-3, 4, shape).astype(np.float32)  # Their sums and products are exact.
+
+
+# ---------------------------------------------------------------- products
 
 
 def product(x, w):
   return jnp.einsum('bv,cv->bc', x, w)
 
 
-PRODUCT_MESH = ('r', 'd', 'm')
-PRODUCT = RNG.normal(size=(8, 32)).astype(np.float32), RNG.normal(size=(64, 32)).astype(np.float32)
-PRODUCT_SPECS = (P(('r', 'd'), 'm'), P('d', 'm'))
+@GUARDED
+def test_product_with_a_weight_over_one_of_two_row_axes(guarded):
+  x, w = integers(8, 32), integers(64, 32)
+  program = constrained(mesh_of('r', 'd', 'm'), product, (P(('r', 'd'), 'm'), P('d', 'm')), P(('r', 'd'), 'm'))
+  found, changed = run(program, (x, w), guarded)
+  assert np.array_equal(found, product(x, w)) == guarded
+  assert [g.op for g in changed] == ['dot_general'] * guarded
 
 
-def test_product_with_a_weight_over_one_of_two_row_axes():
-  right = product(*PRODUCT)
-  wrong = on(mesh(*PRODUCT_MESH), product, PRODUCT, PRODUCT_SPECS, P(('r', 'd'), 'm'))
-  assert not np.allclose(wrong, right, atol=1e-3)
+PRODUCTS = [
+  # An axis that is summed over, and rows over the others in another order than the product's.
+  ('bi,bj->ij', (P('c'), P('c', 'b')), P('c', ('a', 'b')), {'b': 2, 'i': 2, 'j': 4}),
+  # Operands that are summed over different axes.
+  ('bv,vc->bc', (P('b', 'c'), P('a', ('b', 'c'))), P(('c', 'b'), 'a'), {'b': 4, 'v': 2, 'c': 8}),
+  # A dimension that both operands and the product have, split in different ways.
+  ('ed,etd->et', (P(None, 'c'), P(('c', 'b'), None, 'a')), P('a', ('b', 'c')), {'e': 2, 'd': 2, 't': 2}),
+  ('etd,edf->etf', (P(('c', 'b'), None, 'a'), P(None, 'b')), P('a', ('b', 'c')), {'e': 2, 'd': 2, 't': 8, 'f': 2}),
+]
 
 
-def test_product_with_the_weight_gathered_is_right():
-  used = guards.gathered_specs({('w',): PRODUCT_SPECS[1]}, [PRODUCT_SPECS[0]], {'r': 2, 'd': 2, 'm': 2})
-  assert used == {('w',): P(None, 'm')}
-  found = on(mesh(*PRODUCT_MESH), product, PRODUCT, (PRODUCT_SPECS[0], used['w',]), P(('r', 'd'), 'm'))
-  np.testing.assert_allclose(found, product(*PRODUCT), atol=1e-4)
+@GUARDED
+@pytest.mark.parametrize(('equation', 'specs', 'out', 'sizes'), PRODUCTS, ids=[p[0] for p in PRODUCTS])
+def test_products_that_fuzzing_found(guarded, equation, specs, out, sizes):
+  args = [integers(*(sizes[letter] for letter in letters)) for letters in equation.partition('->')[0].split(',')]
+  program = constrained(mesh_of('a', 'b', 'c'), lambda *xs: jnp.einsum(equation, *xs), specs, out)
+  found, _ = run(program, args, guarded)
+  assert np.array_equal(found, np.einsum(equation, *args)) == guarded
 
 
-IMAGES = RNG.normal(size=(2, 8, 8, 3)).astype(np.float32)
-FILTERS = RNG.normal(size=(3, 3, 3, 4)).astype(np.float32)
+def random_spec(rng, letters):
+  entries = {letter: [] for letter in letters}
+  for axis in rng.permutation(list('abc')) if rng.random() < 0.5 else 'abc':
+    if rng.random() < 0.8:
+      entries[letters[rng.integers(len(letters))]].append(str(axis))
+  return P(*(tuple(axes) or None for axes in entries.values()))
 
 
-def filter_gradient(guarded):
+@pytest.mark.slow
+def test_random_products_are_right():
+  rng = np.random.default_rng(2026)
+  wrong = []
+  for _ in range(150):
+    equation = ['bv,vc->bc', 'gmk,gkn->gmn', 'btd,dnh->btnh', 'km,kn->mn', 'btnh,dnh->btd'][rng.integers(5)]
+    letters, out = equation.split('->')
+    sizes = {letter: int(rng.choice([3, 8, 8, 16])) for letter in sorted({*letters} - {','})}
+    args = [integers(*(sizes[letter] for letter in names)) for names in letters.split(',')]
+    specs = [random_spec(rng, names) for names in letters.split(',')]
+    program = constrained(
+      mesh_of('a', 'b', 'c'), lambda *xs, e=equation: jnp.einsum(e, *xs), specs, random_spec(rng, out)
+    )
+    found, _ = run(program, args)
+    if not np.array_equal(found, np.einsum(equation, *args)):
+      wrong.append((equation, sizes, specs))
+  assert not wrong
+
+
+@pytest.mark.parametrize('rows', [('r', 'd'), ('d', 'r')])
+def test_products_of_the_usual_layouts_stay_as_they_are(rows):
+  """Fully sharded weights, replicated rows and tensor parallelism: activations that are whole in D."""
+
+  def loss(w, v, x):
+    hidden = constrained(mesh, lambda x, w: jnp.tanh(x @ w), (P(rows), P('d', 'm')), P(rows, 'm'))(x, w)
+    return jnp.sum(constrained(mesh, jnp.matmul, (P(rows, 'm'), P('m', 'd')), P(rows))(hidden, v) ** 2)
+
+  mesh = mesh_of('r', 'd', 'm')
+  stored = (P('d', 'm'), P('m', 'd'))
+  gradients = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=tuple(NamedSharding(mesh, s) for s in stored))
+  programs = [gradients.lower(integers(16, 32), integers(32, 16), integers(8, 16)) for _ in range(2)]
+  assert guard(programs[1]) == []
+  unguarded, guarded = (program.compile() for program in programs)
+  assert collectives(guarded) == collectives(unguarded)
+  assert guarded.memory_analysis().temp_size_in_bytes == unguarded.memory_analysis().temp_size_in_bytes
+
+
+def test_a_function_called_twice_is_right_for_both_calls():
+  @jax.jit
+  def inner(x, w):
+    return product(x, w)
+
+  def program(x, w):
+    one = constrained(mesh, inner, (P(('r', 'd'), 'm'), P('d', 'm')), P(('r', 'd'), 'm'))(x, w)
+    return one + constrained(mesh, inner, (P('r'), P()), P('r'))(x + 1, w)
+
+  mesh, x, w = mesh_of('r', 'd', 'm'), integers(8, 32), integers(64, 32)
+  np.testing.assert_array_equal(run(program, (x, w))[0], product(x, w) + product(x + 1, w))
+
+
+def test_what_shard_map_computes_is_left_alone():
+  mesh = mesh_of('r', 'd', 'm')
+  program = jax.shard_map(product, mesh=mesh, in_specs=(P(('r', 'd')), P()), out_specs=P(('r', 'd')))
+  x, w = integers(8, 32), integers(64, 32)
+  found, changed = run(program, (x, w))
+  assert changed == []
+  np.testing.assert_array_equal(found, product(x, w))
+
+
+def test_without_shardy_it_is_an_error():
+  program = constrained(mesh_of('a'), product, (P('a'), P()), P())
+  lowered = jax.jit(program).lower(integers(2, 2), integers(2, 2))
+  jax.config.update('jax_use_shardy_partitioner', False)
+  try:
+    with pytest.raises(ShardingError, match='jax_use_shardy_partitioner is False'):
+      guard(lowered)
+  finally:
+    jax.config.update('jax_use_shardy_partitioner', True)
+
+
+# ---------------------------------------------------------------- images
+
+
+def convolve(x, w, groups=1):
+  return jax.lax.conv_general_dilated(
+    x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'), feature_group_count=groups
+  )
+
+
+def filter_gradient(groups, x_spec, w_spec, mesh):
   def gradient(x, w):
     def total(w):
-      image, filters = (guards.whole_images(x), guards.whole_filters(w)) if guarded else (x, w)
-      y = jax.lax.conv_general_dilated(image, filters, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
-      return jnp.sum(jnp.sin(guards.whole_images(y) if guarded else y))
+      y = constrained(mesh, lambda x, w: convolve(x, w, groups), (x_spec, w_spec), x_spec)(x, w)
+      return jnp.sum(y**2)
 
     return jax.grad(total)(w)
 
   return gradient
 
 
-@pytest.mark.parametrize('guarded', [False, True])
+@GUARDED
 def test_convolution_of_split_images(guarded):
-  right = filter_gradient(False)(IMAGES, FILTERS)
-  found = on(mesh('a', 'b'), filter_gradient(guarded), (IMAGES, FILTERS), (P(None, 'a'), P()), P())
-  assert np.allclose(found, right, rtol=1e-3, atol=1e-3) == guarded
+  x, w = integers(2, 8, 8, 3), integers(3, 3, 3, 4)
+  right = filter_gradient(1, P(), P(), mesh_of('a'))(x, w)
+  found, _ = run(filter_gradient(1, P(None, 'a'), P(), mesh_of('a', 'b')), (x, w), guarded)
+  assert np.array_equal(found, right) == guarded
 
 
-TABLE = RNG.normal(size=(5, 4)).astype(np.float32)
+@GUARDED
+@pytest.mark.parametrize('groups', [2, 8])
+def test_filter_gradient_of_a_grouped_convolution(guarded, groups):
+  x, w = integers(8, 6, 6, 8), integers(3, 3, 8 // groups, 8)
+  right = filter_gradient(groups, P(), P(), mesh_of('a'))(x, w)
+  found, _ = run(filter_gradient(groups, P('a'), P(), mesh_of('a', 'b')), (x, w), guarded)
+  assert np.array_equal(found, right) == guarded
+
+
+def test_grouped_convolution_with_split_channels():
+  x, w = integers(8, 6, 6, 8), integers(3, 3, 1, 8)
+  right = filter_gradient(8, P(), P(), mesh_of('a'))(x, w)
+  split = filter_gradient(8, P('a', None, None, 'b'), P(None, None, None, 'b'), mesh_of('r', 'a', 'b'))
+  np.testing.assert_array_equal(run(split, (x, w))[0], right)
+
+
+@GUARDED
+def test_gradient_of_overlapping_max_pooling(guarded):
+  def pool(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (1,), 'VALID')
+
+  def gradient(pool):
+    return jax.grad(lambda x: jnp.sum(pool(x) * jnp.arange(1.0, 8.0)))
+
+  x = np.array([0, 1, 2, 9, 3, 1, 0, 2], np.float32)
+  found, _ = run(gradient(constrained(mesh_of('a'), pool, [P('a')], P('a'))), (x,), guarded)
+  assert np.array_equal(found, gradient(pool)(x)) == guarded
+
+
+# ---------------------------------------------------------------- lookups
+
+TABLE = integers(5, 4)
 IDS = np.array([1, 2, 3], np.int32)
 
 
-def lookup_gradient(guarded):
+def lookup_gradient(mesh, specs, out):
   def gradient(table, ids):
     def total(table):
-      rows = jnp.take(table, ids, axis=0, mode='fill', fill_value=jnp.nan)
-      return jnp.sum(jnp.cos(guards.zero_past_end(rows) if guarded else rows))
+      rows = constrained(mesh, lambda table, ids: jnp.take(table, ids, axis=0), specs, out)(table, ids)
+      return jnp.sum((rows + 1) ** 2)
 
     return jax.grad(total)(table)
 
   return gradient
 
 
-@pytest.mark.parametrize('guarded', [False, True])
+@GUARDED
 def test_gradient_of_a_lookup_of_uneven_ids(guarded):
-  right = lookup_gradient(False)(TABLE, IDS)
-  found = on(mesh('a', 'b'), lookup_gradient(guarded), (TABLE, IDS), (P(), P('a')), P())
-  assert np.allclose(found, right, atol=1e-4) == guarded
+  right = lookup_gradient(mesh_of('a'), (P(), P()), P())(TABLE, IDS)
+  found, _ = run(lookup_gradient(mesh_of('a', 'b'), (P(), P('a')), P('a')), (TABLE, IDS), guarded)
+  assert np.array_equal(found, right) == guarded
+
+
+@pytest.mark.parametrize('method', ['set', 'max'])
+def test_scatter_of_uneven_ids(method):
+  def scatter(table, ids):
+    write = getattr(table.at[ids], method)
+    return write(jnp.stack([table[0] + 7] * len(ids)))
+
+  program = constrained(mesh_of('a', 'b'), scatter, (P(), P('a')), P())
+  np.testing.assert_array_equal(run(program, (TABLE, IDS))[0], scatter(jnp.asarray(TABLE), IDS))
+
+
+@GUARDED
+def test_lookup_with_table_and_ids_over_the_same_axis(guarded):
+  mesh = mesh_of('r', 'm', sizes=(4, 2))
+  table, ids = integers(97, 30), RNG.integers(0, 97, (7, 19)).astype(np.int32)
+
+  def program(table, ids):
+    return constrained(mesh, lambda table, ids: jnp.sum(jnp.take(table, ids, axis=0) ** 2), specs, P())(table, ids)
+
+  specs = (P(None, 'r'), P('m', 'r'))
+  if not guarded:
+    with pytest.raises(jax.errors.JaxRuntimeError):
+      run(program, (table, ids), guarded)
+    return
+  assert run(program, (table, ids))[0] == np.sum(table[ids] ** 2)

@@ -1,0 +1,251 @@
+"""How each array of a lowered program will be split, before XLA partitions the program.
+
+JAX lowers a step to StableHLO in which some arrays have shardings. Shardy, which JAX ships, propagates these to all
+others, and can say for an operation how its arrays would have to be split for it to need no communication of its own
+(but for sums). `Propagation` reads both in a copy; `Site.state` states shardings in the program itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.passmanager import PassManager
+
+_PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
+_MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
+_NUMBER = 'praxis_lite.site'  # The attribute that finds an operation again in a copy.
+
+
+class Axis(NamedTuple):
+  """A mesh axis, or the part of one that splits a reshaped dimension."""
+
+  name: str
+  size: int
+  before: int = 1  # The size of what comes before this part of the axis.
+
+
+Shape = tuple[int, ...]
+# The axes that split each dimension of an array, major first; those of size 1 are left out.
+Split = tuple[tuple[Axis, ...], ...]
+
+
+class Site:
+  """An operation of a program, and what was stated about its arrays.
+
+  Attributes:
+    op: the operation. Its arrays are the operands, then the results.
+    shapes: the global shape of each array.
+    mesh: the axes that may split them, in the order of the mesh; those that `shard_map` maps are left out.
+    masked: dimensions of which the padding was masked.
+  """
+
+  def __init__(self, op: ir.Operation, mesh: ir.Attribute, axes: tuple[Axis, ...]):
+    self.op = op
+    self.shapes = tuple(tuple(v.type.shape) for v in (*op.operands, *op.results))
+    self.masked: set[int] = set()
+    self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
+    self._stated: dict[int, tuple[ir.Operation, ...]] = {}
+    manual = _manual_axes(op)
+    self.mesh = tuple(axis for axis in axes if axis.name not in manual)
+
+  @property
+  def where(self) -> str:
+    """The operation as it is named in profiles."""
+    return str(self.op.location).partition('"')[2].partition('"')[0]
+
+  def state(self, old: Sequence[Split], new: Sequence[Split]) -> None:
+    """Constrains the arrays to be split as `new` in the operation; results are split as in `old` after it."""
+    for i, (before, after) in enumerate(zip(old, new)):
+      if i in self._stated:
+        self._stated[i][0].attributes['sharding'] = self._sharding(after)
+      elif before != after and i < len(self.op.operands):
+        with ir.InsertionPoint(self.op), self.op.location:
+          constraint = sdy.ShardingConstraintOp(self.op.operands[i], self._sharding(after))
+        self.op.operands[i] = constraint.result
+        self._stated[i] = (constraint.operation,)
+      elif before != after:
+        result = self.op.results[i - len(self.op.operands)]
+        with ir.InsertionPoint.after(self.op), self.op.location:
+          constraint = sdy.ShardingConstraintOp(result, self._sharding(after))
+          back = sdy.ShardingConstraintOp(constraint.result, self._sharding(before))
+        result.replace_all_uses_except(back.result, [constraint.operation])
+        self._stated[i] = (constraint.operation, back.operation)
+
+  def keep_result(self, split: Split) -> None:
+    """States how the result is split, so that XLA, which propagates for itself, cannot find another way."""
+    result, number = self.op.results[0], len(self.op.operands)
+    if number not in self._stated:
+      with ir.InsertionPoint.after(self.op), self.op.location:
+        constraint = sdy.ShardingConstraintOp(result, self._sharding(split))
+      result.replace_all_uses_except(constraint.result, [constraint.operation])
+      self._stated[number] = (constraint.operation,)
+
+  def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
+    def reference(axis: Axis) -> sdy.AxisRefAttr:
+      if axis.size == self._sizes[axis.name]:
+        return sdy.AxisRefAttr.get(axis.name)
+      return sdy.AxisRefAttr.get(axis.name, sdy.SubAxisInfoAttr.get(axis.before, axis.size))
+
+    dims = [sdy.DimensionShardingAttr.get([reference(a) for a in axes], is_closed=True) for axes in split]
+    return sdy.TensorShardingAttr.get(self._mesh, dims)
+
+
+class Instance(NamedTuple):
+  """An operation as it is split in one place; a function that is called twice holds two instances of each of its own.
+
+  Attributes:
+    site: the operation. Its arrays are the operands, then the results.
+    splits: how each array is split.
+    compatible: how the arrays would be split if the operation were local to each device, but for sums.
+  """
+
+  site: Site
+  splits: tuple[Split, ...]
+  compatible: tuple[Split, ...]
+
+
+class Propagation:
+  """The operations with some names, in a module that has a mesh, and how their arrays are split.
+
+  Args:
+    module: a lowered program.
+    names: of the operations, such as 'stablehlo.dot_general'.
+  """
+
+  def __init__(self, module: ir.Module, names: Collection[str]):
+    self._module, self._names = module, names
+    self.sites: list[Site] = []
+    mesh = next(_meshes(module), None)
+    if mesh is None or not mesh[1]:
+      return
+    self._sizes = {axis.name: axis.size for axis in mesh[1]}
+    with module.context:
+      symbol = ir.FlatSymbolRefAttr.get(mesh[0])
+      self.sites = [Site(op, symbol, mesh[1]) for op in _operations(module.operation, names)]
+
+  def instances(self) -> list[Instance]:
+    """Propagates the shardings that the module has now, and reads them."""
+    for i, site in enumerate(self.sites):
+      site.op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), i)
+    copy = self._module.operation.clone()
+    for site in self.sites:
+      del site.op.attributes[_NUMBER]
+    _inline_calls(copy)
+    PassManager.parse(_PROPAGATE).run(copy)
+    propagated = list(self._read(copy))
+    PassManager.parse(_MAKE_COMPATIBLE).run(copy)
+    return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in zip(propagated, self._read(copy))]
+
+  def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
+    for op in _operations(copy, self._names):
+      site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
+      values = zip((*op.operands, *op.results), site.shapes)
+      yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
+
+
+def _inline_calls(module: ir.Operation) -> None:
+  """Puts the body of each function in place of its calls, as XLA does before it propagates."""
+  functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in _operations(module, {'func.func'})}
+  while calls := _operations(module, {'func.call'}):
+    for call in calls:
+      body = functions[ir.FlatSymbolRefAttr(call.attributes['callee']).value].regions[0].blocks[0]
+      known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
+      *operations, returned = (op.operation for op in body.operations)
+      with ir.InsertionPoint(call):
+        for op in operations:
+          copy = op.clone()
+          _replace_operands(copy, known)
+          known.update(zip(op.results, copy.results))
+      for old, new in zip(call.results, returned.operands):
+        old.replace_all_uses_with(known[new])
+      call.erase()
+
+
+def _replace_operands(root: ir.Operation, known: Mapping[ir.Value, ir.Value]) -> None:
+  def visit(op: ir.Operation) -> ir.WalkResult:
+    for i, operand in enumerate(op.operands):
+      if operand in known:
+        op.operands[i] = known[operand]
+    return ir.WalkResult.ADVANCE
+
+  root.walk(visit)
+
+
+def _manual_axes(op: ir.Operation) -> set[str]:
+  """The mesh axes that an enclosing `shard_map` maps."""
+  axes: set[str] = set()
+  parent = op.parent
+  while parent is not None:
+    if parent.operation.name == 'sdy.manual_computation':
+      manual = sdy.ManualAxesAttr(parent.operation.attributes['manual_axes'])
+      axes.update(manual[i] for i in range(len(manual)))
+    parent = parent.operation.parent
+  return axes
+
+
+def _meshes(module: ir.Module) -> Iterator[tuple[str, tuple[Axis, ...]]]:
+  """The meshes of a module by symbol: their axes that are larger than 1."""
+  for op in module.body.operations:
+    if op.operation.name == 'sdy.mesh':
+      axes = (sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(op.operation.attributes['mesh']).axes)
+      sizes = tuple(Axis(axis.name, axis.size) for axis in axes if axis.size > 1)
+      yield ir.StringAttr(op.operation.attributes['sym_name']).value, sizes
+
+
+def _operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]:
+  found = []
+
+  def visit(op: ir.Operation) -> ir.WalkResult:
+    if op.name in names:
+      found.append(op.operation)
+    return ir.WalkResult.ADVANCE
+
+  root.walk(visit)
+  return found
+
+
+def _sharding_of(value: ir.Value) -> ir.Attribute | None:
+  """The sharding of a value of a propagated program; None: it is replicated."""
+  owner = value.owner
+  if isinstance(owner, ir.Block):
+    number, parent = ir.BlockArgument(value).arg_number, owner.owner.operation
+    if parent.name == 'func.func':
+      if 'arg_attrs' not in parent.attributes:
+        return None
+      attributes = ir.DictAttr(ir.ArrayAttr(parent.attributes['arg_attrs'])[number])
+      return attributes['sdy.sharding'] if 'sdy.sharding' in attributes else None  # noqa: SIM401
+    return _result_sharding(parent, number) if parent.name == 'stablehlo.while' else None
+  return _result_sharding(owner.operation, ir.OpResult(value).result_number)
+
+
+def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
+  if 'sharding' in op.attributes:  # A constraint.
+    return op.attributes['sharding']
+  if 'sdy.sharding' not in op.attributes:
+    return None
+  return sdy.TensorShardingPerValueAttr(op.attributes['sdy.sharding']).shardings[number]
+
+
+def _split(sharding: ir.Attribute | None, rank: int, sizes: Mapping[str, int]) -> Split:
+  if sharding is None:
+    return ((),) * rank
+
+  def axis(reference: ir.Attribute) -> Axis:
+    reference = sdy.AxisRefAttr(reference)
+    part = reference.sub_axis_info
+    if part is None:
+      return Axis(reference.name, sizes.get(reference.name, 1))
+    part = sdy.SubAxisInfoAttr(part)
+    return Axis(reference.name, part.size, part.pre_size)
+
+  dims = (sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings)
+  return tuple(tuple(a for a in map(axis, dim.axes) if a.size > 1) for dim in dims)
+
+
+def num_parts(axes: Sequence[Axis]) -> int:
+  """In how many parts some axes split a dimension."""
+  return math.prod(axis.size for axis in axes)
