@@ -177,7 +177,8 @@ class Sampler(Configurable):
 
     column_P = jnp.arange(prompt_length, dtype=jnp.int32)
     pos_BP = jnp.where(column_P < prompt_lengths_B[:, None], column_P, -1)
-    logits_BV, state = step(prompt_ids_BP, pos_BP, jnp.maximum(prompt_lengths_B - 1, 0), state)
+    known_BP = jnp.where(pos_BP < 0, 0, prompt_ids_BP)  # Padding may be no token: vectors of such ids are NaN.
+    logits_BV, state = step(known_BP, pos_BP, jnp.maximum(prompt_lengths_B - 1, 0), state)
     empty_BM = jnp.zeros((num_rows, self.max_decode_steps))
     nothing = Decoded(empty_BM.astype(jnp.int32), jnp.zeros(num_rows, jnp.int32), empty_BM)
     first = choose(logits_BV, 0, nothing, prompt_lengths_B == 0)

@@ -77,7 +77,9 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
     return {'confidence': confidence}, {'prediction': predicted, 'probabilities': probabilities}
 
   def _features(self, batch: NestedDict) -> jax.Array:
-    return self.network(self._leaf(batch, self.input_name), self._leaf(batch, 'weights'))
+    x, weights = self._leaf(batch, self.input_name), self._leaf(batch, 'weights')
+    # Rows that weigh nothing may hold NaN, and 0 times NaN is no zero gradient.
+    return self.network(jnp.where(jnp.expand_dims(weights == 0, range(1, x.ndim)), 0, x), weights)
 
   def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
     if name not in batch:

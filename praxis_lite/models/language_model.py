@@ -83,7 +83,10 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns logits [B, T, V] and cross entropies [B, T]."""
     segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
-    return self.lm(batch['ids'], batch['labels'], _weights_of_tokens(batch), **segments)
+    weights_BT = _weights_of_tokens(batch)
+    # An id below zero that weighs nothing is padding; its vector would be NaN, and 0 times NaN is no zero gradient.
+    ids_BT, labels_BT = (jnp.where((weights_BT == 0) & (x < 0), 0, x) for x in (batch['ids'], batch['labels']))
+    return self.lm(ids_BT, labels_BT, weights_BT, **segments)
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.

@@ -19,8 +19,8 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from praxis_lite.errors import ShardingError
-from praxis_lite.partitioning.propagation import Axis, Instance, Propagation, Split, num_parts
+from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.partitioning.propagation import Axis, Instance, Propagation, Split, num_parts, operations
 
 T = TypeVar('T')
 # How often what a guard states may lead to splits that another one guards.
@@ -49,11 +49,13 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 
   Raises:
     ShardingError: Shardy, JAX's default, is turned off.
+    ConfigError: the CPU would wait forever for several calls of LAPACK in one branch.
   """
   module = lowered.compiler_ir('stablehlo')
   if module is None:
     return []
   with module.context:
+    _refuse_lapack_in_branches(module.operation)
     propagation = Propagation(module, {*_GUARDS, _PRODUCT, _TRANSPOSE})
     if propagation.sites and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
@@ -386,6 +388,32 @@ def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
 
 def _zero(dtype: ir.Type) -> ir.Attribute:
   return ir.FloatAttr.get(dtype, 0.0) if isinstance(dtype, ir.FloatType) else ir.IntegerAttr.get(dtype, 0)
+
+
+# ---------------------------------------------------------------- branches
+
+
+def _refuse_lapack_in_branches(module: ir.Operation) -> None:
+  """Refuses programs in which the CPU would wait forever.
+
+  XLA's CPU runtime does so where several calls of LAPACK, such as `jnp.linalg.eigh`, stand in one branch, as in an
+  optimizer such as Shampoo under "skip steps that are not finite". Test: `test_several_eigh_in_a_branch`.
+  """
+  functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+
+  def calls(root: ir.Operation) -> int:
+    custom = [
+      ir.StringAttr(op.attributes['call_target_name']).value for op in operations(root, {'stablehlo.custom_call'})
+    ]
+    inside = [ir.FlatSymbolRefAttr(op.attributes['callee']).value for op in operations(root, {'func.call'})]
+    return sum(name.startswith('lapack_') for name in custom) + sum(calls(functions[name]) for name in inside)
+
+  for branch in operations(module, {'stablehlo.case'}):
+    if (number := calls(branch)) > 1:
+      raise ConfigError(
+        f'{number} calls of LAPACK, such as eigh, stand in one branch, and the CPU would wait forever. If an optimizer '
+        "makes them, set task.train.learner.on_nonfinite to 'ignore'; in a layer, use jnp.where in place of lax.cond"
+      )
 
 
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {

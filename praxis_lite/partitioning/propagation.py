@@ -125,7 +125,7 @@ class Propagation:
     self._sizes = {axis.name: axis.size for axis in mesh[1]}
     with module.context:
       symbol = ir.FlatSymbolRefAttr.get(mesh[0])
-      self.sites = [Site(op, symbol, mesh[1]) for op in _operations(module.operation, names)]
+      self.sites = [Site(op, symbol, mesh[1]) for op in operations(module.operation, names)]
 
   def instances(self) -> list[Instance]:
     """Propagates the shardings that the module has now, and reads them."""
@@ -141,7 +141,7 @@ class Propagation:
     return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in zip(propagated, self._read(copy))]
 
   def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
-    for op in _operations(copy, self._names):
+    for op in operations(copy, self._names):
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
       values = zip((*op.operands, *op.results), site.shapes)
       yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
@@ -149,14 +149,14 @@ class Propagation:
 
 def _inline_calls(module: ir.Operation) -> None:
   """Puts the body of each function in place of its calls, as XLA does before it propagates."""
-  functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in _operations(module, {'func.func'})}
-  while calls := _operations(module, {'func.call'}):
+  functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+  while calls := operations(module, {'func.call'}):
     for call in calls:
       body = functions[ir.FlatSymbolRefAttr(call.attributes['callee']).value].regions[0].blocks[0]
       known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
-      *operations, returned = (op.operation for op in body.operations)
+      *inside, returned = (op.operation for op in body.operations)
       with ir.InsertionPoint(call):
-        for op in operations:
+        for op in inside:
           copy = op.clone()
           _replace_operands(copy, known)
           known.update(zip(op.results, copy.results))
@@ -196,7 +196,8 @@ def _meshes(module: ir.Module) -> Iterator[tuple[str, tuple[Axis, ...]]]:
       yield ir.StringAttr(op.operation.attributes['sym_name']).value, sizes
 
 
-def _operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]:
+def operations(root: ir.Operation, names: Collection[str]) -> list[ir.Operation]:
+  """The operations in `root` with some names, those inside others first."""
   found = []
 
   def visit(op: ir.Operation) -> ir.WalkResult:

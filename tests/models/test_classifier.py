@@ -73,13 +73,14 @@ def test_label_smoothing_mixes_the_label_with_all_classes():
   np.testing.assert_allclose(smooth['loss'], (1 - e) * hard + e * np.mean(per_class, axis=0), rtol=1e-5)
 
 
+@pytest.mark.parametrize('value', [100.0, np.nan])
 @pytest.mark.parametrize('config', [mlp, conv_net], ids=['mlp', 'conv_net'])
-def test_examples_of_no_weight_change_nothing(config):
+def test_examples_of_no_weight_change_nothing(config, value):
   """Neither the loss, nor its gradient, nor the moving statistics of batch norms."""
   inputs = batch()
   others = {k: v.copy() for k, v in inputs.items()}
   padding = inputs['weights'] == 0
-  others['image'][padding] = 100.0
+  others['image'][padding] = value
   others['label'][padding] = (others['label'][padding] + 1) % V
   model = config().instantiate()
   variables = model.init(KEY)

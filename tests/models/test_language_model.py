@@ -127,7 +127,8 @@ def test_nats_per_byte_of_bytes_is_the_loss():
   assert metrics['nats_per_byte'] == metrics['loss']
 
 
-def test_padding_changes_neither_loss_nor_gradients():
+@pytest.mark.parametrize('padding', [7, -1])
+def test_padding_changes_neither_loss_nor_gradients(padding):
   model, variables = make()
   data = batch()
 
@@ -139,7 +140,7 @@ def test_padding_changes_neither_loss_nor_gradients():
 
     return jax.value_and_grad(loss)(variables)
 
-  other = {k: np.where(data['weights'] > 0, v, 7).astype(v.dtype) for k, v in data.items() if k != 'weights'}
+  other = {k: np.where(data['weights'] > 0, v, padding).astype(v.dtype) for k, v in data.items() if k != 'weights'}
   expected, got = run(data), run({**other, 'weights': data['weights']})
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
@@ -295,6 +296,19 @@ def test_greedy_decoding_is_the_argmax_of_the_whole_model(style):
   assert decoded['lengths'].tolist() == [4, 4, 4, 0]
   assert metrics['decoded_length'] == (4, 3)
   np.testing.assert_allclose(metrics['log_prob'], (decoded['log_probs'].sum() / 12, 12), rtol=1e-5)
+
+
+@pytest.mark.parametrize('padding', [-1, 1000])
+def test_padding_of_prompts_may_be_any_id(padding):
+  p = config()
+  p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
+  model, variables = p.instantiate(), make()[1]
+  known = prompts()
+  past = np.arange(known['ids'].shape[1]) >= known['prompt_lengths'][:, None]
+  other = {**known, 'ids': np.where(past, padding, known['ids']).astype(np.int32)}
+  expected, found = (decode(model, variables, batch)[1] for batch in (known, other))
+  for name in ('ids', 'lengths', 'log_probs'):
+    np.testing.assert_array_equal(found[name], expected[name])
 
 
 def test_sampling_depends_on_the_key():

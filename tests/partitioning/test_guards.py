@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ShardingError
+from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.partitioning.guards import guard
 from praxis_lite.partitioning.hlo import collectives
 
@@ -264,3 +264,21 @@ def test_lookup_with_table_and_ids_over_the_same_axis(guarded):
       run(program, (table, ids), guarded)
     return
   assert run(program, (table, ids))[0] == np.sum(table[ids] ** 2)
+
+
+# ---------------------------------------------------------------- branches
+
+
+def test_several_eigh_in_a_branch():
+  """The CPU waits forever in such a program, so it is refused; without the branch it runs."""
+
+  def roots(x):
+    return jnp.linalg.eigh(x)[1] + jnp.linalg.eigh(x + 1)[1]
+
+  x = np.eye(3, dtype=np.float32)
+  with pytest.raises(ConfigError, match=r"2 calls of LAPACK, .* set task.train.learner.on_nonfinite to 'ignore'"):
+    guard(jax.jit(lambda x: jax.lax.cond(x.sum() > 0, roots, lambda x: x, x)).lower(x))
+  assert guard(jax.jit(roots).lower(x)) == []
+  assert (
+    guard(jax.jit(lambda x: jax.lax.cond(x.sum() > 0, lambda x: jnp.linalg.eigh(x)[1], lambda x: x, x)).lower(x)) == []
+  )
