@@ -1,0 +1,25 @@
+"""The programs of `docs/xla-partitioner-faults.md` show what it says. One that ends with 'right' needs no guard anymore."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+PAGE = (pathlib.Path(__file__).parent.parent / 'docs' / 'xla-partitioner-faults.md').read_text()
+PROGRAMS = re.findall(r'^## (\d+)[^`]*^```py\n(.*?)^```', PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_every_fault_of_the_partitioner_has_a_program():
+  assert [number for number, _ in PROGRAMS] == ['1', '2', '3', '4', '5', '6']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('number', 'program'), PROGRAMS, ids=[number for number, _ in PROGRAMS])
+def test_the_program_shows_the_fault(number, program):
+  env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False, env=env)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split()[-1] == 'wrong', done.stdout
