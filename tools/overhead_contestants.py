@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.config import Config
 from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.partitioning.guards import guard
 from praxis_lite.partitioning.mesh import create_device_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training import PartitionedTask, TrainState
@@ -39,6 +40,7 @@ class Contestant(Generic[StateT]):
     start: returns the state before the first step, with the batch.
     advance: (compiled step, state) -> (state, loss).
     num_params: number of parameters.
+    prepare: what is done with the lowered step before it is compiled.
   """
 
   def __init__(
@@ -47,9 +49,10 @@ class Contestant(Generic[StateT]):
     start: Callable[[], StateT],
     advance: Callable[[jax.stages.Compiled, StateT], tuple[StateT, jax.Array]],
     num_params: int,
+    prepare: Callable[[jax.stages.Lowered], object] = lambda lowered: None,
   ):
     self._lower, self.start, self.advance = lower, start, advance
-    self.num_params = num_params
+    self.num_params, self._prepare = num_params, prepare
     self._state: StateT | None = None
     self._loss: jax.Array
     self.compiled: jax.stages.Compiled
@@ -66,9 +69,10 @@ class Contestant(Generic[StateT]):
     return time.process_time() - begin
 
   def compile(self) -> float:
-    """Lowers and compiles the step, and returns the seconds that compiling took."""
+    """Lowers and compiles the step, and returns the seconds that guarding, if it does, and compiling took."""
     self.lower()
     begin = time.perf_counter()
+    self._prepare(self._lowered)
     self.compiled = self._lowered.compile()
     return time.perf_counter() - begin
 
@@ -140,7 +144,7 @@ def ours(size: Size, num_devices: int) -> Contestant[OurState]:
     out = compiled(train_state, key, batch)
     return (out.state, batch), out.weighted_loss
 
-  return Contestant(lower, start, advance, partitioned.total_num_params)
+  return Contestant(lower, start, advance, partitioned.total_num_params, prepare=guard)
 
 
 def by_hand(size: Size, num_devices: int) -> Contestant[HandState]:
