@@ -37,9 +37,10 @@ from praxis_lite.partitioning.guards import guard
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.trees import NestedDict
 
 # By the number of an experiment's mesh axes.
-MESHES = {1: [(8,)], 2: [(8, 1), (2, 4)], 3: [(8, 1, 1), (1, 8, 1), (2, 2, 2)]}
+MESHES: dict[int, list[tuple[int, ...]]] = {1: [(8,)], 2: [(8, 1), (2, 4)], 3: [(8, 1, 1), (1, 8, 1), (2, 2, 2)]}
 AXES = ('replica', 'data', 'mdl')
 
 
@@ -55,12 +56,12 @@ def cost_of(lowered: jax.stages.Lowered) -> Cost:
   compiled = lowered.compile()
   found = {kind: c for kind, c in collectives(compiled).items() if c.count}
   moved = sum(c.bytes for c in found.values()) / 2**20
-  return Cost(
-    {kind: c.count for kind, c in found.items()}, moved, compiled.memory_analysis().temp_size_in_bytes / 2**20
-  )
+  memory = compiled.memory_analysis()
+  assert memory is not None  # Of XLA's CPU.
+  return Cost({kind: c.count for kind, c in found.items()}, moved, memory.temp_size_in_bytes / 2**20)
 
 
-def compare(name: str, task: SingleTask, inputs: object) -> bool:
+def compare(name: str, task: SingleTask, inputs: NestedDict) -> bool:
   """Prints a line; returns whether the guards cost anything."""
   # Two tasks: a function that is lowered twice is lowered once.
   steps = [PartitionedTask(task, inputs).train_step for _ in range(2)]
@@ -81,7 +82,7 @@ def compare(name: str, task: SingleTask, inputs: object) -> bool:
   return True
 
 
-def experiments(match: str) -> Iterator[tuple[str, SingleTask, object]]:
+def experiments(match: str) -> Iterator[tuple[str, SingleTask, NestedDict]]:
   """The registered experiments that have mesh axes, on meshes of 8 devices."""
   registry.load_all()
   for name in registry.names():
@@ -96,10 +97,10 @@ def experiments(match: str) -> Iterator[tuple[str, SingleTask, object]]:
       if inputs is None:
         print(f'{short:<44} its batches are known only with its data')
         break
-      yield f'{short} {shape}', task, inputs
+      yield f'{short} {shape}', task, {**inputs}
 
 
-def layouts() -> Iterator[tuple[str, SingleTask, object]]:
+def layouts() -> Iterator[tuple[str, SingleTask, NestedDict]]:
   """A language model of 4 layers on 2 x 2 x 2, with layouts beside the default one."""
   ids = np.zeros((8, 64), np.int32)
   batch = {'ids': ids, 'labels': ids, 'weights': ids.astype(np.float32)}
