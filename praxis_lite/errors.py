@@ -27,6 +27,10 @@ class DataError(UserError):
   """Input data is missing, empty or unreadable."""
 
 
+class NumericsError(UserError):
+  """A step does not compute what its config says, on the devices it runs on."""
+
+
 class CheckpointError(UserError):
   """A checkpoint is missing or belongs to another model."""
 

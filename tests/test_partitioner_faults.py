@@ -1,4 +1,4 @@
-"""The programs of `docs/xla-partitioner-faults.md` show what it says. One that ends with 'right' needs no guard anymore."""
+"""The programs of `docs/xla-partitioner-faults.md` show what it says. After one that prints 'right', a guard can go."""
 
 import os
 import pathlib

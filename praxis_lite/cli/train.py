@@ -22,7 +22,14 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runtime.executor import run_train
 
   initialize_distributed(values.coordinator_address, values.num_processes, values.process_id)
-  run_train(config, job_log_dir, seed=values.seed, restore_input=values.restore_input, advise=_warnings)
+  run_train(
+    config,
+    job_log_dir,
+    seed=values.seed,
+    restore_input=values.restore_input,
+    verify_numerics=values.verify_numerics,
+    advise=_warnings,
+  )
   return 0
 
 
@@ -41,6 +48,13 @@ def _flags() -> flags.FlagValues:
     True,
     'Resume the training data where the checkpoint left it; --norestore_input starts at its beginning, for a changed '
     'dataset. Example: --norestore_input',
+    flag_values=values,
+  )
+  flags.DEFINE_boolean(
+    'verify_numerics',
+    False,
+    'Before the first step, compute the norms of its gradients a second time, on one device or by the other '
+    'partitioning, and stop if they differ: for accelerators. Example: --verify_numerics',
     flag_values=values,
   )
   address = 'host:port of process 0, or auto on a cluster that JAX recognizes'

@@ -241,6 +241,11 @@ class BoundLearner:
       stats['param_norm'] = _global_norm(new_variables, sum_parts)
     return LearnerUpdate(merge(mdl_vars, new_variables), new_states, ema_vars, stats, finite)
 
+  def norms(self, gradients: NestedDict, sum_parts: SumParts) -> NestedDict:
+    """The norm of each gradient, in float32: a scalar, or [layers, 1, ...] for a stack of layers."""
+    squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, self._declared))
+    return jax.tree.map(jnp.sqrt, squares)
+
   def _clipped(self, gradients: NestedDict, norm: jax.Array, sum_parts: SumParts) -> NestedDict:
     original, learner = gradients, self._learner
     if limit := learner.clip_gradient_value:

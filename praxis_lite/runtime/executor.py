@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
@@ -35,8 +36,10 @@ from praxis_lite.runtime.run_config import (
 )
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.task import SingleTask
+from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
+from praxis_lite.trees import NestedDict
 
 # (the built task, shapes and dtypes of a training batch) -> lines to print.
 Advice = Callable[[SingleTask, Struct], Iterable[str]]
@@ -65,6 +68,7 @@ def run_train(
   devices: Sequence[jax.Device] | None = None,
   seed: int = 0,
   restore_input: bool = True,
+  verify_numerics: bool = False,
   advise: Advice | None = None,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped.
@@ -75,10 +79,12 @@ def run_train(
     devices: the devices to build the mesh from; all by default.
     seed: seed of the initial values and of all random numbers in training.
     restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
+    verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
     advise: returns warnings about the task, to print before anything is compiled.
 
   Raises:
     UserError: the config, the data, the directory or the checkpoint in it is not usable.
+    NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
   """
   startup = StartupTimes()
@@ -179,6 +185,9 @@ def run_train(
         ended_by = 'data'
         console.line(f'the training data is over after {step} of {total} steps')
         break
+      if verify_numerics:
+        verify_numerics = False
+        console.line(_verified(partitioned, state, keys.train, batch))
       out = partitioned.train_step(state, keys.train, batch)
       state, step = out.state, step + 1
       log.add(step, out)
@@ -194,6 +203,18 @@ def run_train(
     checkpointer.wait()
     console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
     return TrainResult(step, state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
+
+
+def _verified(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:
+  """Compares the gradients of the next step with another computation of them; returns a line about it."""
+  try:
+    compared = compare_gradients(partitioned, state, key, batch)
+  except ConfigError as error:
+    return f'gradients not verified: {error}'
+  return (
+    f'gradients verified: {compared.num_norms} norms, of each variable and layer, are those computed '
+    f'{compared.reference}; largest difference {compared.worst:.1e} of the norm'
+  )
 
 
 def _introduction(name: str, partitioned: PartitionedTask) -> str:

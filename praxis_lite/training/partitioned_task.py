@@ -127,6 +127,12 @@ class PartitionedTask:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
     return self._inference_step(steps.decode_step, 'decoded')
 
+  def gradient_norms(self, execution: MeshExecution | None = None) -> PartitionedStep[steps.TrainStepOutput]:
+    """Arguments as of `train_step`; see `steps.gradient_norms`. By default it runs as the train step does."""
+    fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
+    outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
+    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh)
+
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded, each device holding its own part from the start."""
     return init_partitioned_state(self.jax_task, self.layout, init_key)
@@ -152,8 +158,12 @@ class PartitionedTask:
     """How evaluation and decoding run, whatever the partitioning of the train step."""
     return CompilerPlaced(self.jax_task, self.layout)
 
-  def _train_fn(self, execution: MeshExecution) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
-    step = execution.wrapped(functools.partial(steps.train_step_single_learner, self.jax_task, execution=execution))
+  def _train_fn(
+    self,
+    execution: MeshExecution,
+    single_learner_step: Callable[..., steps.TrainStepOutput] = steps.train_step_single_learner,
+  ) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
+    step = execution.wrapped(functools.partial(single_learner_step, self.jax_task, execution=execution))
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
       with axis_rules(self.jax_task.logical_axis_rules or ()):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.call import SideOutputs, Summary, Surroundings
+from praxis_lite.learning.learner import BoundLearner
 from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
@@ -70,7 +71,49 @@ def train_step_single_learner(
     execution: what the step needs to know of the mesh; by default there is none.
   """
   execution = execution or Execution()
-  learner, model = jax_task.learner.bind(jax_task.model.abstract_init()), jax_task.model
+  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  loss, out, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
+  update = learner.update(
+    gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
+  )
+  updates, finite = out.updates, update.finite
+  if finite is not None:  # After a step that does not count, variables that are not trained keep their values.
+    updates = map_with_path(lambda path, new: jnp.where(finite, new, lookup(states.mdl_vars, path)), updates)
+  mdl_vars = merge(update.mdl_vars, updates)
+  one = jnp.ones((), jnp.float32)
+  metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
+  state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
+  return TrainStepOutput(state, loss, metrics, out.per_example, out.summaries)
+
+
+def gradient_norms(
+  jax_task: SingleTask,
+  states: TrainState[jax.Array],
+  prng_key: jax.Array,
+  inputs: NestedDict,
+  execution: Execution | None = None,
+) -> TrainStepOutput:
+  """A train step that is not taken: its metrics are the norms of the gradients, and the state stays as it was.
+
+  Arguments are those of `train_step_single_learner`. There is a norm for each trained variable, float32: a scalar, or
+  [layers, 1, ...] with a norm for each repeated layer.
+  """
+  execution = execution or Execution()
+  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
+  return TrainStepOutput(states, loss, learner.norms(gradients, execution.sum_parts), {}, {})
+
+
+def _loss_and_gradients(
+  jax_task: SingleTask,
+  learner: BoundLearner,
+  states: TrainState[jax.Array],
+  prng_key: jax.Array,
+  inputs: NestedDict,
+  execution: Execution,
+) -> tuple[jax.Array, LossOutput, NestedDict]:
+  """The loss, outputs and gradients of the whole batch; under `shard_map`, gradients of this device's parts."""
+  model = jax_task.model
   key = execution.device_key(jax.random.fold_in(prng_key, states.step))
 
   def loss_fn(
@@ -87,18 +130,7 @@ def train_step_single_learner(
   trained, others = learner.split(states.mdl_vars)
   others = execution.updatable(others)
   loss, out, gradients = value_and_grad(loss_fn, trained, others, key, inputs, learner.num_microbatches)
-  loss, out, gradients = execution.combined(loss, out, gradients)
-  update = learner.update(
-    gradients, loss, states.mdl_vars, states.opt_states, states.ema_vars, states.step, execution.sum_parts
-  )
-  updates, finite = out.updates, update.finite
-  if finite is not None:  # After a step that does not count, variables that are not trained keep their values.
-    updates = map_with_path(lambda path, new: jnp.where(finite, new, lookup(states.mdl_vars, path)), updates)
-  mdl_vars = merge(update.mdl_vars, updates)
-  one = jnp.ones((), jnp.float32)
-  metrics = {**out.metrics, **{name: (value, one) for name, value in update.stats.items()}}
-  state = TrainState(states.step + 1, mdl_vars, update.opt_states, update.ema_vars)
-  return TrainStepOutput(state, loss, metrics, out.per_example, out.summaries)
+  return execution.combined(loss, out, gradients)
 
 
 def eval_step_single_learner(

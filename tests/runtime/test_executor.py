@@ -13,8 +13,8 @@ import pytest
 from tiny_runs import ArrayInput, Config, examples, expected_loss, open_gate, tiny_run
 
 from praxis_lite.config import config_values
-from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserError
-from praxis_lite.runtime import Checkpointer, NonFiniteError, run_decode, run_eval, run_train
+from praxis_lite.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
+from praxis_lite.runtime import Checkpointer, NonFiniteError, executor, run_decode, run_eval, run_train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
@@ -302,3 +302,22 @@ def test_inputs_of_other_shapes_are_evaluated_too(tmp_path):
   wide = Config(ArrayInput, name='wide', arrays=examples(20, 3), batch_size=20)
   result = run_train(config._replace(datasets=[*config.datasets, wide]), tmp_path)
   assert result.metrics['eval/wide']['loss'] == pytest.approx(expected_loss(result.state.mdl_vars, 20, 3), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_verified_gradients_change_nothing(whole_run, tmp_path, capsys):
+  result = run_train(tiny_run(DEVICES, eval_interval_steps=5), tmp_path, verify_numerics=True)
+  assert 'norms, of each variable and layer, are those computed on one device' in capsys.readouterr().out
+  for a, b in zip(opt_leaves(result), opt_leaves(whole_run[1]), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_wrong_gradients_stop_a_run_before_its_first_step(tmp_path, monkeypatch):
+  def wrong(*arguments):
+    raise NumericsError('norm of lm.softmax.w')
+
+  monkeypatch.setattr(executor, 'compare_gradients', wrong)
+  with pytest.raises(NumericsError):
+    run_train(tiny_run(DEVICES), tmp_path, verify_numerics=True)
+  assert not any((tmp_path / 'checkpoints').glob('[0-9]*'))

@@ -1,0 +1,144 @@
+"""Are the gradients of a step right, on the devices it runs on? What `train --verify_numerics` asks before it trains.
+
+The norm of the gradient of each variable, and of each repeated layer of it, is computed a second time: on one device,
+or, where that has not the memory or there are several hosts, by the other partitioning (XLA's communication, or that
+of `shard_map`). Norms are compared, not gradients, so that the two need not be in one place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.errors import ConfigError, NumericsError
+from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.training.execution import EXECUTIONS
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
+from praxis_lite.trees import NestedDict, leaves, path_name
+
+# How far two right norms may be apart, as a part of the norm: float32 on a CPU; and with products that are rounded, as
+# those of float32 are on accelerators.
+_EXACT, _ROUNDED = 1e-3, 5e-2
+# A norm of less than this part of the largest one may be rounding alone, such as that of the bias of attention's keys.
+_NEGLIGIBLE = 1e-4
+
+Norms = dict[str, np.ndarray]  # By the path of the variable; of a stack of layers, [layers, 1, ...].
+
+
+class Compared(NamedTuple):
+  """The outcome of a comparison.
+
+  Attributes:
+    reference: what the gradients were compared with, in words.
+    num_norms: how many norms were compared.
+    worst: the largest difference of two norms, as a part of the norm.
+  """
+
+  reference: str
+  num_norms: int
+  worst: float
+
+
+def compare_gradients(
+  partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
+) -> Compared:
+  """Compares the norms of the gradients of a step with those of another computation of the same step.
+
+  Args:
+    partitioned: the task on its mesh.
+    state, prng_key, batch: the arguments of its next train step, the batch placed on the mesh; none is donated.
+
+  Raises:
+    NumericsError: a norm differs. The message names the variables, each with its spec.
+    ConfigError: there is nothing to compare with: one device has not the memory, or there are several hosts, and the
+      other partitioning does not take this task; or it draws other random numbers.
+  """
+  found = _norms(partitioned, partitioned.jax_task.partitioning, state, prng_key, batch)
+  reference, expected = _reference(partitioned, state, prng_key, batch)
+  cpu = partitioned.mesh.devices.flat[0].platform == 'cpu'
+  tolerance = _EXACT if cpu and partitioned.jax_task.model.fprop_dtype == jnp.float32 else _ROUNDED
+  floor = _NEGLIGIBLE * max(float(np.max(norm)) for norm in expected.values())
+  specs = {path_name(path): spec for path, spec in leaves(partitioned.state_specs.mdl_vars).items()}
+  worst, wrong = 0.0, []
+  for name, norm in expected.items():
+    differences = np.abs(found[name] - norm) / np.maximum(norm, floor)
+    worst = max(worst, float(np.max(differences)))
+    if not np.all(differences <= tolerance):  # NaN too.
+      at = np.unravel_index(np.argmax(np.nan_to_num(differences, nan=np.inf)), norm.shape)
+      layer = ', '.join(str(i) for i, size in zip(at, norm.shape) if size > 1)
+      where = f', layer {layer}' if layer else ''
+      spec = tuple(specs.get(name, ()))
+      wrong.append(f'{name} {spec!r}{where}: {float(found[name][at]):.6g} instead of {float(norm[at]):.6g}')
+  if wrong:
+    more = f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''
+    raise NumericsError(
+      f'the gradients of the first step differ from those computed {reference}: norm of {"; ".join(wrong[:5])}{more}. '
+      'Nothing was trained. `praxis-lite verify` looks for the mapping that is at fault'
+    )
+  return Compared(reference, sum(norm.size for norm in expected.values()), worst)
+
+
+def _reference(
+  partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
+) -> tuple[str, Norms]:
+  """The norms by another way, and its name."""
+  task, own = partitioned.jax_task, partitioned.jax_task.partitioning
+  problem = 'there are several hosts'
+  if jax.process_count() == 1:
+    device = partitioned.mesh.devices.flat[0]
+    one = Mesh(np.array([device]).reshape((1,) * len(partitioned.mesh.axis_names)), partitioned.mesh.axis_names)
+    whole = jax.sharding.SingleDeviceSharding(device)
+    try:
+      small = PartitionedTask(task, jax.tree.map(_shape, batch), mesh=one)
+      true = jax.tree.map(
+        lambda x, true: jax.device_put(x, whole)[tuple(map(slice, true.shape))],
+        state.mdl_vars,
+        partitioned.unpadded_state_shapes.mdl_vars,
+      )
+      there = state.replace(mdl_vars=true, step=jax.device_put(state.step, whole))
+      rows = jax.device_put(batch, whole)
+      if own != 'auto':
+        _refuse_random_numbers(small, there, prng_key, rows)
+      return 'on one device', _norms(small, 'auto', there, prng_key, rows)
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      problem = 'one device has not the memory'
+  other = next(name for name in EXECUTIONS if name != own)
+  try:
+    _refuse_random_numbers(partitioned, state, prng_key, batch)
+    return f'with partitioning={other!r}', _norms(partitioned, other, state, prng_key, batch)
+  except ConfigError as error:
+    raise ConfigError(f'{problem}, and partitioning={other!r} does not take this task: {error}') from error
+
+
+def _norms(
+  partitioned: PartitionedTask, partitioning: str, state: TrainState, prng_key: jax.Array, batch: NestedDict
+) -> Norms:
+  layout = StateLayout(*(_without_slots(tree) for tree in partitioned.layout))
+  alone = PartitionedTask(partitioned.jax_task, jax.tree.map(_shape, batch), layout=layout)
+  step = alone.gradient_norms(EXECUTIONS[partitioning](partitioned.jax_task, layout))
+  norms = leaves(step(_without_slots(state), prng_key, batch).mean_metrics)
+  return {path_name(path): np.asarray(norm) for path, norm in norms.items()}
+
+
+def _without_slots(tree: TrainState) -> TrainState:
+  return tree.replace(opt_states={}, ema_vars=None)
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _refuse_random_numbers(
+  partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
+) -> None:
+  """Raises a ConfigError if gradients depend on the key: under `shard_map` each device draws numbers of its own."""
+  one, other = (_norms(partitioned, 'auto', state, key, batch) for key in (prng_key, jax.random.fold_in(prng_key, 1)))
+  if not all(np.allclose(one[name], other[name], rtol=_EXACT) for name in one):
+    raise ConfigError('the model draws random numbers, such as dropout, and under shard_map each device draws its own')
