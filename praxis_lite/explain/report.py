@@ -114,7 +114,7 @@ def task_and_inputs(
     named = configure(named)
   if isinstance(named, ExperimentConfig):
     if inputs_struct is None:
-      inputs_struct = _batch_of(named)
+      inputs_struct = batch_of(named)
     named = named.task
   task = named.instantiate() if isinstance(named, Config) else named
   if not isinstance(task, SingleTask):
@@ -122,7 +122,7 @@ def task_and_inputs(
   return task, inputs_struct
 
 
-def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
+def batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
   """The shapes and dtypes of a global training batch; None where the data has to be read to know."""
   training = [c for c in experiment.datasets if getattr(c, 'is_training', False)] or experiment.datasets
   for config in training:
