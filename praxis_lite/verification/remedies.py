@@ -7,7 +7,7 @@ goes on until nothing differs.
 
 from __future__ import annotations
 
-import os.path
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -33,9 +33,7 @@ class Choice(NamedTuple):
   axis: str
 
 
-def nearest(
-  small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float
-) -> str:
+def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
   """Returns lines that say which axes to leave out of which fields, so that a case becomes right.
 
   Args:
@@ -47,8 +45,13 @@ def nearest(
   end = time.monotonic() + seconds
   mappings = _mappings(small, case.task)
   choices = sorted(
-    {Choice(field, a): None for field, entries in mappings.items() for e in entries for a in spec_axes(e)
-     if small.mesh_sizes[a] > 1},
+    {
+      Choice(field, a): None
+      for field, entries in mappings.items()
+      for e in entries
+      for a in spec_axes(e)
+      if small.mesh_sizes[a] > 1
+    },
     key=lambda choice: _distance(choice.field, [name.of for name in wrong]),
   )
 
@@ -99,8 +102,13 @@ def _shown(entries: tuple[object, ...]) -> str:
 
 
 def _distance(field: str, variables: Sequence[str]) -> int:
-  """How far a field is from the nearest of some variables: minus the characters that their paths have in common."""
-  return min((-len(os.path.commonprefix([field, name])) for name in variables if name), default=0)
+  """How far a field is from the nearest of some variables: minus the names that their paths have in common."""
+
+  def common(name: str) -> int:
+    pairs = zip(field.split('.'), name.split('.'))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+  return min((-common(name) for name in variables), default=0)
 
 
 # ---------------------------------------------------------------- fields and their entries

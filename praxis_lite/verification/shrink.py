@@ -5,7 +5,7 @@ another still does. What decides how an array is split stays as it is:
 
     order            a larger size stays larger
     divisors         a multiple of another size stays a multiple of it, and even quotients stay even
-    evenness         a dimension that divides by the mesh axes it is split over still does, and one that does not, does not
+    evenness         a dimension divides by the mesh axes it is split over if it really does
     products         the size of a flattened input stays the product of its dimensions
     specs            those of the real sizes: a strategy with a threshold would leave small weights whole
 
@@ -24,7 +24,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.config import Config, config_values
-from praxis_lite.errors import UserError
 from praxis_lite.explain.report import trace_step
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.partitioning.placement import placed_specs
@@ -171,8 +170,8 @@ def _small_size(
 ) -> int:
   divisors = [m for m in chosen if n % m == 0]
   step = math.lcm(*(chosen[m] for m in divisors))
-  least = max(max(chosen.values()), _SMALL) + 1
-  candidates = [k for k in range(-(-least // step) * step, n, step)][:64]
+  least = max(_SMALL, *chosen.values()) + 1
+  candidates = list(range(-(-least // step) * step, n, step))[:64]
 
   def misfits(k: int) -> tuple[int, int, int]:
     uneven = sum((n % _parts(s, real) == 0) != (k % _parts(s, mesh) == 0) for s in splits)
@@ -197,9 +196,7 @@ def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
   return math.prod(sizes[axis] for axis in split.axes)
 
 
-def _splits(
-  task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]
-) -> list[_Split]:
+def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]) -> list[_Split]:
   """Returns how each dimension of variables, activations and inputs is split, without those that are whole."""
   mesh = abstract_mesh(sizes)
   found: dict[_Split, None] = {}
@@ -257,8 +254,9 @@ def _integers(config: Config) -> list[tuple[str, int]]:
 
 def _with_integers(config: Config, change: Callable[[str, int], int]) -> Config:
   def changed(name: str, value: object) -> object:
-    is_size = isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0
-    return change(name, int(value)) if is_size else value  # type: ignore[arg-type]
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0:
+      return change(name, int(value))
+    return value
 
   return _with_fields(config, changed)
 

@@ -1,9 +1,9 @@
 """Steps of a small task on a mesh and on one device, with the same values: what `verify` compares.
 
-    gradient     the loss, and the gradient of each variable, before clipping
-    update       one step of the task's own learner, at a constant learning rate: new variables, slots and averages
-    evaluation   the metrics, and each row's outputs
-    decoding     the metrics, and each row's outputs
+gradient     the loss, and the gradient of each variable, before clipping
+update       one step of the task's own learner, at a constant learning rate: new variables, slots and averages
+evaluation   the metrics, and each row's outputs
+decoding     the metrics, and each row's outputs
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import optax
 from jax.sharding import Mesh
 
 from praxis_lite.config import Config, config_values, nested_configs, target
-from praxis_lite.verification.shrink import with_rows
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.learning.schedules import Constant
 from praxis_lite.partitioning.layout import StateLayout
@@ -28,6 +27,8 @@ from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState, state_layout
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
+from praxis_lite.verification.shrink import with_rows
+from praxis_lite.weighted import WeightedScalars
 
 # Of the optimizer's step: with less, new variables would differ from the old ones by little more than rounding.
 _LEARNING_RATE = 0.01
@@ -36,8 +37,8 @@ _LEARNING_RATE = 0.01
 class Kind(enum.StrEnum):
   """A step that is compared."""
 
-  GRADIENT = 'gradient'
-  UPDATE = 'update'
+  GRADIENT = 'gradients'
+  UPDATE = 'a step of the optimizer'
   EVALUATION = 'evaluation'
   DECODING = 'decoding'
 
@@ -61,13 +62,13 @@ class Case(NamedTuple):
   Attributes:
     kind, rows: the step, and the number of rows of its batch.
     task: the task that takes it.
-    variables, batch: values of the model's variables, and of a batch, on the host.
+    state, batch: values of the train state, and of a batch, on the host.
   """
 
   kind: Kind
   rows: int
   task: SingleTask
-  variables: NestedDict
+  state: TrainState
   batch: NestedDict
 
   def run(self, mesh: Mesh, specs: NestedDict | None = None, noise: int = 0) -> Results:
@@ -91,30 +92,26 @@ class Runner:
 
   def results(self, noise: int = 0, seed: int = 0) -> Results:
     """Returns the results; `noise` as of `Case.run`, and `seed` is that of what the step draws."""
-    case, variables = self._case, self._case.variables
+    case, variables = self._case, self._case.state.mdl_vars
     if noise:
       variables = map_with_path(lambda path, x: _rounded_otherwise(path, x, noise), variables)
     key = jax.random.key(seed)
     if case.kind in (Kind.GRADIENT, Kind.UPDATE):
       return self._trained(variables, key)
-    step = self._partitioned.eval_step if case.kind is Kind.EVALUATION else self._partitioned.decode_step
-    out = step(_stored(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch)
-    found: Results = {}
+    arguments = _stored(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch
     if case.kind is Kind.EVALUATION:
-      found[Name('loss', '')] = np.asarray(out.weighted_loss)
-      metrics, rows = out.mean_metrics, out.per_example_out
-    else:
-      metrics, rows = out.metrics, out.decoded
-    found |= {Name('metric', name): np.asarray(mean) for name, (mean, _) in metrics.items()}
-    return found | {Name('output', path_name(path)): np.asarray(x) for path, x in leaves_by_path(rows).items()}
+      evaluated = self._partitioned.eval_step(*arguments)
+      loss = {Name('loss', ''): np.asarray(evaluated.weighted_loss)}
+      return loss | _of_batch(evaluated.mean_metrics, evaluated.per_example_out)
+    return _of_batch(*self._partitioned.decode_step(*arguments))
 
   def _trained(self, variables: NestedDict, key: jax.Array) -> Results:
     case, learner = self._case, self._case.task.learner.bind(self._case.task.model.abstract_init())
-    with jax.default_device(jax.devices('cpu')[0]):
-      slots = jax.jit(lambda v: (learner.init(v), learner.init_ema(v)))(variables)
-    before = TrainState(np.zeros((), np.int32), variables, *jax.tree.map(_host, slots))
+    before = case.state.replace(mdl_vars=variables)
     out = self._partitioned.train_step(_stored(before, self._layout), key, case.batch)
-    after = jax.tree.map(lambda x, true: _host(x)[tuple(map(slice, true.shape))], out.state, self._layout.unpadded_shapes)
+    after = jax.tree.map(
+      lambda x, true: _host(x)[tuple(map(slice, true.shape))], out.state, self._layout.unpadded_shapes
+    )
     found = {Name('loss', ''): np.asarray(out.weighted_loss)}
     declared, values = leaves(case.task.model.abstract_init()), leaves(after.mdl_vars)
     if case.kind is Kind.GRADIENT:
@@ -123,14 +120,19 @@ class Runner:
         if owner is not None:
           found[Name('gradient', path_name(owner))] = x
       fixed = {path: x for path, x in values.items() if not learner.is_trained(path)}
-      found |= {Name('new value', path_name(p)): x for p, x in fixed.items() if case.batch and not declared[p].trainable}
+      found |= {Name('new value', path_name(path)): x for path, x in fixed.items()}
     else:
       old = leaves(variables)
       found |= {Name('update', path_name(p)): x - old[p] for p, x in values.items() if learner.is_trained(p)}
       found |= {Name('slot', path_name(p)): x for p, x in leaves_by_path(after.opt_states).items()}
       found |= {Name('average', path_name(p)): x for p, x in leaves_by_path(after.ema_vars).items()}
-    found |= {Name('metric', name): np.asarray(mean) for name, (mean, _) in out.mean_metrics.items() if name != 'loss'}
-    return found | {Name('output', path_name(p)): np.asarray(x) for p, x in leaves_by_path(out.per_example_out).items()}
+    metrics = {name: metric for name, metric in out.mean_metrics.items() if name != 'loss'}
+    return found | _of_batch(metrics, out.per_example_out)
+
+
+def _of_batch(metrics: WeightedScalars, by_row: NestedDict) -> Results:
+  means = {Name('metric', name): np.asarray(mean) for name, (mean, _) in metrics.items()}
+  return means | {Name('output', path_name(path)): np.asarray(x) for path, x in leaves_by_path(by_row).items()}
 
 
 # ---------------------------------------------------------------- tasks
@@ -160,7 +162,8 @@ def without_dropout(config: Config) -> Config:
   """Returns a copy in which every Dropout has rate 0, and so has every number in a field of that name."""
 
   def is_rate(owner: Config, name: str, value: object) -> bool:
-    is_dropout = isinstance(target(owner), type) and issubclass(target(owner), Dropout)
+    built = target(owner)
+    is_dropout = isinstance(built, type) and issubclass(built, Dropout)
     return isinstance(value, float) and ((is_dropout and name == 'rate') or 'dropout' in name)
 
   copy = config.clone()
@@ -175,20 +178,28 @@ def without_dropout(config: Config) -> Config:
 
 
 def values_of_variables(task: SingleTask, seed: int = 0) -> NestedDict:
-  """Returns values of all variables on the host, none of them zero, as first values often are: they would hide faults."""
+  """Returns values of all variables on the host; none is zero, as first values often are, which would hide faults."""
   rng = np.random.default_rng(seed)
   with jax.default_device(jax.devices('cpu')[0]):
     variables = jax.jit(task.model.init)(jax.random.key(seed))
   declared = leaves(task.model.abstract_init())
 
   def value(path: Path, x: jax.Array) -> np.ndarray:
-    first = _host(x)
+    first = np.asarray(x)
     if not declared[path].trainable or not np.issubdtype(first.dtype, np.floating):
       return first
     scale = min(0.2, 1 / np.sqrt(max(first.shape[-2:], default=1)))
     return (first + scale * rng.standard_normal(first.shape)).astype(first.dtype)
 
   return map_with_path(value, variables)
+
+
+def values_of_state(task: SingleTask, variables: NestedDict) -> TrainState:
+  """Returns the train state of a task before its first step, on the host."""
+  learner = task.learner.bind(task.model.abstract_init())
+  with jax.default_device(jax.devices('cpu')[0]):
+    slots, averages = jax.jit(lambda v: (learner.init(v), learner.init_ema(v)))(variables)
+  return TrainState(np.zeros((), np.int32), variables, jax.tree.map(_host, slots), jax.tree.map(_host, averages))
 
 
 def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int = 0) -> NestedDict:
@@ -198,8 +209,12 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
   gives a meaning have values that fit it: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
   `weights` are zero.
   """
-  ids = [getattr(layer, name, None) for layer in task.model.descendants() for name in ('vocab_size', 'num_classes')
-         if name in layer.__dict__]
+  ids = [
+    getattr(layer, name, None)
+    for layer in task.model.descendants()
+    for name in ('vocab_size', 'num_classes')
+    if name in layer.__dict__
+  ]
   most = min((n for n in ids if isinstance(n, int) and n > 1), default=2)
   rng = np.random.default_rng(seed)
   lengths = {x.shape[1] for x in jax.tree.leaves(inputs) if len(x.shape) > 1}
@@ -261,5 +276,5 @@ def _stored(tree: object, layout: StateLayout) -> object:
   return jax.tree.map(place, tree, layout.padded_shapes)
 
 
-def _host(x: jax.Array) -> np.ndarray:
+def _host(x: jax.Array) -> np.ndarray | jax.Array:
   return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)

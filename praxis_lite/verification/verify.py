@@ -44,6 +44,7 @@ from praxis_lite.verification.steps import (
   decode_inputs,
   task_of,
   values_of_batch,
+  values_of_state,
   values_of_variables,
   without_dropout,
 )
@@ -73,11 +74,14 @@ class Difference:
   placement: Placement | None = None
 
   def __str__(self) -> str:
-    size = f'{self.error:.2g} times the largest entry' if np.isfinite(self.error) else 'finite on one of the two only'
-    text = f'{self.name}: {self.kind} of {self.rows} rows: the difference is {size}'
+    if np.isfinite(self.error):
+      size = f'off by {self.error:.2g} times its largest entry'
+    else:
+      size = 'not finite, or of another shape, on one of the two only'
+    text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows'
     if self.placement is None:
       return text
-    return f'{text}\n    split as {tuple(self.placement.spec)!r} by {", ".join(dict.fromkeys(self.placement.why))}'
+    return f'{text}\n    split as {tuple(self.placement.spec)!r}: {", ".join(dict.fromkeys(self.placement.why))}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +151,9 @@ def verify(
   remedy = ''
   if comparison.failed is not None:
     case, right = comparison.failed
-    remedy = remedies.nearest(small, case, comparison.mesh, right, [d.name for d in comparison.differences], search_seconds)
+    remedy = remedies.nearest(
+      small, case, comparison.mesh, right, [d.name for d in comparison.differences], search_seconds
+    )
   return Verification(
     small.mesh_sizes,
     small.sizes,
@@ -186,6 +192,7 @@ class _Comparison:
     self.differences: list[Difference] = []
     self.failed: tuple[Case, remedies.IsRight] | None = None
     self._one = _mesh(dict.fromkeys(small.mesh_sizes, 1))
+    self._variables = values_of_variables(self.task)
 
   def compare_training(self, few: int, many: Sequence[int]) -> None:
     """Compares gradients of `few` rows and of each of `many`, and then, with those, the learner's step."""
@@ -199,7 +206,7 @@ class _Comparison:
         return
     for rows in (few, *many):
       self._compare(self._case(config, Kind.GRADIENT, rows))
-    if many and not self.differences:
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # The rest would follow.
       self._compare(self._case(config, Kind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
@@ -211,7 +218,7 @@ class _Comparison:
   def _case(self, config: Config[SingleTask], kind: Kind, rows: int) -> Case:
     task = task_of(config, kind)
     inputs = decode_inputs(task, self.small.inputs) if kind is Kind.DECODING else self.small.inputs
-    return Case(kind, rows, task, values_of_variables(task), values_of_batch(task, inputs, rows))
+    return Case(kind, rows, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
     """Whether the loss depends on the key."""
@@ -270,7 +277,7 @@ def _differences(found: Results, expected: Results, noise: Iterable[Results]) ->
     limit += 0.0 if is_exact else 1e-7 * largest[name.what]
     if error > limit:
       different[name] = error / max(scale, 1e-30)
-  return dict(sorted(different.items(), key=lambda item: (not item[0].what == 'loss', -item[1])))
+  return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -319,7 +326,7 @@ def _mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def _check_memory(task: SingleTask, devices: int) -> None:
-  """Raises ConfigError if the state does not fit into memory as often as it has to: split, whole, and while it changes."""
+  """Raises ConfigError if the state does not fit into memory as often as it has to: split, whole, while it changes."""
   shapes = jax.tree.leaves(train_state_shapes(task))
   state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
   needed, there = state * (4 + 2 * devices), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
