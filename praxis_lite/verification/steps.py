@@ -24,6 +24,7 @@ from praxis_lite.learning.schedules import Constant
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState, state_layout
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
@@ -90,12 +91,23 @@ class Runner:
     struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch)
     self._partitioned = PartitionedTask(case.task, struct, layout=self._layout)
 
+  def trace(self) -> None:
+    """Traces the step, which raises whatever the model raises for such a batch."""
+    self._step.trace()
+
+  @property
+  def _step(self) -> PartitionedStep:
+    if self._case.kind is Kind.EVALUATION:
+      return self._partitioned.eval_step
+    return self._partitioned.decode_step if self._case.kind is Kind.DECODING else self._partitioned.train_step
+
   def results(self, noise: int = 0, seed: int = 0) -> Results:
     """Returns the results; `noise` as of `Case.run`, and `seed` is that of what the step draws."""
     case, variables = self._case, self._case.state.mdl_vars
     if noise:
       variables = map_with_path(lambda path, x: _rounded_otherwise(path, x, noise), variables)
-    key = jax.random.key(seed)
+    with jax.default_device(jax.devices('cpu')[0]):
+      key = jax.random.key(seed)
     if case.kind in (Kind.GRADIENT, Kind.UPDATE):
       return self._trained(variables, key)
     arguments = _stored(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch
@@ -124,7 +136,9 @@ class Runner:
     else:
       old = leaves(variables)
       found |= {Name('update', path_name(p)): x - old[p] for p, x in values.items() if learner.is_trained(p)}
-      found |= {Name('slot', path_name(p)): x for p, x in leaves_by_path(after.opt_states).items()}
+      found |= {
+        Name('slot', path_name(p)): x for p, x in leaves_by_path(after.opt_states).items() if isinstance(x, np.ndarray)
+      }
       found |= {Name('average', path_name(p)): x for p, x in leaves_by_path(after.ema_vars).items()}
     metrics = {name: metric for name, metric in out.mean_metrics.items() if name != 'loss'}
     return found | _of_batch(metrics, out.per_example_out)

@@ -28,11 +28,12 @@ from praxis_lite.explain.explanation import format_bytes, format_mesh
 from praxis_lite.explain.report import batch_of
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh
+from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.partitioning.specs import Placement
 from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import ShardMapped
 from praxis_lite.training.state import state_layout, train_state_shapes
-from praxis_lite.trees import NestedDict, leaves_by_path, path_name
+from praxis_lite.trees import NestedDict, leaves_by_path
 from praxis_lite.verification import remedies
 from praxis_lite.verification.shrink import SmallTask, small_task, specs_of
 from praxis_lite.verification.steps import (
@@ -112,7 +113,7 @@ class Verification:
 
   def variables(self) -> list[str]:
     """Returns the paths of the variables with wrong gradients, updates or new values."""
-    return list(dict.fromkeys(d.name.of for d in self.differences if d.placement is not None))
+    return list(dict.fromkeys(d.name.of for d in self.differences if d.placement is not None and d.name.what != 'slot'))
 
 
 def verify(
@@ -140,16 +141,16 @@ def verify(
   start = time.perf_counter()
   config, inputs = _configured(experiment, inputs_struct)
   small = small_task(config, inputs, most_devices=most_devices, real_sizes=full)
-  comparison = _Comparison(small)
   if full or not small.sizes:
-    _check_memory(comparison.task, comparison.mesh.size)
+    _check_memory(small)
+  comparison = _Comparison(small)
   devices, microbatches = comparison.mesh.size, comparison.task.learner.num_microbatches
   few, many = max(1, devices - 1), 2 * devices * microbatches - bool(_rows(inputs) % (devices * microbatches))
   comparison.compare_training(few, () if quick else (many,))
   if not quick:
     comparison.compare_inference(few)
   remedy = ''
-  if comparison.failed is not None:
+  if comparison.failed is not None and search_seconds > 0:
     case, right = comparison.failed
     remedy = remedies.nearest(
       small, case, comparison.mesh, right, [d.name for d in comparison.differences], search_seconds
@@ -212,8 +213,15 @@ class _Comparison:
   def compare_inference(self, rows: int) -> None:
     """Compares evaluation, and decoding if the model decodes."""
     self._compare(self._case(self.small.config, Kind.EVALUATION, rows))
-    if type(self.task.model).decode is not BaseModel.decode:
-      self._compare(self._case(self.small.config, Kind.DECODING, rows))
+    if type(self.task.model).decode is BaseModel.decode:
+      return
+    case = self._case(self.small.config, Kind.DECODING, rows)
+    try:
+      Runner(case, self._one).trace()
+    except Exception as error:  # Prompts that are made up may not be what this model decodes.
+      self.not_compared.append(f'decoding, which made-up inputs do not fit: {str(error).splitlines()[0]}')
+      return
+    self._compare(case)
 
   def _case(self, config: Config[SingleTask], kind: Kind, rows: int) -> Case:
     task = task_of(config, kind)
@@ -239,16 +247,24 @@ class _Comparison:
       mesh_results = pool.submit(lambda: Runner(case, mesh or self.mesh, specs_of(self.small)).results())
       one_results = pool.submit(self._on_one_device, case)
       found, (expected, noise) = mesh_results.result(), one_results.result()
+    if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
+      raise ConfigError(
+        f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
+      )
     self.compared.append(f'{case.kind} of {case.rows} rows{note}')
     is_right = functools.partial(_differences, expected=expected, noise=noise)
-    placements = {path_name(p): x for p, x in leaves_by_path(self.small.placements).items()}
     different = is_right(found)
     self.differences += [
-      Difference(name, case.kind, case.rows, error, None if name.what in _OF_NO_VARIABLE else placements.get(name.of))
-      for name, error in different.items()
+      Difference(name, case.kind, case.rows, error, self._placement(name)) for name, error in different.items()
     ]
     if different and self.failed is None and mesh is None:
       self.failed = case, lambda results: not is_right(results)
+
+  def _placement(self, name: Name) -> Placement | None:
+    """How the variable is split that a result is of."""
+    placements = leaves_by_path(self.small.placements)
+    owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
+    return None if owner is None else placements[owner]
 
   def _on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
     """Returns the results of one device, and of variables that are rounded otherwise."""
@@ -325,13 +341,13 @@ def _mesh(sizes: Mapping[str, int]) -> Mesh:
   return create_device_mesh(tuple(sizes.values()), None, tuple(sizes), devices[:needed])
 
 
-def _check_memory(task: SingleTask, devices: int) -> None:
+def _check_memory(small: SmallTask) -> None:
   """Raises ConfigError if the state does not fit into memory as often as it has to: split, whole, while it changes."""
-  shapes = jax.tree.leaves(train_state_shapes(task))
+  shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
   state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
-  needed, there = state * (4 + 2 * devices), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  if needed > there / 2:
+  needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  if needed > there:
     raise ConfigError(
-      f'task.model: verifying {format_bytes(state)} of state in its real sizes may take {format_bytes(needed)}, and '
-      f'this machine has {format_bytes(there)}; leave out --full, or set smaller sizes with --set'
+      f'task.model: verifying {format_bytes(state)} of state takes about {format_bytes(needed)} of memory, and this '
+      f'machine has {format_bytes(there)}; leave out --full, or set smaller sizes with --set'
     )

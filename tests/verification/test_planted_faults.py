@@ -18,6 +18,8 @@ from praxis_lite.training import execution, partitioned_step
 from praxis_lite.verification import format_verification, verify
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
+pytestmark = pytest.mark.slow
+
 AXES = ('replica', 'data', 'mdl')
 ROWS = ('replica', 'data')
 
@@ -217,7 +219,7 @@ class OwnMap(Own):
 
 def wrong_in(task, **options):
   """The paths of the variables that are found to be wrong, and the whole text."""
-  found = verify(task, inputs(16), search_seconds=0, **{'quick': True, **options})
+  found = verify(task, inputs(16), **{'search_seconds': 0, 'quick': True, **options})
   assert not found.is_right
   return found.variables(), format_verification(found)
 
@@ -249,7 +251,7 @@ def test_rows_of_zero_weight_that_count():
 
 
 def test_a_shard_map_of_a_layers_own():
-  variables, text = wrong_in(classifier(Config(OwnMap)))
+  variables, text = wrong_in(classifier(Config(OwnMap)), search_seconds=20)
   assert 'softmax.w' in variables
   assert 'no mapping is the cause' in text
 
