@@ -282,10 +282,9 @@ def _stored(tree: object, layout: StateLayout) -> object:
   """Arrays of the host, padded and on the mesh."""
 
   def place(x: np.ndarray, padded: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(padded.dtype, jax.dtypes.prng_key):
-      return jax.device_put(x, padded.sharding)
     missing = [(0, size - own) for size, own in zip(padded.shape, x.shape)]
-    return jax.device_put(np.pad(x, missing) if missing else x, padded.sharding)
+    # A copy: steps reuse the memory of their state.
+    return jax.device_put(np.pad(x, missing) if missing else x, padded.sharding, may_alias=False)
 
   return jax.tree.map(place, tree, layout.padded_shapes)
 
