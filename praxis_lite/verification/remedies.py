@@ -121,6 +121,11 @@ def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...
     for field in dict.fromkeys(placement.why):
       entries = tuple(e for e, why in zip(placement.spec, placement.why) if why == field)
       found.setdefault(field, entries)
+  for layer in task.model.descendants():  # As the field has it, not turned as in the weight of a projection back.
+    for field, mapping in layer._split_mappings('weight_split_dims_mapping').items():
+      placement = layer._resolve(mapping, field)
+      if field in found and placement is not None:
+        found[field] = tuple(placement.spec)
   if task.partitioning == 'auto':
     for layer in task.model.descendants():
       for field, mapping in layer._activation_mappings.items():
