@@ -43,7 +43,8 @@ class SmallTask(NamedTuple):
 
   Attributes:
     config: of the task.
-    inputs: shapes and dtypes of a training batch, dim 0 the batch.
+    inputs, prompts: shapes and dtypes of a batch to train on and of one to decode, dim 0 the batch; the latter may be
+      None.
     mesh_sizes: size of each mesh axis.
     placements: for each variable of the model, its spec on the real mesh, and why.
     sizes: real size -> small size, of those that differ.
@@ -51,6 +52,7 @@ class SmallTask(NamedTuple):
 
   config: Config[SingleTask]
   inputs: NestedDict
+  prompts: NestedDict | None
   mesh_sizes: dict[str, int]
   placements: NestedDict
   sizes: dict[int, int]
@@ -81,12 +83,17 @@ def small_mesh(sizes: Mapping[str, int], most_devices: int = 8) -> dict[str, int
 
 
 def small_task(
-  config: Config[SingleTask], inputs: NestedDict, *, most_devices: int = 8, real_sizes: bool = False
+  config: Config[SingleTask],
+  inputs: NestedDict,
+  prompts: NestedDict | None = None,
+  *,
+  most_devices: int = 8,
+  real_sizes: bool = False,
 ) -> SmallTask:
   """Returns a small version of a task that computes in float32.
 
   Args:
-    config, inputs: config of the task, and the shapes and dtypes of a global training batch.
+    config, inputs, prompts: config of the task, and the shapes and dtypes of a global batch to train on, and to decode.
     most_devices: see `small_mesh`.
     real_sizes: keep the sizes of the model and its inputs, and reduce the mesh alone.
 
@@ -100,14 +107,14 @@ def small_task(
   if math.prod(real.values()) == 1:
     real = mesh
   placements = place_task_variables(task, real)
-  as_they_are = SmallTask(config, inputs, mesh, placements, {})
+  as_they_are = SmallTask(config, inputs, prompts, mesh, placements, {})
   splits = _splits(task, placements, inputs, real)
   if real_sizes:
     return as_they_are
 
   counts = {n for name, n in _integers(config.model) if name in _LAYERS}
   sizes = {n for name, n in _integers(config.model) if name not in _LAYERS}
-  shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves(inputs)]
+  shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
 
@@ -115,11 +122,14 @@ def small_task(
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
     layers = {n: n if n in kept else _small_count(n, stacks, real, mesh) for n in counts}
     model = _with_integers(config.model, lambda name, n: (layers if name in _LAYERS else chosen).get(n, n))
-    batch = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct((x.shape[0], *(chosen.get(n, n) for n in x.shape[1:])), x.dtype), inputs
+    batch, decoded = (
+      jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0], *(chosen.get(n, n) for n in x.shape[1:])), x.dtype), tree
+      )
+      for tree in (inputs, prompts)
     )
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
-    return SmallTask(config.clone(model=model), batch, mesh, placements, changed)
+    return SmallTask(config.clone(model=model), batch, decoded, mesh, placements, changed)
 
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
   return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)

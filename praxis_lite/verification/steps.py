@@ -257,7 +257,7 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
   return batch
 
 
-def decode_inputs(task: SingleTask, inputs: NestedDict) -> NestedDict:
+def decode_inputs(inputs: NestedDict) -> NestedDict:
   """The shapes of a batch to decode, made of those of a training batch: with `ids`, these are the prompts."""
   if 'ids' not in inputs:
     return inputs

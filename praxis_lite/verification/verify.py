@@ -139,8 +139,8 @@ def verify(
     UserError: the task or one of its mappings is not valid, there are not enough CPU devices, or memory.
   """
   start = time.perf_counter()
-  config, inputs = _configured(experiment, inputs_struct)
-  small = small_task(config, inputs, most_devices=most_devices, real_sizes=full)
+  config, inputs, prompts = _configured(experiment, inputs_struct)
+  small = small_task(config, inputs, prompts, most_devices=most_devices, real_sizes=full)
   if full or not small.sizes:
     _check_memory(small)
   comparison = _Comparison(small)
@@ -225,7 +225,9 @@ class _Comparison:
 
   def _case(self, config: Config[SingleTask], kind: Kind, rows: int) -> Case:
     task = task_of(config, kind)
-    inputs = decode_inputs(task, self.small.inputs) if kind is Kind.DECODING else self.small.inputs
+    inputs = self.small.inputs
+    if kind is Kind.DECODING:
+      inputs = self.small.prompts or decode_inputs(inputs)
     return Case(kind, rows, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
@@ -309,13 +311,15 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
 
 def _configured(
   experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
-) -> tuple[Config[SingleTask], NestedDict]:
-  """Returns the config of the task, and the shapes of a training batch."""
+) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
+  """Returns the config of the task, the shapes of a batch to train on, and those of one to decode if there is one."""
   named: object = experiment
+  prompts: Mapping[str, object] | None = None
   if isinstance(named, type) and issubclass(named, BaseExperiment):
     named = configure(named)
   if isinstance(named, ExperimentConfig):
-    inputs = batch_of(named) if inputs is None else inputs
+    inputs = batch_of(named.datasets) if inputs is None else inputs
+    prompts = batch_of(named.decode_datasets)
     named = named.task
   if not isinstance(named, Config):
     raise ConfigError(
@@ -323,7 +327,8 @@ def _configured(
     )
   if inputs is None:
     raise DataError('the shapes of a training batch are not known without reading the data; pass them to verify')
-  return named, {'weights': jax.ShapeDtypeStruct((_rows(inputs),), np.float32), **inputs}
+  weights = jax.ShapeDtypeStruct((_rows(inputs),), np.float32)
+  return named, {'weights': weights, **inputs}, None if prompts is None else dict(prompts)
 
 
 def _rows(inputs: Mapping[str, object]) -> int:

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 @pytest.fixture(scope='module')
 def small():
   config = configure(registry.get('lm.SyntheticLmTiny'))
-  return small_task(config.task, batch_of(config))
+  return small_task(config.task, batch_of(config.datasets))
 
 
 def search(small, is_right, wrong='lm.transformer.layers.ff.linear_in.w', seconds=60.0):

@@ -39,7 +39,7 @@ def test_meshes(sizes, small):
 
 def small_experiment(name):
   config = configure(registry.get(name))
-  return config, small_task(config.task, batch_of(config))
+  return config, small_task(config.task, batch_of(config.datasets))
 
 
 @pytest.mark.parametrize('name', ['lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'lm.StdlibLmMixed'])
@@ -83,3 +83,10 @@ def test_thresholds_of_strategies_see_the_real_sizes():
   assert 'data' in tuple(leaves_by_path(specs_of(small))['network', 'linear_0', 'w'])
   weight = leaves_by_path(small.config.instantiate().model.abstract_init())['network', 'linear_0', 'w']
   assert np.prod(weight.full_shape) * 4 < 64 * 512 * 4
+
+
+def test_prompts_shrink_with_the_rest():
+  config = configure(registry.get('lm_sizes.Llama8B'))
+  prompts = {'ids': jax.ShapeDtypeStruct((4, 8192), np.int32), 'prompt_lengths': jax.ShapeDtypeStruct((4,), np.int32)}
+  small = small_task(config.task, batch_of(config.datasets), prompts)
+  assert small.prompts['ids'].shape == (4, small.sizes[8192]) and small.prompts['prompt_lengths'].shape == (4,)
