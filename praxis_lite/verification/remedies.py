@@ -56,7 +56,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
   )
 
   def right_without(left_out: Collection[Choice]) -> bool:
-    task = _without(task_of_case(small, case), left_out)
+    task = _without(task_of(case.config, case.kind), left_out)
     specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
     try:
       return is_right(case._replace(task=task).run(mesh, specs))
@@ -81,11 +81,6 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
       break
     causes.append(rest[high - 1])
   return 'no mapping that is right was found in time'
-
-
-def task_of_case(small: SmallTask, case: Case) -> SingleTask:
-  """Returns a fresh task like that of a case."""
-  return task_of(small.config, case.kind)
 
 
 def _text(causes: Sequence[Choice], mappings: dict[str, tuple[object, ...]]) -> str:

@@ -122,13 +122,8 @@ def small_task(
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
     layers = {n: n if n in kept else _small_count(n, stacks, real, mesh) for n in counts}
     model = _with_integers(config.model, lambda name, n: (layers if name in _LAYERS else chosen).get(n, n))
-    batch, decoded = (
-      jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0], *(chosen.get(n, n) for n in x.shape[1:])), x.dtype), tree
-      )
-      for tree in (inputs, prompts)
-    )
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
+    batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
     return SmallTask(config.clone(model=model), batch, decoded, mesh, placements, changed)
 
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
@@ -240,6 +235,13 @@ def _is_valid(small: SmallTask) -> bool:
   except Exception:  # What a model does with sizes that do not fit is its own: any error says that they do not.
     return False
   return True
+
+
+def _with_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
+  """Returns the shapes of a batch with other sizes, but for dim 0."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
+  )
 
 
 def with_rows(inputs: NestedDict, rows: int) -> NestedDict:

@@ -62,24 +62,20 @@ class Case(NamedTuple):
 
   Attributes:
     kind, rows: the step, and the number of rows of its batch.
-    task: the task that takes it.
+    config, task: the task that takes it, and the config that `task_of` has built it from.
     state, batch: values of the train state, and of a batch, on the host.
   """
 
   kind: Kind
   rows: int
+  config: Config[SingleTask]
   task: SingleTask
   state: TrainState
   batch: NestedDict
 
-  def run(self, mesh: Mesh, specs: NestedDict | None = None, noise: int = 0) -> Results:
-    """Returns the results of the step on a mesh.
-
-    Args:
-      mesh, specs: the mesh, and the spec of each variable; None: those that the task asks for.
-      noise: if it is not 0, the seed of relative changes of the variables by as much as float32 rounds.
-    """
-    return Runner(self, mesh, specs).results(noise)
+  def run(self, mesh: Mesh, specs: NestedDict | None = None) -> Results:
+    """Returns the results of the step on a mesh, for these specs of variables; None: those that the task asks for."""
+    return Runner(self, mesh, specs).results()
 
 
 class Runner:
@@ -102,7 +98,12 @@ class Runner:
     return self._partitioned.decode_step if self._case.kind is Kind.DECODING else self._partitioned.train_step
 
   def results(self, noise: int = 0, seed: int = 0) -> Results:
-    """Returns the results; `noise` as of `Case.run`, and `seed` is that of what the step draws."""
+    """Returns the results.
+
+    Args:
+      noise: if it is not 0, the seed of relative changes of the variables by as much as float32 rounds.
+      seed: of what the step draws.
+    """
     case, variables = self._case, self._case.state.mdl_vars
     if noise:
       variables = map_with_path(lambda path, x: _rounded_otherwise(path, x, noise), variables)

@@ -228,7 +228,7 @@ class _Comparison:
     inputs = self.small.inputs
     if kind is Kind.DECODING:
       inputs = self.small.prompts or decode_inputs(inputs)
-    return Case(kind, rows, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
+    return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
     """Whether the loss depends on the key."""

@@ -21,6 +21,7 @@ class Step(NamedTuple):
   """A case whose results are the specs of its variables and the mappings of its layers."""
 
   kind: Kind
+  config: Any
   task: Any
 
   def run(self, mesh, specs):
@@ -37,7 +38,7 @@ def small():
 
 
 def search(small, is_right, wrong='lm.transformer.layers.ff.linear_in.w', seconds=60.0):
-  step = Step(Kind.GRADIENT, task_of(small.config, Kind.GRADIENT))
+  step = Step(Kind.GRADIENT, small.config, task_of(small.config, Kind.GRADIENT))
   return nearest(small, step, None, is_right, [Name('gradient', wrong)], seconds)
 
 
