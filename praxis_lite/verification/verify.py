@@ -136,7 +136,8 @@ def verify(
     search_seconds: how long to look for mappings that are right, if something differs.
 
   Raises:
-    UserError: the task or one of its mappings is not valid, there are not enough CPU devices, or memory.
+    UserError: the task or one of its mappings is not valid, there are not enough CPU devices or memory, or
+      nothing can be compared.
   """
   start = time.perf_counter()
   config, inputs, prompts = _configured(experiment, inputs_struct)
@@ -149,6 +150,8 @@ def verify(
   comparison.compare_training(few, () if quick else (many,))
   if not quick:
     comparison.compare_inference(few)
+  if not comparison.compared:
+    raise ConfigError(f'task.model: nothing can be compared: {"; ".join(comparison.not_compared)}')
   remedy = ''
   if comparison.failed is not None and search_seconds > 0:
     case, right = comparison.failed
@@ -219,7 +222,9 @@ class _Comparison:
     try:
       Runner(case, self._one).trace()
     except Exception as error:  # Prompts that are made up may not be what this model decodes.
-      self.not_compared.append(f'decoding, which made-up inputs do not fit: {str(error).splitlines()[0]}')
+      self.not_compared.append(
+        f'decoding, which made-up inputs do not fit: {(str(error) or repr(error)).splitlines()[0]}'
+      )
       return
     self._compare(case)
 

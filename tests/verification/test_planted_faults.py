@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.config import Config, template
+from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.layers import Conv2D, Mlp, Pooling
 from praxis_lite.layers.tensor_parallel import TensorParallelLinear
@@ -254,6 +255,15 @@ def test_a_shard_map_of_a_layers_own():
   variables, text = wrong_in(classifier(Config(OwnMap)), search_seconds=20)
   assert 'softmax.w' in variables
   assert 'no mapping is the cause' in text
+
+
+def test_draws_that_cannot_be_compared_are_an_error():
+  class Noisy(Own):
+    def __call__(self, x, weights):
+      return super().__call__(x + jax.random.normal(self.next_prng_key(), x.shape), weights)
+
+  with pytest.raises(ConfigError, match=r'nothing can be compared: .* random numbers by'):
+    verify(explicit(Config(Noisy)), inputs(16), quick=True)
 
 
 # ---------------------------------------------------------------- steps that are wrong
