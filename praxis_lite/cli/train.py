@@ -50,6 +50,12 @@ def _flags() -> flags.FlagValues:
     'dataset. Example: --norestore_input',
     flag_values=values,
   )
+  address = 'host:port of process 0, or auto on a cluster that JAX recognizes'
+  example = 'Example: --coordinator_address=10.0.0.1:1234'
+  flags.DEFINE_string('coordinator_address', None, f'With several hosts: {address}. {example}', flag_values=values)
+  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+  integer('num_processes', None, 'With several hosts: how many processes. Example: --num_processes=4')
+  integer('process_id', None, 'With several hosts: which of them this is. Example: --process_id=0')
   flags.DEFINE_boolean(
     'verify',
     True,
@@ -57,12 +63,6 @@ def _flags() -> flags.FlagValues:
     'for at most 20 seconds on the CPU. Example: --noverify',
     flag_values=values,
   )
-  address = 'host:port of process 0, or auto on a cluster that JAX recognizes'
-  example = 'Example: --coordinator_address=10.0.0.1:1234'
-  flags.DEFINE_string('coordinator_address', None, f'With several hosts: {address}. {example}', flag_values=values)
-  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
-  integer('num_processes', None, 'With several hosts: how many processes. Example: --num_processes=4')
-  integer('process_id', None, 'With several hosts: which of them this is. Example: --process_id=0')
   return values
 
 
