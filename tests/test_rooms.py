@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 ROOMS = [
   *('errors', 'importing', 'trees', 'config', 'weighted', 'weights', 'partitioning'),
   *('call', 'layer', 'layers', 'inputs', 'decoding', 'learning', 'models', 'task'),
-  *('training', 't5x', 'experiment', 'registry', 'explain', 'runtime', 'cli'),
+  *('training', 't5x', 'experiment', 'registry', 'explain', 'verification', 'runtime', 'cli'),
 ]
 # A room below another that it must not know all the same.
 NEVER = {
@@ -20,7 +20,8 @@ NEVER = {
   'partitioning': {'config'},
   't5x': {'layers', 'models', 'inputs'},
   'explain': {'inputs'},
-  'runtime': {'explain', 't5x'},
+  'verification': {'inputs', 't5x'},
+  'runtime': {'explain', 'verification', 't5x'},
 }
 
 

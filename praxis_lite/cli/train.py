@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import glob
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
   from praxis_lite.task import SingleTask
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 
 def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
+
+  is_new = not glob.glob(os.path.join(glob.escape(job_log_dir), 'checkpoints', '[0-9]*'))
+  if values.verify and is_new and is_worth_verifying(config.task):
+    verify_first(values.exp, values.set, enabled=values.process_id in (None, 0))
 
   from praxis_lite.runtime.distributed import initialize_distributed
   from praxis_lite.runtime.executor import run_train
@@ -63,6 +70,13 @@ def _flags() -> flags.FlagValues:
   integer = functools.partial(flags.DEFINE_integer, flag_values=values)
   integer('num_processes', None, 'With several hosts: how many processes. Example: --num_processes=4')
   integer('process_id', None, 'With several hosts: which of them this is. Example: --process_id=0')
+  flags.DEFINE_boolean(
+    'verify',
+    True,
+    'Before the first step of a long run on several devices, compare the gradients of a small version with one device, '
+    'for at most 20 seconds on the CPU. Example: --noverify',
+    flag_values=values,
+  )
   return values
 
 

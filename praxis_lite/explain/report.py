@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -114,7 +114,7 @@ def task_and_inputs(
     named = configure(named)
   if isinstance(named, ExperimentConfig):
     if inputs_struct is None:
-      inputs_struct = _batch_of(named)
+      inputs_struct = batch_of(named.datasets)
     named = named.task
   task = named.instantiate() if isinstance(named, Config) else named
   if not isinstance(task, SingleTask):
@@ -122,9 +122,9 @@ def task_and_inputs(
   return task, inputs_struct
 
 
-def _batch_of(experiment: ExperimentConfig) -> Mapping[str, object] | None:
-  """The shapes and dtypes of a global training batch; None where the data has to be read to know."""
-  training = [c for c in experiment.datasets if getattr(c, 'is_training', False)] or experiment.datasets
+def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
+  """The shapes and dtypes of a global batch, to train on if there is one; None if only reading the data would tell."""
+  training = [c for c in datasets if getattr(c, 'is_training', False)] or datasets
   for config in training:
     try:
       return _filled(config).instantiate().batch_struct()

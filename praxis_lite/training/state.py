@@ -71,10 +71,16 @@ def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
   return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
 
 
-def state_layout(jax_task: SingleTask, mesh: Mesh | AbstractMesh) -> StateLayout:
-  """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables."""
+def state_layout(
+  jax_task: SingleTask, mesh: Mesh | AbstractMesh, specs_of_vars: NestedDict | None = None
+) -> StateLayout:
+  """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables.
+
+  `specs_of_vars` has the spec of each variable; None: those that the task asks for.
+  """
   unpadded = train_state_shapes(jax_task)
-  specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
+  if specs_of_vars is None:
+    specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   specs = TrainState(
     step=PartitionSpec(),

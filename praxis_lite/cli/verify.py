@@ -1,0 +1,104 @@
+"""`praxis-lite verify`: compares an experiment on its mesh, in small, with one device."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
+from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.config import Config
+  from praxis_lite.task import SingleTask
+
+# XLA partitions programs as ever, and spends no time on making them fast: they run a few times.
+_QUICK_TO_COMPILE = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
+# Before a training run of at least so many steps, verifying may take so many seconds.
+_LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
+
+
+def is_worth_verifying(config: Config[SingleTask]) -> bool:
+  """Whether a training run is long, and on several devices."""
+  task = config.instantiate()
+  return task.train.num_train_steps >= _LONG_RUN_STEPS and math.prod(task.mesh_sizes().values()) > 1
+
+
+def verify_first(experiment: str, overrides: Sequence[str], *, enabled: bool = True) -> None:
+  """Verifies the gradients of an experiment in a process of its own, which leaves the accelerators alone.
+
+  Prints a line with the result, or why there is none, if `enabled`.
+
+  Args:
+    experiment, overrides: the values of --exp and --set.
+
+  Raises:
+    UserError: a gradient is wrong; the message names the variable.
+  """
+  command = [sys.executable, '-m', 'praxis_lite.cli.main', 'verify', '--quick', '--search_seconds=0']
+  command += [f'--exp={experiment}', *(f'--set={override}' for override in overrides)]
+  xla_flags = re.sub(r'--xla_force_host_platform_device_count=\d+', '', os.environ.get('XLA_FLAGS', ''))
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags}
+  try:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
+    lines = (done.stdout if done.returncode < 2 else done.stderr).strip().splitlines()
+    result = lines[-1] if lines else f'it ended with {done.returncode}'
+  except (OSError, subprocess.SubprocessError) as error:
+    done, result = None, f'it takes more than {_MOST_SECONDS:.0f} s' if 'timed out' in str(error) else str(error)
+  if done is not None and done.returncode == 1 and 'wrong: ' in done.stdout:
+    wrong = next(line for line in lines if line.startswith('wrong: ')).removeprefix('wrong: ')
+    raise UserError(
+      f'on this mesh it does not compute what it computes on one device: {wrong}. `praxis-lite verify '
+      f'--exp={experiment}` looks for mappings that are right; --noverify trains all the same'
+    )
+  if enabled:
+    is_right = done is not None and done.returncode == 0
+    print(f'verified: {result.removeprefix("right: ")}' if is_right else f'not verified: {result}', flush=True)
+
+
+def _run(values: flags.FlagValues) -> int:
+  given = os.environ.get('XLA_FLAGS', '')
+  added = [f'--{name}={value}' for name, value in _QUICK_TO_COMPILE.items() if name not in given]
+  os.environ['XLA_FLAGS'] = ' '.join([given, *added]).strip()
+
+  from praxis_lite.runtime.distributed import simulate_cpu_devices
+  from praxis_lite.verification import format_verification, verify
+  from praxis_lite.verification.shrink import small_mesh
+
+  most = values.devices or 8
+  config = configured_experiment(values)
+  needed = math.prod(small_mesh(config.task.instantiate().mesh_sizes(), most).values())
+  simulate_cpu_devices(max(needed, most))
+  found = verify(config, most_devices=most, full=values.full, quick=values.quick, search_seconds=values.search_seconds)
+  print(format_verification(found))
+  return 0 if found.is_right else 1
+
+
+def _flags() -> flags.FlagValues:
+  values = experiment_flags()
+  full = 'Keep the sizes of the model, which takes memory and time. Example: --full'
+  flags.DEFINE_boolean('full', False, full, flag_values=values)
+  quick = 'Compare the gradients of one small batch only. Example: --quick'
+  flags.DEFINE_boolean('quick', False, quick, flag_values=values)
+  search = 'If something is wrong, look so long for mappings that are right. Example: --search_seconds=300'
+  flags.DEFINE_float('search_seconds', 60.0, search, lower_bound=0, flag_values=values)
+  return values
+
+
+COMMAND = Command(
+  'verify',
+  'compare an experiment on its mesh with one device, in small',
+  'compare what an experiment computes on its mesh with what it computes on one device: loss, gradients, a step of the '
+  'optimizer, evaluation and decoding, in small sizes on simulated CPU devices. Names each variable that differs. '
+  'Exits with 1 if one does.',
+  "praxis-lite verify --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",
+  _flags(),
+  _run,
+)

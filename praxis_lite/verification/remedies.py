@@ -1,0 +1,171 @@
+"""The nearest mappings that are right: which mesh axes to leave out of which fields.
+
+A choice is one mesh axis in one field. Left out are first those of the fields next to the variables that differ, and a
+binary search finds how many are needed; the last of these is one of the causes. With it left out for good, the search
+goes on until nothing differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite.config import config_values
+from praxis_lite.layer import Layer
+from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, axes_to_entry, spec_axes
+from praxis_lite.task import SingleTask
+from praxis_lite.trees import leaves_by_path, map_with_path
+from praxis_lite.verification.shrink import SmallTask
+from praxis_lite.verification.steps import Case, Name, Results, task_of
+from praxis_lite.weights import DeclaredSplit
+
+IsRight = Callable[[Results], bool]
+
+
+class Choice(NamedTuple):
+  """A mesh axis in a field, or in what else decides."""
+
+  field: str
+  axis: str
+
+
+def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
+  """Returns lines that say which axes to leave out of which fields, so that a case becomes right.
+
+  Args:
+    small, case, mesh: the case that is wrong on a mesh, and its task.
+    is_right: whether results are right.
+    wrong: the names of wrong results.
+    seconds: how long to search.
+  """
+  end = time.monotonic() + seconds
+  mappings = _mappings(small, case.task)
+  choices = sorted(
+    {
+      Choice(field, a): None
+      for field, entries in mappings.items()
+      for e in entries
+      for a in spec_axes(e)
+      if small.mesh_sizes[a] > 1
+    },
+    key=lambda choice: _distance(choice.field, [name.of for name in wrong]),
+  )
+
+  def right_without(left_out: Collection[Choice]) -> bool:
+    task = _without(task_of(case.config, case.kind), left_out)
+    specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
+    try:
+      return is_right(case._replace(task=task).run(mesh, specs))
+    except Exception:  # A layer may need an axis: then it is not this one that is left out.
+      return False
+
+  if not choices or not right_without(choices):
+    return 'no mapping is the cause: it differs even if nothing but rows is split; look at what layers do with the mesh'
+  causes: list[Choice] = []
+  while time.monotonic() < end:
+    if causes and right_without(causes):
+      return _text(causes, mappings)
+    rest = [choice for choice in choices if choice not in causes]
+    low, high = 0, len(rest)  # Wrong without the first `low` of them, right without the first `high`.
+    while high - low > 1 and time.monotonic() < end:
+      middle = (low + high) // 2
+      if right_without([*causes, *rest[:middle]]):
+        high = middle
+      else:
+        low = middle
+    if high - low > 1:
+      break
+    causes.append(rest[high - 1])
+  return 'no mapping that is right was found in time'
+
+
+def _text(causes: Sequence[Choice], mappings: dict[str, tuple[object, ...]]) -> str:
+  lines = []
+  for field in dict.fromkeys(choice.field for choice in causes):
+    before = mappings[field]
+    after = tuple(_entry_without(entry, field, causes) for entry in before)
+    lines.append(f'right with {field} = {_shown(after)} instead of {_shown(before)}')
+  return '\n'.join(lines)
+
+
+def _shown(entries: tuple[object, ...]) -> str:
+  return repr(tuple('UNCONSTRAINED' if e is UNCONSTRAINED else e for e in entries))
+
+
+def _distance(field: str, variables: Sequence[str]) -> int:
+  """How far a field is from the nearest of some variables: minus the names that their paths have in common."""
+
+  def common(name: str) -> int:
+    pairs = zip(field.split('.'), name.split('.'))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+  return min((-common(name) for name in variables), default=0)
+
+
+# ---------------------------------------------------------------- fields and their entries
+
+
+def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...]]:
+  """The entries of each field, or of what else decides, in mesh axes."""
+  found: dict[str, tuple[object, ...]] = {}
+  for placement in leaves_by_path(small.placements).values():
+    for field in dict.fromkeys(placement.why):
+      entries = tuple(e for e, why in zip(placement.spec, placement.why) if why == field)
+      found.setdefault(field, entries)
+  for layer in task.model.descendants():  # As the field has it, not turned as in the weight of a projection back.
+    for field, mapping in layer._split_mappings('weight_split_dims_mapping').items():
+      placement = layer._resolve(mapping, field)
+      if field in found and placement is not None:
+        found[field] = tuple(placement.spec)
+  if task.partitioning == 'auto':
+    for layer in task.model.descendants():
+      for field, mapping in layer._activation_mappings.items():
+        placement = layer._resolve(mapping, field)
+        if placement is not None:
+          found.setdefault(_source(mapping, field), tuple(placement.spec))
+    for name, mapping in (task.train.inputs_split_mapping or {}).items():
+      if mapping is not None:
+        found[f'train.inputs_split_mapping.{name}'] = tuple(mapping)
+  return found
+
+
+def _without(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
+  """Leaves axes out of the mappings of a task's layers and inputs, in place."""
+  for layer in task.model.descendants():
+    for field, mapping in layer._activation_mappings.items():
+      placement = layer._resolve(mapping, field)
+      if placement is not None:
+        source = _source(mapping, field)
+        layer._activation_mappings[field] = tuple(_entry_without(e, source, left_out) for e in placement.spec)
+    _leave_out_of_weights(layer, left_out)
+  mappings = task.train.inputs_split_mapping
+  for name, mapping in (mappings or {}).items():
+    if mapping is not None and mappings is not None:
+      mappings[name] = tuple(_entry_without(e, f'train.inputs_split_mapping.{name}', left_out) for e in mapping)
+  return task
+
+
+def _leave_out_of_weights(layer: Layer, left_out: Collection[Choice]) -> None:
+  """The mappings of weights, which some layers also constrain weights by as they use them."""
+  for name, mapping in config_values(layer.weight_split_dims_mapping).items():
+    if isinstance(mapping, DeclaredSplit) and isinstance(name, str):
+      entries = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
+      layer.weight_split_dims_mapping.set(**{name: DeclaredSplit(entries, mapping.sources)})
+
+
+def _spec_without(placement: Placement, left_out: Collection[Choice]) -> PartitionSpec:
+  return PartitionSpec(*(_entry_without(e, why, left_out) for e, why in zip(placement.spec, placement.why)))
+
+
+def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> object:
+  if entry is None or entry is UNCONSTRAINED:
+    return entry
+  return axes_to_entry([axis for axis in spec_axes(entry) if Choice(field, axis) not in left_out])
+
+
+def _source(mapping: object, field: str) -> str:
+  return mapping.sources[0] if isinstance(mapping, DeclaredSplit) and mapping else field

@@ -1,0 +1,303 @@
+"""The same experiment in small: sizes and mesh that compile and run on a few simulated devices in seconds.
+
+Every size of the model and its inputs becomes a small one, the same for the same size, so that a field that must equal
+another still does. What decides how an array is split stays as it is:
+
+    order            a larger size stays larger
+    divisors         a multiple of another size stays a multiple of it, and even quotients stay even
+    evenness         a dimension divides by the mesh axes it is split over if it really does
+    products         the size of a flattened input stays the product of its dimensions
+    specs            those of the real sizes: a strategy with a threshold would leave small weights whole
+
+Of a mesh with more devices, the largest axes become 2, or 3 where they are odd, until it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.config import Config, config_values
+from praxis_lite.explain.report import trace_step
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.partitioning.placement import placed_specs
+from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
+from praxis_lite.task import SingleTask
+from praxis_lite.training.state import place_task_variables, state_layout
+from praxis_lite.trees import NestedDict, leaves_by_path
+
+# Sizes up to this one stay as they are.
+_SMALL = 12
+# Fields that count layers: of these two are as good as many, unless they are split.
+_LAYERS = ('num_layers', 'unroll')
+
+
+class SmallTask(NamedTuple):
+  """A task that computes on few devices what another one computes on many.
+
+  Attributes:
+    config: of the task.
+    inputs, prompts: shapes and dtypes of a batch to train on and of one to decode, dim 0 the batch; the latter may be
+      None.
+    mesh_sizes: size of each mesh axis.
+    placements: for each variable of the model, its spec on the real mesh, and why.
+    sizes: real size -> small size, of those that differ.
+  """
+
+  config: Config[SingleTask]
+  inputs: NestedDict
+  prompts: NestedDict | None
+  mesh_sizes: dict[str, int]
+  placements: NestedDict
+  sizes: dict[int, int]
+
+
+class _Split(NamedTuple):
+  """A dimension of this size is split over these mesh axes."""
+
+  size: int
+  axes: tuple[str, ...]
+
+
+def small_mesh(sizes: Mapping[str, int], most_devices: int = 8) -> dict[str, int]:
+  """Returns the sizes of the mesh axes with which an experiment is verified.
+
+  A mesh of more than `most_devices` has its largest axes reduced, none below 2; so with many axes it may still have
+  more devices. On a mesh of one device there is nothing to verify: each of its last three axes becomes 2, or 8 where it
+  is the only one.
+  """
+  small = dict(sizes)
+  if math.prod(small.values()) == 1:
+    split = list(small)[-3:]
+    small |= dict.fromkeys(split, {1: 8, 2: 2, 3: 2}[len(split)])
+  while math.prod(small.values()) > most_devices and max(small.values()) > 2:
+    axis = max(small, key=lambda a: small[a])
+    small[axis] = 3 if small[axis] > 3 and sizes[axis] % 2 else 2
+  return small
+
+
+def small_task(
+  config: Config[SingleTask],
+  inputs: NestedDict,
+  prompts: NestedDict | None = None,
+  *,
+  most_devices: int = 8,
+  real_sizes: bool = False,
+) -> SmallTask:
+  """Returns a small version of a task that computes in float32.
+
+  Args:
+    config, inputs, prompts: config of the task, and the shapes and dtypes of a global batch to train on, and to decode.
+    most_devices: see `small_mesh`.
+    real_sizes: keep the sizes of the model and its inputs, and reduce the mesh alone.
+
+  Raises:
+    UserError: the task itself, or one of its mappings, is not valid.
+  """
+  config = in_float32(config)
+  task = config.instantiate()
+  real = task.mesh_sizes()
+  mesh = small_mesh(real, most_devices)
+  if math.prod(real.values()) == 1:
+    real = mesh
+  placements = place_task_variables(task, real)
+  as_they_are = SmallTask(config, inputs, prompts, mesh, placements, {})
+  splits = _splits(task, placements, inputs, real)
+  if real_sizes:
+    return as_they_are
+
+  counts = {n for name, n in _integers(config.model) if name in _LAYERS}
+  sizes = {n for name, n in _integers(config.model) if name not in _LAYERS}
+  shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
+  sizes |= {n for shape in shapes for n in shape}
+  stacks = [split for split in splits if split.size in counts]
+
+  def shrunk(kept: Iterable[int]) -> SmallTask:
+    chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
+    layers = {n: n if n in kept else _small_count(n, stacks, real, mesh) for n in counts}
+    model = _with_integers(config.model, lambda name, n: (layers if name in _LAYERS else chosen).get(n, n))
+    changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
+    batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
+    return SmallTask(config.clone(model=model), batch, decoded, mesh, placements, changed)
+
+  tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
+  return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
+
+
+def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
+  """Returns a copy that stores and computes in float32, and attends by XLA: rounding would hide what is wrong."""
+
+  def changed(name: str, value: object) -> object:
+    if name.endswith('dtype') and _is_low_precision(value):
+      return jnp.float32
+    return 'xla' if name == 'implementation' and value == 'cudnn' else value
+
+  return _with_fields(config, changed)
+
+
+def specs_of(small: SmallTask) -> NestedDict:
+  """The spec of each variable."""
+  return placed_specs(small.placements)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def _small_sizes(
+  sizes: set[int],
+  splits: Sequence[_Split],
+  shapes: Sequence[tuple[int, ...]],
+  real: Mapping[str, int],
+  mesh: Mapping[str, int],
+  kept: Iterable[int],
+) -> dict[int, int]:
+  """Returns a small size for each of `sizes`, chosen from the smallest up."""
+  chosen = {1: 1, 2: 2}
+  flat = {math.prod(shape): shape for shape in shapes if len(shape) > 1}
+  for n in sorted(sizes - {0, 1, 2}):
+    if n <= _SMALL or n in kept:
+      chosen[n] = n
+    elif n in flat and all(dim in chosen for dim in flat[n]):
+      chosen[n] = math.prod(chosen[dim] for dim in flat[n])
+    else:
+      chosen[n] = _small_size(n, chosen, [s for s in splits if s.size == n], real, mesh)
+  return chosen
+
+
+def _small_size(
+  n: int, chosen: Mapping[int, int], splits: Sequence[_Split], real: Mapping[str, int], mesh: Mapping[str, int]
+) -> int:
+  divisors = [m for m in chosen if n % m == 0]
+  step = math.lcm(*(chosen[m] for m in divisors))
+  least = max(_SMALL, *chosen.values()) + 1
+  candidates = list(range(-(-least // step) * step, n, step))[:64]
+
+  def misfits(k: int) -> tuple[int, int, int]:
+    uneven = sum((n % _parts(s, real) == 0) != (k % _parts(s, mesh) == 0) for s in splits)
+    odd = sum((n // m) % 2 != (k // chosen[m]) % 2 for m in divisors)
+    divides = sum(k % small == 0 for m, small in chosen.items() if n % m)
+    return uneven, odd, divides
+
+  return min(candidates, key=misfits, default=n)
+
+
+def _small_count(n: int, stacks: Sequence[_Split], real: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+  """A small number of layers, split as evenly as `n`."""
+  fits = (
+    k
+    for k in range(2, n)
+    if all((n % _parts(s, real) == 0) == (k % _parts(s, mesh) == 0) for s in stacks if s.size == n)
+  )
+  return next(fits, n)
+
+
+def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
+  return math.prod(sizes[axis] for axis in split.axes)
+
+
+def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]) -> list[_Split]:
+  """Returns how each dimension of variables, activations and inputs is split, without those that are whole."""
+  mesh = abstract_mesh(sizes)
+  found: dict[_Split, None] = {}
+
+  def add(shape: Sequence[int], placement: Placement | PartitionSpec | None) -> None:
+    spec = placement.spec if isinstance(placement, Placement) else placement
+    for size, entry in zip(shape, spec or ()):
+      axes = () if entry is UNCONSTRAINED else spec_axes(entry)
+      if math.prod(sizes[axis] for axis in axes) > 1:
+        found[_Split(size, axes)] = None
+
+  placed = leaves_by_path(placements)
+  for path, weight in leaves_by_path(task.model.abstract_init()).items():
+    add(weight.full_shape, placed[path])
+  step = trace_step(task, state_layout(task, mesh, placed_specs(placements)), inputs)
+  for constraint in step.constraints:
+    if not constraint.manual_axes:
+      add(constraint.shape, constraint.placement)
+  for x in jax.tree.leaves(inputs):
+    add(x.shape[1:], PartitionSpec(*step.task.execution.place_input(x).spec[1:]))
+  return list(found)
+
+
+def _is_valid(small: SmallTask) -> bool:
+  """Whether the small task can be built and traced."""
+  try:
+    task = small.config.instantiate()
+    rows = 2 * math.prod(small.mesh_sizes.values()) * task.learner.num_microbatches
+    inputs = with_rows(small.inputs, rows)
+    trace_step(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
+  except Exception:  # What a model does with sizes that do not fit is its own: any error says that they do not.
+    return False
+  return True
+
+
+def _with_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
+  """Returns the shapes of a batch with other sizes, but for dim 0."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
+  )
+
+
+def with_rows(inputs: NestedDict, rows: int) -> NestedDict:
+  """Returns the shapes of a batch of `rows` rows."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs)
+
+
+# ---------------------------------------------------------------- fields
+
+
+def _integers(config: Config) -> list[tuple[str, int]]:
+  """Returns (field, integer) of all integers of at least 1 in a config tree."""
+  found: list[tuple[str, int]] = []
+
+  def note(name: str, n: int) -> int:
+    found.append((name, n))
+    return n
+
+  _with_integers(config, note)
+  return found
+
+
+def _with_integers(config: Config, change: Callable[[str, int], int]) -> Config:
+  def changed(name: str, value: object) -> object:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0:
+      return change(name, int(value))
+    return value
+
+  return _with_fields(config, changed)
+
+
+def _with_fields(config: Config, change: Callable[[str, object], object]) -> Config:
+  """Returns a copy of a config tree with each value in it changed; those in lists, tuples and dicts one by one."""
+
+  def changed(name: str, value: object) -> object:
+    if isinstance(value, Config):
+      return _with_fields(value, change)
+    if isinstance(value, list | tuple) and not hasattr(value, '_fields'):
+      return type(value)(changed(name, entry) for entry in value)
+    if isinstance(value, dict):
+      return {key: changed(str(key), entry) for key, entry in value.items()}
+    return change(name, value)
+
+  copy = config.clone()
+  for name, value in config_values(config).items():
+    new = changed(str(name), value) if isinstance(name, str) else value
+    if isinstance(name, str) and new is not value:
+      setattr(copy, name, new)
+  return copy
+
+
+def _is_low_precision(value: object) -> bool:
+  if value is None or not isinstance(value, str | type | np.dtype | jnp.bfloat16.__class__):
+    return False
+  try:
+    dtype = jnp.dtype(value)
+  except TypeError:
+    return False
+  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

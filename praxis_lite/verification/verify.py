@@ -1,0 +1,363 @@
+"""verify: does an experiment, with these mappings on this mesh, compute what it says?
+
+The task in small (`shrink.py`) takes each of its steps (`steps.py`) on simulated devices and on one, from the same
+values. A wrong sharding shows in gradients and small batches first, and hardly ever in the loss.
+
+How much rounding may change a result is measured: one device takes the step again from variables that differ by as
+little as float32 rounds. What then changes much, such as Adam's step where the gradient is zero, may differ as much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
+from praxis_lite.explain.explanation import format_bytes, format_mesh
+from praxis_lite.explain.report import batch_of
+from praxis_lite.models.base import BaseModel
+from praxis_lite.partitioning.mesh import create_device_mesh
+from praxis_lite.partitioning.slots import owner_of
+from praxis_lite.partitioning.specs import Placement
+from praxis_lite.task import SingleTask
+from praxis_lite.training.execution import ShardMapped
+from praxis_lite.training.state import state_layout, train_state_shapes
+from praxis_lite.trees import NestedDict, leaves_by_path
+from praxis_lite.verification import remedies
+from praxis_lite.verification.shrink import SmallTask, small_task, specs_of
+from praxis_lite.verification.steps import (
+  Case,
+  Kind,
+  Name,
+  Results,
+  Runner,
+  decode_inputs,
+  task_of,
+  values_of_batch,
+  values_of_state,
+  values_of_variables,
+  without_dropout,
+)
+
+# What rounding may change: this share of the largest entry, and so many times what it changes on one device.
+_TOLERANCE = 1e-4
+_TIMES_NOISE = 30.0
+_NOISE_SEEDS = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """A result that is another one on the mesh.
+
+  Attributes:
+    name: what it is, and of which variable, metric or output.
+    kind, rows: the step, and the number of rows of its batch.
+    error: largest difference of an entry, as a share of the largest entry on one device; infinite where only one of the
+      two is finite.
+    placement: how the variable is split, and why; None where the result is of no variable.
+  """
+
+  name: Name
+  kind: Kind
+  rows: int
+  error: float
+  placement: Placement | None = None
+
+  def __str__(self) -> str:
+    if np.isfinite(self.error):
+      size = f'off by {self.error:.2g} times its largest entry'
+    else:
+      size = 'not finite, or of another shape, on one of the two only'
+    text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows'
+    if self.placement is None:
+      return text
+    return f'{text}\n    split as {tuple(self.placement.spec)!r}: {", ".join(dict.fromkeys(self.placement.why))}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+  """What `verify` found.
+
+  Attributes:
+    mesh_sizes, sizes: of the mesh axes; and real size -> size that it was verified with, where these differ.
+    compared: the steps that were compared, with their numbers of rows.
+    not_compared: what was not compared, and why.
+    differences: what differs from one device; empty if all is right.
+    remedy: the nearest mappings that are right, if something differs and such were found.
+    seconds: how long it took.
+  """
+
+  mesh_sizes: dict[str, int]
+  sizes: dict[int, int]
+  compared: tuple[str, ...]
+  not_compared: tuple[str, ...]
+  differences: tuple[Difference, ...]
+  remedy: str
+  seconds: float
+
+  @property
+  def is_right(self) -> bool:
+    """Whether all that was compared is right."""
+    return not self.differences
+
+  def variables(self) -> list[str]:
+    """Returns the paths of the variables with wrong gradients, updates or new values."""
+    return list(dict.fromkeys(d.name.of for d in self.differences if d.placement is not None and d.name.what != 'slot'))
+
+
+def verify(
+  experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig,
+  inputs_struct: Mapping[str, object] | None = None,
+  *,
+  most_devices: int = 8,
+  full: bool = False,
+  quick: bool = False,
+  search_seconds: float = 60.0,
+) -> Verification:
+  """Compares the steps of a task on its mesh with those on one device, on simulated CPU devices.
+
+  Args:
+    experiment: the config of a task, an experiment class, or what `configure` made of one.
+    inputs_struct: shapes and dtypes of a training batch; by default those of the experiment's data.
+    most_devices: a mesh of more devices is reduced; see `small_mesh`. A mesh of one device is verified on several.
+    full: keep the sizes of the model and its inputs.
+    quick: compare one step only: the gradients of a small batch.
+    search_seconds: how long to look for mappings that are right, if something differs.
+
+  Raises:
+    UserError: the task or one of its mappings is not valid, there are not enough CPU devices or memory, or
+      nothing can be compared.
+  """
+  start = time.perf_counter()
+  config, inputs, prompts = _configured(experiment, inputs_struct)
+  small = small_task(config, inputs, prompts, most_devices=most_devices, real_sizes=full)
+  if full or not small.sizes:
+    _check_memory(small)
+  comparison = _Comparison(small)
+  devices, microbatches = comparison.mesh.size, comparison.task.learner.num_microbatches
+  few, many = max(1, devices - 1), 2 * devices * microbatches - bool(_rows(inputs) % (devices * microbatches))
+  comparison.compare_training(few, () if quick else (many,))
+  if not quick:
+    comparison.compare_inference(few)
+  if not comparison.compared:
+    raise ConfigError(f'task.model: nothing can be compared: {"; ".join(comparison.not_compared)}')
+  remedy = ''
+  if comparison.failed is not None and search_seconds > 0:
+    case, right = comparison.failed
+    remedy = remedies.nearest(
+      small, case, comparison.mesh, right, [d.name for d in comparison.differences], search_seconds
+    )
+  return Verification(
+    small.mesh_sizes,
+    small.sizes,
+    tuple(comparison.compared),
+    tuple(comparison.not_compared),
+    tuple(comparison.differences),
+    remedy,
+    time.perf_counter() - start,
+  )
+
+
+def format_verification(found: Verification) -> str:
+  """The result in lines: what was compared, then what differs and the nearest mappings that are right."""
+  sizes = ', '.join(f'{n} as {k}' for n, k in found.sizes.items())
+  lines = [f'mesh {format_mesh(found.mesh_sizes)}, in small: sizes {sizes or "as they are"}']
+  lines += [f'not compared: {text}' for text in found.not_compared]
+  lines += [f'wrong: {difference}' for difference in found.differences]
+  what = ', '.join(found.compared)
+  if found.is_right:
+    lines.append(f'right: as on one device: {what} ({found.seconds:.1f} s)')
+  else:
+    lines += [found.remedy] if found.remedy else []
+    lines.append(f'{len(found.differences)} results differ from one device, of: {what} ({found.seconds:.1f} s)')
+  return '\n'.join(lines)
+
+
+class _Comparison:
+  """Steps of a small task on its mesh and on one device, and what differs."""
+
+  def __init__(self, small: SmallTask):
+    self.small = small
+    self.mesh = _mesh(small.mesh_sizes)
+    self.task = task_of(small.config, Kind.GRADIENT)
+    self.compared: list[str] = []
+    self.not_compared: list[str] = []
+    self.differences: list[Difference] = []
+    self.failed: tuple[Case, remedies.IsRight] | None = None
+    self._one = _mesh(dict.fromkeys(small.mesh_sizes, 1))
+    self._variables = values_of_variables(self.task)
+
+  def compare_training(self, few: int, many: Sequence[int]) -> None:
+    """Compares gradients of `few` rows and of each of `many`, and then, with those, the learner's step."""
+    config = self.small.config
+    if self.task.partitioning == 'shard_map' and self._draws(self._case(config, Kind.GRADIENT, 1)):
+      self._compare_equal_draws(few)
+      config = without_dropout(config)
+      self.not_compared.append("random draws, which under partitioning='shard_map' differ by device: without dropout")
+      if self._draws(self._case(config, Kind.GRADIENT, 1)):
+        self.not_compared.append('training: a layer draws random numbers by other means than Dropout')
+        return
+    for rows in (few, *many):
+      self._compare(self._case(config, Kind.GRADIENT, rows))
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # The rest would follow.
+      self._compare(self._case(config, Kind.UPDATE, few))
+
+  def compare_inference(self, rows: int) -> None:
+    """Compares evaluation, and decoding if the model decodes."""
+    self._compare(self._case(self.small.config, Kind.EVALUATION, rows))
+    if type(self.task.model).decode is BaseModel.decode:
+      return
+    case = self._case(self.small.config, Kind.DECODING, rows)
+    try:
+      Runner(case, self._one).trace()
+    except Exception as error:  # Prompts that are made up may not be what this model decodes.
+      self.not_compared.append(
+        f'decoding, which made-up inputs do not fit: {(str(error) or repr(error)).splitlines()[0]}'
+      )
+      return
+    self._compare(case)
+
+  def _case(self, config: Config[SingleTask], kind: Kind, rows: int) -> Case:
+    task = task_of(config, kind)
+    inputs = self.small.inputs
+    if kind is Kind.DECODING:
+      inputs = self.small.prompts or decode_inputs(inputs)
+    return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
+
+  def _draws(self, case: Case) -> bool:
+    """Whether the loss depends on the key."""
+    runner = Runner(case, self._one)
+    first, second = (runner.results(seed=seed)[Name('loss', '')] for seed in (0, 1))
+    return bool(first != second)
+
+  def _compare_equal_draws(self, rows: int) -> None:
+    """Under `shard_map`: compares draws over the axes that do not split rows, where all devices must draw the same."""
+    case = self._case(self.small.config, Kind.GRADIENT, rows)
+    rows_over = ShardMapped(case.task, state_layout(case.task, self.mesh, specs_of(self.small))).batch_axes
+    sizes = {axis: 1 if axis in rows_over else size for axis, size in self.small.mesh_sizes.items()}
+    if math.prod(sizes.values()) > 1:
+      self._compare(case, _mesh(sizes), ' with dropout')
+
+  def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '') -> None:
+    with ThreadPoolExecutor(2) as pool:  # Both compile for seconds.
+      mesh_results = pool.submit(lambda: Runner(case, mesh or self.mesh, specs_of(self.small)).results())
+      one_results = pool.submit(self._on_one_device, case)
+      found, (expected, noise) = mesh_results.result(), one_results.result()
+    if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
+      raise ConfigError(
+        f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
+      )
+    self.compared.append(f'{case.kind} of {case.rows} rows{note}')
+    is_right = functools.partial(_differences, expected=expected, noise=noise)
+    different = is_right(found)
+    self.differences += [
+      Difference(name, case.kind, case.rows, error, self._placement(name)) for name, error in different.items()
+    ]
+    if different and self.failed is None and mesh is None:
+      self.failed = case, lambda results: not is_right(results)
+
+  def _placement(self, name: Name) -> Placement | None:
+    """How the variable is split that a result is of."""
+    placements = leaves_by_path(self.small.placements)
+    owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
+    return None if owner is None else placements[owner]
+
+  def _on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
+    """Returns the results of one device, and of variables that are rounded otherwise."""
+    runner = Runner(case, self._one)
+    return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
+
+
+_OF_NO_VARIABLE = ('loss', 'metric', 'output')
+
+
+def _differences(found: Results, expected: Results, noise: Iterable[Results]) -> dict[Name, float]:
+  """Returns the error of each result that differs by more than rounding explains, the largest errors first."""
+  largest: dict[str, float] = {}
+  for name, x in expected.items():
+    if np.issubdtype(x.dtype, np.floating) and x.size:
+      largest[name.what] = max(largest.get(name.what, 0.0), float(np.nanmax(np.abs(x))))
+  different = {}
+  for name, x in expected.items():
+    errors = [_error(y[name], x) for y in noise]
+    if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+      continue
+    error, unsure = _error(found[name], x), max(errors)
+    scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
+    is_exact = not np.issubdtype(x.dtype, np.floating)
+    limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
+    limit += 0.0 if is_exact else 1e-7 * largest[name.what]
+    if error > limit:
+      different[name] = error / max(scale, 1e-30)
+  return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+  """The largest difference of an entry; infinite if shapes differ or an entry is finite in one of them only."""
+  if found.shape != expected.shape or (np.isfinite(found) != np.isfinite(expected)).any():
+    return math.inf
+  finite = np.isfinite(expected)
+  return float(np.max(np.abs(found[finite].astype(np.float64) - expected[finite].astype(np.float64)), initial=0.0))
+
+
+# ---------------------------------------------------------------- what is verified
+
+
+def _configured(
+  experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
+) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
+  """Returns the config of the task, the shapes of a batch to train on, and those of one to decode if there is one."""
+  named: object = experiment
+  prompts: Mapping[str, object] | None = None
+  if isinstance(named, type) and issubclass(named, BaseExperiment):
+    named = configure(named)
+  if isinstance(named, ExperimentConfig):
+    inputs = batch_of(named.datasets) if inputs is None else inputs
+    prompts = batch_of(named.decode_datasets)
+    named = named.task
+  if not isinstance(named, Config):
+    raise ConfigError(
+      f'verify takes the config of a task, or an experiment, not {type(named).__name__}: sizes are changed in a config'
+    )
+  if inputs is None:
+    raise DataError('the shapes of a training batch are not known without reading the data; pass them to verify')
+  weights = jax.ShapeDtypeStruct((_rows(inputs),), np.float32)
+  return named, {'weights': weights, **inputs}, None if prompts is None else dict(prompts)
+
+
+def _rows(inputs: Mapping[str, object]) -> int:
+  return int(jax.tree.leaves(inputs)[0].shape[0])
+
+
+def _mesh(sizes: Mapping[str, int]) -> Mesh:
+  """A mesh of CPU devices, also where there are others."""
+  devices, needed = jax.devices('cpu'), math.prod(sizes.values())
+  if needed > len(devices):
+    raise ConfigError(
+      f'verify needs {needed} CPU devices, and there are {len(devices)}; call '
+      f'praxis_lite.runtime.distributed.simulate_cpu_devices({needed}) before anything that uses a device'
+    )
+  return create_device_mesh(tuple(sizes.values()), None, tuple(sizes), devices[:needed])
+
+
+def _check_memory(small: SmallTask) -> None:
+  """Raises ConfigError if the state does not fit into memory as often as it has to: split, whole, while it changes."""
+  shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
+  state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
+  needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  if needed > there:
+    raise ConfigError(
+      f'task.model: verifying {format_bytes(state)} of state takes about {format_bytes(needed)} of memory, and this '
+      f'machine has {format_bytes(there)}; leave out --full, or set smaller sizes with --set'
+    )

@@ -1,0 +1,138 @@
+"""praxis-lite verify, and the line of train before a long run."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from praxis_lite.cli import verify
+from praxis_lite.cli.main import main
+from praxis_lite.errors import UserError
+from praxis_lite.training import partitioned_step
+
+EXP = '--exp=digits.DigitsMlpSharded'
+
+
+@pytest.mark.slow
+def test_an_experiment_that_is_right(capsys):
+  assert main(['verify', EXP]) == 0
+  out = capsys.readouterr().out
+  assert 'mesh data 2 x mdl 4 = 8 devices' in out and 'right: as on one device: gradients of 7 rows' in out
+
+
+def test_an_experiment_that_is_wrong_exits_with_1(capsys, monkeypatch):
+  """Without guards, and with rows over two axes, one of which splits the weight."""
+  monkeypatch.setattr(partitioned_step, 'guard', lambda lowered: [])
+  wrong = [
+    '--set=task.mesh_axis_names=("replica","data","mdl")',
+    '--set=task.ici_mesh_shape=(2,2,2)',
+    '--set=task.model.network_tpl.linear_tpl.activation_split_dims_mapping.out=(("replica","data"),"mdl")',
+    '--set=task.model.network_tpl.hidden_dims=(64,64)',
+    '--set=task.train.inputs_split_mapping.map_4d=(("replica","data"),None,None,None)',
+  ]
+  assert main(['verify', EXP, '--quick', *wrong]) == 1
+  out = capsys.readouterr().out
+  assert 'wrong: gradient of network.linear_' in out and 'right with network.linear_' in out
+
+
+@pytest.mark.parametrize(
+  ('override', 'message'),
+  [
+    (
+      'task.model.softmax_tpl.weight_split_dims_mapping.wt=("mdl","dta")',
+      "softmax.weight_split_dims_mapping.wt: axis 'dta'",
+    ),
+    ('task.train.inputs_split_mapping={"map_1d":("data",)}', 'inputs_split_mapping'),
+    ('task.model.num_clases=3', 'num_clases'),
+  ],
+)
+def test_a_users_mistake_is_one_line(capsys, override, message):
+  assert main(['verify', EXP, f'--set={override}']) == 2
+  err = capsys.readouterr().err
+  assert message in err and len(err.strip().splitlines()) == 1
+
+
+def test_sizes_that_do_not_fit_into_memory(capsys):
+  assert main(['verify', '--exp=lm_sizes.Llama8B', '--full']) == 2
+  assert 'leave out --full' in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- train
+
+
+def ended_with(monkeypatch, code, out='', err=''):
+  seen = []
+
+  def run(command, **kwargs):
+    seen.append((command, kwargs['env']))
+    return subprocess.CompletedProcess(command, code, out, err)
+
+  monkeypatch.setattr(subprocess, 'run', run)
+  return seen
+
+
+def test_train_names_the_variable_that_is_wrong(monkeypatch):
+  ended_with(monkeypatch, 1, 'mesh\nwrong: gradient of lm.w: off by 3 times its largest entry\n1 results differ\n')
+  with pytest.raises(UserError, match=r'gradient of lm\.w: off by 3 times.*--noverify'):
+    verify.verify_first('lm.X', ['task.a=1'])
+
+
+@pytest.mark.parametrize(
+  ('code', 'out', 'err', 'line'),
+  [
+    (0, 'mesh\nright: as on one device: gradients (3 s)\n', '', 'verified: as on one device: gradients (3 s)'),
+    (2, '', 'praxis-lite verify: no data\n', 'not verified: praxis-lite verify: no data'),
+    (1, '', 'Traceback\nKeyError: 3\n', 'not verified: it ended with 1'),
+    (-9, '', '', 'not verified: it ended with -9'),
+  ],
+)
+def test_train_prints_one_line(monkeypatch, capsys, code, out, err, line):
+  seen = ended_with(monkeypatch, code, out, err)
+  verify.verify_first('lm.X', ['task.a=1'])
+  assert capsys.readouterr().out == f'{line}\n'
+  ((command, environment),) = seen
+  assert {'--exp=lm.X', '--set=task.a=1', '--quick'} <= set(command) and environment['JAX_PLATFORMS'] == 'cpu'
+
+
+def test_train_goes_on_when_verifying_takes_long(monkeypatch, capsys):
+  def run(command, timeout, **kwargs):
+    raise subprocess.TimeoutExpired(command, timeout)
+
+  monkeypatch.setattr(subprocess, 'run', run)
+  verify.verify_first('lm.X', [])
+  assert capsys.readouterr().out == 'not verified: it takes more than 20 s\n'
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'verifies'),
+  [
+    (['--set=task.train.num_train_steps=1000'], True),
+    (['--set=task.train.num_train_steps=999'], False),
+    (['--set=task.train.num_train_steps=1000', '--noverify'], False),
+    (['--set=task.train.num_train_steps=1000', '--set=task.ici_mesh_shape=(1,1)'], False),
+  ],
+)
+def test_which_runs_are_verified_first(monkeypatch, tmp_path, arguments, verifies):
+  from praxis_lite.runtime import executor
+
+  seen = []
+  monkeypatch.setattr(executor, 'run_train', lambda *args, **kwargs: None)
+  monkeypatch.setattr(verify.subprocess, 'run', lambda *args, **kwargs: seen.append(1) or ended(0))
+  command = ['train', EXP, f'--job_log_dir={tmp_path}', '--nocompilation_cache', *arguments]
+  assert main(command) == 0
+  assert bool(seen) == verifies
+  (tmp_path / 'checkpoints' / '10').mkdir(parents=True)
+  seen.clear()
+  assert main(command) == 0 and not seen
+
+
+def ended(code):
+  return subprocess.CompletedProcess([], code, 'right: as on one device\n', '')
+
+
+@pytest.mark.slow
+def test_train_verifies_in_a_process_of_its_own(capsys):
+  verify.verify_first('digits.DigitsMlpSharded', ['task.train.num_train_steps=1000'])
+  out = capsys.readouterr().out
+  assert out.startswith(('verified: as on one device', 'not verified: it takes more than')), out

@@ -1,0 +1,92 @@
+"""The same experiment in small: which sizes and meshes it gets."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from praxis_lite import registry
+from praxis_lite.config import Config
+from praxis_lite.experiment import configure
+from praxis_lite.explain.report import batch_of
+from praxis_lite.layers import Mlp
+from praxis_lite.models import ClassificationModel
+from praxis_lite.task import SingleTask
+from praxis_lite.trees import leaves_by_path
+from praxis_lite.verification.shrink import small_mesh, small_task, specs_of
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'small'),
+  [
+    ((2, 2, 2), (2, 2, 2)),
+    ((1, 16, 4), (1, 2, 4)),
+    ((1, 1, 1), (2, 2, 2)),
+    ((1,), (8,)),
+    ((7,), (7,)),
+    ((9, 1), (3, 1)),
+    ((7, 5), (2, 3)),
+    ((4096,), (2,)),
+    ((2, 2, 2, 2), (2, 2, 2, 2)),
+  ],
+  ids=str,
+)
+def test_meshes(sizes, small):
+  names = 'abcd'[: len(sizes)]
+  assert tuple(small_mesh(dict(zip(names, sizes))).values()) == small
+
+
+def small_experiment(name):
+  config = configure(registry.get(name))
+  return config, small_task(config.task, batch_of(config.datasets))
+
+
+@pytest.mark.parametrize('name', ['lm_sizes.Llama8B', 'lm_sizes.Gpt2Xl', 'lm.StdlibLmMixed'])
+def test_dimensions_are_as_even_as_the_real_ones(name):
+  config, small = small_experiment(name)
+  real, task = config.task.instantiate(), small.config.instantiate()
+  declared = leaves_by_path(real.model.abstract_init())
+  assert declared.keys() == leaves_by_path(task.model.abstract_init()).keys()
+  sizes = real.mesh_sizes()
+  parts = {tuple(spec): spec for spec in leaves_by_path(specs_of(small)).values()}
+  assert any(entry is not None for spec in parts for entry in spec)
+  for path, weight in leaves_by_path(task.model.abstract_init()).items():
+    spec = leaves_by_path(specs_of(small))[path]
+    for n, k, entry in zip(declared[path].full_shape, weight.full_shape, spec):
+      axes = (entry,) if isinstance(entry, str) else entry or ()
+      by = [int(np.prod([mesh[axis] for axis in axes])) for mesh in (sizes, small.mesh_sizes)]
+      assert (n % by[0] == 0) == (k % by[1] == 0), (path, n, k, entry)
+  assert max(small.sizes.values()) <= 512
+
+
+def test_sizes_keep_their_order_and_what_they_divide():
+  _, small = small_experiment('lm_sizes.Llama8B')
+  real = sorted(small.sizes)
+  assert [small.sizes[n] for n in real] == sorted(small.sizes.values())
+  for m in real:
+    assert all(small.sizes[n] % small.sizes[m] == 0 for n in real if n % m == 0)
+
+
+def test_a_flattened_image_stays_the_product_of_its_dimensions():
+  network = Config(Mlp, input_dims=48 * 48 * 3, hidden_dims=(1000,))
+  config = Config(SingleTask, model=Config(ClassificationModel, num_classes=100, network_tpl=network))
+  leaves = {'image': ((64, 48, 48, 3), np.float32), 'label': ((64,), np.int32), 'weights': ((64,), np.float32)}
+  small = small_task(config, {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()})
+  side = small.sizes[48]
+  assert side < 48 and small.sizes[48 * 48 * 3] == side * side * 3
+  assert small.inputs['image'].shape == (64, side, side, 3)
+
+
+def test_thresholds_of_strategies_see_the_real_sizes():
+  _, small = small_experiment('digits.DigitsFullySharded')
+  assert 'data' in tuple(leaves_by_path(specs_of(small))['network', 'linear_0', 'w'])
+  weight = leaves_by_path(small.config.instantiate().model.abstract_init())['network', 'linear_0', 'w']
+  assert np.prod(weight.full_shape) * 4 < 64 * 512 * 4
+
+
+def test_prompts_shrink_with_the_rest():
+  config = configure(registry.get('lm_sizes.Llama8B'))
+  prompts = {'ids': jax.ShapeDtypeStruct((4, 8192), np.int32), 'prompt_lengths': jax.ShapeDtypeStruct((4,), np.int32)}
+  small = small_task(config.task, batch_of(config.datasets), prompts)
+  assert small.prompts['ids'].shape == (4, small.sizes[8192]) and small.prompts['prompt_lengths'].shape == (4,)
