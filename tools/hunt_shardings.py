@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import multiprocessing
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -26,62 +29,72 @@ import jax
 import numpy as np
 
 from tools.hunt import models, operations
-from tools.hunt.cases import Case, shrink
+from tools.hunt.cases import Case, Outcome, shrink
 
 _KINDS: dict[str, Callable[[np.random.Generator], Case]] = {'operations': operations.draw, 'models': models.draw}
+# Processes begin before JAX has a thread, so that forking is safe; one that XLA aborts takes no other with it.
+_PROCESSES = multiprocessing.get_context('fork')
+_ABORTED = Outcome('wrong', 'XLA aborts the process')
 
 
-def hunt(
-  kind: str,
-  seed: int,
-  cases: int,
-  *,
-  first: int = 0,
-  minutes: float = float('inf'),
-  log: Callable[[str], object] = print,
-) -> tuple[collections.Counter[str], list[Case]]:
-  """Runs cases of a kind.
+class Report(NamedTuple):
+  """What became of a case, and if it was wrong, the smallest one that is."""
 
-  Args:
-    kind: 'operations' or 'models'.
-    seed, first, cases: what is drawn: this many cases, from this number on.
-    minutes: no case begins after them.
-    log: gets a line for each refusal of a new kind, and the script of each wrong case, made small.
+  number: int
+  case: Case
+  outcome: Outcome
+  smallest: Case | None = None
 
-  Returns:
-    How many cases there were of each family and outcome, and the wrong ones, made small.
-  """
-  counts: collections.Counter[str] = collections.Counter()
-  wrong: list[Case] = []
-  start = time.monotonic()
-  for number in range(first, first + cases):
-    if time.monotonic() - start > 60 * minutes:
-      break
+
+def hunt(kind: str, seed: int, numbers: Iterable[int]) -> Iterator[Report]:
+  """Runs cases, each drawn from the seed and its number alone, and makes the wrong ones small."""
+  for number in numbers:
     case = _KINDS[kind](np.random.default_rng([seed, number]))
-    try:
-      outcome = case.run()
-    except Exception as error:
-      counts[f'not on one device: {type(error).__name__}'] += 1
-      continue
-    counts[f'{case.family} {outcome.kind}'] += 1
-    counts[outcome.kind] += 1
-    counts['guarded'] += bool(outcome.guarded)
-    if outcome.kind == 'refused':
-      counts[f'refused: {outcome.why}'] += 1
-    if outcome.kind == 'wrong':
-      smallest = shrink(case, _is_wrong)
-      wrong.append(smallest)
-      log(f'# ---- seed {seed}, case {number}: {outcome.why}\n# smallest: {smallest.run().why}\n{smallest.script()}')
+    outcome = run(case)
+    smallest = shrink(case, lambda smaller: run(smaller).kind == 'wrong') if outcome.kind == 'wrong' else None
+    yield Report(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
       jax.clear_caches()
-  return counts, wrong
 
 
-def _is_wrong(case: Case) -> bool:
+def run(case: Case) -> Outcome:
+  """Runs a case; one that does not run on one device either is 'skipped'."""
   try:
-    return case.run().kind == 'wrong'
-  except Exception:
-    return False  # It does not run on one device.
+    return case.run()
+  except Exception as error:
+    return Outcome('skipped', type(error).__name__)
+
+
+def hunt_in_processes(kind: str, seed: int, numbers: range) -> Iterator[Report]:
+  """The same, in a process of its own, and in another one from the next case on if XLA aborts it."""
+  while numbers:
+    receiving, sending = _PROCESSES.Pipe(duplex=False)
+    process = _PROCESSES.Process(target=_send, args=(sending, hunt(kind, seed, numbers)), daemon=True)
+    process.start()
+    sending.close()
+    try:
+      while numbers:
+        yield receiving.recv()
+        numbers = numbers[1:]
+    except EOFError:
+      case = _KINDS[kind](np.random.default_rng([seed, numbers[0]]))
+      yield Report(numbers[0], case, _ABORTED, shrink(case, aborts, max_runs=60))
+      numbers = numbers[1:]
+    finally:
+      process.terminate()
+
+
+def aborts(case: Case) -> bool:
+  """Whether a case ends its process."""
+  process = _PROCESSES.Process(target=run, args=(case,))
+  process.start()
+  process.join()
+  return bool(process.exitcode)
+
+
+def _send(sending: Connection, reports: Iterator[Report]) -> None:
+  for report in reports:
+    sending.send(report)
 
 
 def main() -> int:
@@ -90,20 +103,24 @@ def main() -> int:
   parser.add_argument('--first', type=int, default=0, help='number of the first case')
   parser.add_argument('--cases', type=int, default=1000)
   parser.add_argument('--kind', choices=[*_KINDS], default='operations')
-  parser.add_argument('--minutes', type=float, default=float('inf'))
+  parser.add_argument('--minutes', type=float, default=float('inf'), help='no case begins after them')
   options = parser.parse_args()
+  counts: collections.Counter[str] = collections.Counter()
   start = time.monotonic()
-
-  def log(text: str) -> None:
-    print(text, flush=True)
-
-  counts, wrong = hunt(
-    options.kind, options.seed, options.cases, first=options.first, minutes=options.minutes, log=log
-  )
-  for name, number in sorted(counts.items()):
-    log(f'{number:7} {name}')
-  log(f'{time.monotonic() - start:.0f} s')
-  return bool(wrong)
+  for number, case, outcome, smallest in hunt_in_processes(
+    options.kind, options.seed, range(options.first, options.first + options.cases)
+  ):
+    counts.update([outcome.kind, f'{case.family} {outcome.kind}', *['guarded'] * bool(outcome.guarded)])
+    if outcome.kind in ('refused', 'skipped'):
+      counts[f'{outcome.kind}: {outcome.why}'] += 1
+    if smallest is not None:
+      print(f'# ---- seed {options.seed}, case {number}: {outcome.why}\n{smallest.script()}', flush=True)
+    if time.monotonic() - start > 60 * options.minutes:
+      break
+  for name, count in sorted(counts.items()):
+    print(f'{count:7} {name}')
+  print(f'{time.monotonic() - start:.0f} s')
+  return bool(counts['wrong'])
 
 
 if __name__ == '__main__':
