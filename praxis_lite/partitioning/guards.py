@@ -253,6 +253,9 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   The gradient of the filter of a grouped convolution is that sum even for whole images, x over ('a', None, None, None),
   so no axis is left unused there: rows are split over 'b' too. It is also wrong where the channels of one array are
   split, and those of another are not. Test: `test_filter_gradient_of_a_grouped_convolution`.
+
+  Groups of rows (the filter's gradient is such a convolution) are also wrong, or abort the process, where rows of the
+  result are split: with w over (None, None, 'a', None). Test: `test_grouped_convolution_with_a_split_filter`.
   """
   op = convolution.site.op
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
@@ -268,6 +271,8 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   channels = next((split[dim] for split, dim in zip(reversed(after), reversed(grouped)) if split[dim]), ())
   channels = channels if max(of_rows, of_features) % num_parts(channels) == 0 else ()
   after = [_with(split, dim, channels) for split, dim in zip(after, grouped)]
+  if of_rows > 1:
+    after[2] = _whole(after[2], [numbers.output_batch_dimension])
   rows: tuple[Axis, ...] = ()
   if of_rows > 1 and (rows := after[0][features] or after[1][summed[1]]):
     used = {axis.name for axes in (rows, *after[0], *after[1], *after[2]) for axis in axes}
@@ -293,7 +298,39 @@ def _overlapping_windows(pooling: Instance) -> tuple[Split, ...] | None:
   )
   overlap = [dim for dim, (size, stride) in enumerate(zip(window, strides)) if size > stride]
   after = [_whole(split, overlap) if split else split for split in pooling.splits]
+  if any(old != new for old, new in zip(pooling.splits, after)):  # Else they may still be wrong if they differ.
+    after = [after[0] if split else split for split in after]
   return _if_changed(pooling, after)
+
+
+def _windows(pooling: Instance) -> tuple[Split, ...] | None:
+  """Gathers dimensions that windows move along, unless each device has whole windows.
+
+  XLA exchanges the borders, and aborts the process for some paddings and sizes. On a mesh a 2: sums over windows of 1
+  of an array of one row with a row of padding, over 'a'. Test: `test_sums_over_windows_with_padding`.
+  """
+  attributes, rank = pooling.site.op.attributes, len(pooling.site.shapes[0])
+
+  def numbers(name: str) -> list[int]:
+    return [*ir.DenseI64ArrayAttr(attributes[name])] if name in attributes else [1] * rank
+
+  window, strides = numbers('window_dimensions'), numbers('window_strides')
+  padded = np.array(ir.DenseIntElementsAttr(attributes['padding'])) if 'padding' in attributes else np.zeros((rank, 2))
+  before = pooling.site.op.operands[0].owner
+  if not isinstance(before, ir.Block) and before.operation.name == 'stablehlo.pad':  # XLA makes both one operation.
+    edges = (
+      [*ir.DenseI64ArrayAttr(before.operation.attributes[name])]
+      for name in ('edge_padding_low', 'edge_padding_high', 'interior_padding')
+    )
+    padded = np.array([*padded.T, *edges]).T
+  moved = []
+  for dim, (size, stride) in enumerate(zip(window, strides)):
+    still = size == stride and not np.any(padded[dim]) and numbers('base_dilations')[dim] == 1
+    still = still and numbers('window_dilations')[dim] == 1
+    parts = max(num_parts(split[dim]) for split in pooling.splits if split)
+    if parts > 1 and not (still and (size == 1 or pooling.site.shapes[0][dim] % (parts * stride) == 0)):
+      moved.append(dim)
+  return _if_changed(pooling, [_whole(split, moved) if split else split for split in pooling.splits])
 
 
 def _whole(split: Split, dims: Iterable[int]) -> Split:
@@ -319,6 +356,28 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   return _if_changed(lookup, lookup.compatible) if _axes_of(table) & _axes_of(ids) else None
 
 
+def _slice(dynamic: Instance) -> None:
+  """Clamps where a slice begins along split dimensions, as the operation would.
+
+  XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 1 of 2 entries over 'a' that
+  begins at 2. Test: `test_dynamic_slices_that_begin_past_the_end`.
+  """
+  op, shapes = dynamic.site.op, dynamic.site.shapes
+  reads = op.name == 'stablehlo.dynamic_slice'
+  first, sizes = (1, shapes[-1]) if reads else (2, shapes[1])
+  for dim, (whole, size) in enumerate(zip(shapes[0], sizes)):
+    is_split = any(split[dim] for split in (dynamic.splits[0], dynamic.splits[-1]))
+    if is_split and size != whole and dim not in dynamic.site.masked:
+      begin = op.operands[first + dim]
+      with ir.InsertionPoint(op), op.location:
+        low, high = (
+          stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(begin.type, ir.IntegerAttr.get(begin.type.element_type, n)))
+          for n in (0, whole - size)
+        )
+        op.operands[first + dim] = stablehlo.ClampOp(low.result, begin, high.result).result
+      dynamic.site.masked.add(dim)
+
+
 def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   """Keeps what XLA pads out of the result where updates are not split evenly.
 
@@ -326,7 +385,15 @@ def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   writes the padding's update, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
   `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
   gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
+
+  Dimensions of the result along which slices of more than one entry are written are gathered: XLA writes them in the
+  wrong place. On a mesh a 2: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test:
+  `test_slices_are_scattered`. Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process.
+  Test: `test_gradient_of_a_sort`.
   """
+  _sign_ids(scatter)
+  if (after := _written_slices(scatter)) is not None:
+    return after
   uneven = _uneven_updates(scatter)
   if not uneven:
     return None
@@ -349,6 +416,21 @@ _IDS, _UPDATES = (
 )  # Operands of a scatter; those with several arrays at once, which JAX does not make, are left alone.
 
 
+def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
+  """Splits in which no part of a dimension that is written by slices is split."""
+  if len(scatter.site.op.operands) != 3:
+    return None
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
+  table, updates = scatter.site.shapes[0], scatter.site.shapes[_UPDATES]
+  window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
+  parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
+  after = [*scatter.splits]
+  after[0], after[-1] = _whole(after[0], parts), _whole(after[-1], parts)
+  after[_UPDATES] = _whole(after[_UPDATES], [window[dim] for dim in parts])
+  return _if_changed(scatter, after)
+
+
 def _uneven_updates(scatter: Instance) -> list[int]:
   """The dimensions of the updates that follow the ids and do not divide by the axes that split them."""
   if len(scatter.site.op.operands) != 3:
@@ -357,6 +439,19 @@ def _uneven_updates(scatter: Instance) -> list[int]:
   sizes = enumerate(zip(scatter.site.shapes[_UPDATES], scatter.splits[_UPDATES]))
   window = {*numbers.update_window_dims}
   return [dim for dim, (size, axes) in sizes if dim not in window and size % num_parts(axes)]
+
+
+def _sign_ids(lookup: Instance) -> None:
+  """Makes unsigned ids signed where an array is split unevenly: XLA pads ids with -1, and aborts if it cannot."""
+  op = lookup.site.op
+  ids = op.operands[_IDS].type
+  uneven = any(
+    size % num_parts(axes) for shape, split in zip(lookup.site.shapes, lookup.splits) for size, axes in zip(shape, split)
+  )
+  if uneven and ir.IntegerType(ids.element_type).is_unsigned:
+    signed = ir.IntegerType.get_signless(ir.IntegerType(ids.element_type).width)
+    with ir.InsertionPoint(op), op.location:
+      op.operands[_IDS] = stablehlo.ConvertOp(ir.RankedTensorType.get(ids.shape, signed), op.operands[_IDS]).result
 
 
 def _adds(scatter: ir.Operation) -> bool:
@@ -390,7 +485,10 @@ def _zero(dtype: ir.Type) -> ir.Attribute:
 
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.convolution': _convolution,
+  'stablehlo.reduce_window': _windows,
   'stablehlo.select_and_scatter': _overlapping_windows,
+  'stablehlo.dynamic_slice': _slice,
+  'stablehlo.dynamic_update_slice': _slice,
   'stablehlo.gather': _lookup,
   _SCATTER: _scatter,
 }
