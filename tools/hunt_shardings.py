@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -51,10 +52,16 @@ def hunt(kind: str, seed: int, numbers: Iterable[int]) -> Iterator[Report]:
   for number in numbers:
     case = _KINDS[kind](np.random.default_rng([seed, number]))
     outcome = run(case)
-    smallest = shrink(case, lambda smaller: run(smaller).kind == 'wrong') if outcome.kind == 'wrong' else None
+    smallest = None
+    if outcome.kind == 'wrong':
+      smallest = shrink(case, functools.partial(_fails_like, outcome))
     yield Report(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
       jax.clear_caches()
+
+
+def _fails_like(outcome: Outcome, case: Case) -> bool:
+  return run(case).fails_like(outcome)
 
 
 def run(case: Case) -> Outcome:
@@ -114,7 +121,7 @@ def main() -> int:
     if outcome.kind in ('refused', 'skipped'):
       counts[f'{outcome.kind}: {outcome.why}'] += 1
     if smallest is not None:
-      print(f'# ---- seed {options.seed}, case {number}: {outcome.why}\n{smallest.script()}', flush=True)
+      print(f'# ---- seed {options.seed}, case {number}: {outcome.why.splitlines()[0]}\n{smallest.script()}', flush=True)
     if time.monotonic() - start > 60 * options.minutes:
       break
   for name, count in sorted(counts.items()):

@@ -282,8 +282,9 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
 
 
 def _with(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
-  """The split with one dimension over some axes, which split no other one."""
-  others = tuple(tuple(axis for axis in entry if axis not in axes) for entry in split)
+  """The split with one dimension over some axes, which, or parts of which, split no other one."""
+  names = {axis.name for axis in axes}
+  others = tuple(tuple(axis for axis in entry if axis.name not in names) for entry in split)
   return (*others[:dim], axes, *others[dim + 1 :])
 
 

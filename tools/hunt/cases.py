@@ -28,6 +28,11 @@ class Outcome:
   why: str = ''
   guarded: int = 0
 
+  def fails_like(self, other: Outcome) -> bool:
+    """Whether both are wrong by the same exception, or both by their numbers."""
+    causes = [x.why.split(':')[0] if 'Error:' in x.why else '' for x in (self, other)]
+    return self.kind == other.kind == 'wrong' and causes[0] == causes[1]
+
 
 class Case(Protocol):
   """A program with its shardings and its mesh, as plain values."""

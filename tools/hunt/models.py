@@ -220,10 +220,9 @@ class Model:
     exec(self.body(), scope)
     task: Callable[..., object] = scope['task']  # type: ignore[assignment]
     results: Callable[..., tuple[list[object], dict[str, object]]] = scope['results']  # type: ignore[assignment]
-    alone = False
+    alone = True
     try:
       on_mesh = task(tuple(size for _, size in self.mesh), dtype)
-      alone = True
       _, right = results(task(None, dtype))
       alone = False
       guarded, found = results(on_mesh)
@@ -261,7 +260,10 @@ class Model:
       simpler = [plain[name]] if name in plain else [*smaller_numbers(value)] if isinstance(value, int) else []
       for v in simpler:
         if v != value:
-          yield dataclasses.replace(self, fields=(*self.fields[:i], (name, v), *self.fields[i + 1 :]))
+          mappings = tuple((path, entries) for path, entries in self.mappings if not _vanishes(path, name, v))
+          yield dataclasses.replace(
+            self, fields=(*self.fields[:i], (name, v), *self.fields[i + 1 :]), mappings=mappings
+          )
     for mesh, removed in smaller_meshes(self.mesh):
       mappings = self.mappings
       if removed is not None:
@@ -270,6 +272,20 @@ class Model:
     for i, (path, entries) in enumerate(self.mappings):
       for fewer in smaller_entries(entries):
         yield dataclasses.replace(self, mappings=(*self.mappings[:i], (path, fewer), *self.mappings[i + 1 :]))
+
+
+def _vanishes(path: str, field: str, value: Value) -> bool:
+  """Whether a mapping's layer is no longer there if a field has this value."""
+  layers = {
+    ('norm', None): ('norm_tpl',),
+    ('pooling', None): ('.pooling_tpl',),
+    ('style', 'llama'): ('position_tpl',),
+    ('repeat', False): ('.stack',),
+    ('tie_embeddings', False): ('.emb',),
+  }
+  return path.endswith(layers.get((field, value), ())) or any(  # type: ignore[arg-type]
+    f'{layer}.' in path for layer in layers.get((field, value), ())  # type: ignore[arg-type]
+  )
 
 
 def _updates(results: Mapping[str, object]) -> dict[str, float]:
