@@ -254,6 +254,9 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   so no axis is left unused there: rows are split over 'b' too. It is also wrong where the channels of one array are
   split, and those of another are not. Test: `test_filter_gradient_of_a_grouped_convolution`.
 
+  Where channels are split alike, some groups are still wrong (`_is_mistaken`): x and w of 1 x 1 over (None, None, None,
+  'a'). Test: `test_grouped_convolution_that_is_a_product`.
+
   Groups of rows (the filter's gradient is such a convolution) are also wrong, or abort the process, where rows of the
   result are split: with w over (None, None, 'a', None). Test: `test_grouped_convolution_with_a_split_filter`.
   """
@@ -269,7 +272,8 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   groups = batch if of_rows > 1 else features
   grouped = (groups, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension)
   channels = next((split[dim] for split, dim in zip(reversed(after), reversed(grouped)) if split[dim]), ())
-  channels = channels if max(of_rows, of_features) % num_parts(channels) == 0 else ()
+  if _is_mistaken(convolution, numbers) or max(of_rows, of_features) % num_parts(channels):
+    channels = ()
   after = [_with(split, dim, channels) for split, dim in zip(after, grouped)]
   if of_rows > 1:
     after[2] = _whole(after[2], [numbers.output_batch_dimension])
@@ -279,6 +283,18 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
     rows = (*rows, *(axis for axis in convolution.site.mesh if axis.name not in used))
   after[:2] = [split if dim is None else _with(split, dim, rows) for split, dim in zip(after, summed)]
   return _if_changed(convolution, after)
+
+
+def _is_mistaken(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> bool:
+  """Whether XLA takes a convolution with groups of channels for a product, or for one with another order of dimensions."""
+  if ir.IntegerAttr(convolution.site.op.attributes['feature_group_count']).value == 1:
+    return False
+  _, of_filter, of_result = convolution.site.shapes
+  spatial = zip(numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions)
+  before = (numbers.input_batch_dimension, numbers.input_feature_dimension, *numbers.input_spatial_dimensions)
+  after = (numbers.output_batch_dimension, numbers.output_feature_dimension, *numbers.output_spatial_dimensions)
+  is_depthwise = of_filter[numbers.kernel_input_feature_dimension] == 1
+  return all(1 in (of_filter[i], of_result[j]) for i, j in spatial) or (is_depthwise and before != after)
 
 
 def _with(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
@@ -334,6 +350,22 @@ def _windows(pooling: Instance) -> tuple[Split, ...] | None:
   return _if_changed(pooling, [_whole(split, moved) if split else split for split in pooling.splits])
 
 
+def _pad(pad: Instance) -> tuple[Split, ...] | None:
+  """Splits what is cropped, or padded between entries, before and after alike.
+
+  XLA gives each device too much or too little of the result. On a mesh a 2: `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4
+  entries, of which only the result is over 'a'. Test: `test_pads_that_crop`.
+  """
+  edges = (
+    [*ir.DenseI64ArrayAttr(pad.site.op.attributes[name])]
+    for name in ('edge_padding_low', 'edge_padding_high', 'interior_padding')
+  )
+  dims = [dim for dim, (low, high, interior) in enumerate(zip(*edges)) if min(low, high) < 0 or interior]
+  before, zero, after = pad.splits
+  dims = [dim for dim in dims if before[dim] != after[dim]]
+  return _if_changed(pad, (_whole(before, dims), zero, _whole(after, dims)))
+
+
 def _whole(split: Split, dims: Iterable[int]) -> Split:
   """The split without those of some dimensions."""
   dims = set(dims)
@@ -351,10 +383,19 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
 
   On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
-  `test_lookup_with_table_and_ids_over_the_same_axis`.
+  `test_lookup_with_table_and_ids_over_the_same_axis`. Nor does it compile some lookups in a table of one row, which are
+  gathered. Test: `test_lookup_in_a_table_of_one_row`.
   """
-  table, ids, *_ = lookup.splits
-  return _if_changed(lookup, lookup.compatible) if _axes_of(table) & _axes_of(ids) else None
+  table, ids, rows = lookup.splits
+  numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
+  looked_up = _axes_of(table[dim] for dim in numbers.start_index_map)
+  if _axes_of(table) & _axes_of(ids) or looked_up & _axes_of(rows):
+    after = _if_changed(lookup, lookup.compatible)
+    return after if after is None or not looked_up & _axes_of(after[2]) else (_whole(table, range(len(table))), ids, rows)
+  sizes = enumerate(zip(ir.DenseI64ArrayAttr(lookup.site.op.attributes['slice_sizes']), lookup.site.shapes[0]))
+  if all(taken == size for dim, (taken, size) in sizes if dim not in {*numbers.operand_batching_dims}):
+    return _if_changed(lookup, (_whole(table, range(len(table))), ids, _whole(rows, numbers.offset_dims)))
+  return None
 
 
 def _slice(dynamic: Instance) -> None:
@@ -387,12 +428,17 @@ def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
   gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
 
+  It is also wrong where the table is split in another way than the result: `table.at[ids].add(x)` of 4 rows over an
+  axis of 3, the result replicated. Test: `test_scatter_into_a_table_that_is_gathered`.
+
   Dimensions of the result along which slices of more than one entry are written are gathered: XLA writes them in the
-  wrong place. On a mesh a 2: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test:
+  wrong place, and so is a single entry where they are split unevenly. On a mesh a 2: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test:
   `test_slices_are_scattered`. Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process.
   Test: `test_gradient_of_a_sort`.
   """
   _sign_ids(scatter)
+  if scatter.splits[0] != scatter.splits[-1] and len(scatter.site.op.operands) == 3:
+    return (scatter.splits[-1], *scatter.splits[1:])
   if (after := _written_slices(scatter)) is not None:
     return after
   uneven = _uneven_updates(scatter)
@@ -426,9 +472,12 @@ def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
   table, updates = scatter.site.shapes[0], scatter.site.shapes[_UPDATES]
   window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
   parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
+  if math.prod(n for dim, n in enumerate(updates) if dim not in {*numbers.update_window_dims}) == 1:
+    indexed = numbers.scattered_dims_to_operand_dims
+    parts += [dim for dim in indexed if dim not in parts and table[dim] % num_parts(scatter.splits[0][dim])]
   after = [*scatter.splits]
   after[0], after[-1] = _whole(after[0], parts), _whole(after[-1], parts)
-  after[_UPDATES] = _whole(after[_UPDATES], [window[dim] for dim in parts])
+  after[_UPDATES] = _whole(after[_UPDATES], [window[dim] for dim in parts if dim in window])
   return _if_changed(scatter, after)
 
 
@@ -487,6 +536,7 @@ def _zero(dtype: ir.Type) -> ir.Attribute:
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.convolution': _convolution,
   'stablehlo.reduce_window': _windows,
+  'stablehlo.pad': _pad,
   'stablehlo.select_and_scatter': _overlapping_windows,
   'stablehlo.dynamic_slice': _slice,
   'stablehlo.dynamic_update_slice': _slice,
