@@ -68,7 +68,7 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
         first = changed[id(site)].before if id(site) in changed else before
         changed[id(site)] = Guarded(site.op.name.partition('.')[2], site.where, site.shapes, first, after)
       if not found:
-        _keep_products(instances)
+        _keep(instances)
         break
     return [*changed.values()]
 
@@ -118,7 +118,8 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
 
 # ---------------------------------------------------------------- products
 
-_PRODUCT, _TRANSPOSE, _SCATTER = 'stablehlo.dot_general', 'stablehlo.transpose', 'stablehlo.scatter'
+_PRODUCT, _TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
+_GATHER, _SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
 
 # The axes of each dimension of an array, by the name of the dimension in the product.
 _Entries = dict[str, tuple[Axis, ...]]
@@ -175,16 +176,20 @@ def _permutes(product: Instance, splits: Sequence[Split]) -> bool:
   return False
 
 
-def _keep_products(instances: Iterable[Instance]) -> None:
-  """States how products are split that are right as they are, but might not be if XLA split them in another way."""
-  for product in instances:
-    if product.site.op.name == _PRODUCT:
-      left, right, out = _by_kind(product, product.splits)
+def _keep(instances: Iterable[Instance]) -> None:
+  """States how arrays are split of operations that are right as they are, but might not be if XLA split them in another
+  way: results of products, and ids of lookups. Test: `test_lookup_with_ids_that_are_split_twice`."""
+  for instance in instances:
+    site, splits = instance.site, instance.splits
+    if site.op.name == _PRODUCT:
+      left, right, out = _by_kind(instance, splits)
       contracted = [key for key in left if key in right and key not in out]
       summed = _axes_of(left[key] for key in contracted) & _axes_of(right[key] for key in contracted)
-      orders = [_order(array.values(), summed, product.site.mesh) for array in (left, right, out)]
+      orders = [_order(array.values(), summed, site.mesh) for array in (left, right, out)]
       if summed and orders != orders[:1] * 3:
-        product.site.keep_result(product.splits[2])
+        site.keep(2, splits[2])
+    elif site.op.name == _GATHER and _axes_of(splits[0]) and _axes_of(splits[_IDS]):
+      site.keep(_IDS, splits[_IDS])
 
 
 def _by_kind(product: Instance, splits: Sequence[Split]) -> tuple[_Entries, _Entries, _Entries]:
@@ -383,8 +388,8 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
 
   On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
-  `test_lookup_with_table_and_ids_over_the_same_axis`. Nor does it compile some lookups in a table of one row, which are
-  gathered. Test: `test_lookup_in_a_table_of_one_row`.
+  `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table
+  splits no other dimension of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`.
   """
   table, ids, rows = lookup.splits
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
@@ -392,17 +397,14 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   if _axes_of(table) & _axes_of(ids) or looked_up & _axes_of(rows):
     after = _if_changed(lookup, lookup.compatible)
     return after if after is None or not looked_up & _axes_of(after[2]) else (_whole(table, range(len(table))), ids, rows)
-  sizes = enumerate(zip(ir.DenseI64ArrayAttr(lookup.site.op.attributes['slice_sizes']), lookup.site.shapes[0]))
-  if all(taken == size for dim, (taken, size) in sizes if dim not in {*numbers.operand_batching_dims}):
-    return _if_changed(lookup, (_whole(table, range(len(table))), ids, _whole(rows, numbers.offset_dims)))
   return None
 
 
 def _slice(dynamic: Instance) -> None:
   """Clamps where a slice begins along split dimensions, as the operation would.
 
-  XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 1 of 2 entries over 'a' that
-  begins at 2. Test: `test_dynamic_slices_that_begin_past_the_end`.
+  XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 2 of 3 entries over 'a' that
+  begins at 3. Test: `test_dynamic_slices_that_begin_past_the_end`.
   """
   op, shapes = dynamic.site.op, dynamic.site.shapes
   reads = op.name == 'stablehlo.dynamic_slice'
@@ -428,11 +430,11 @@ def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
   gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
 
-  It is also wrong where the table is split in another way than the result: `table.at[ids].add(x)` of 4 rows over an
-  axis of 3, the result replicated. Test: `test_scatter_into_a_table_that_is_gathered`.
+  It is also wrong where the table is split in another way than the result, and where one row is written into a table
+  with rows that are split unevenly, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result
+  replicated, or not. Test: `test_scatter_of_one_row_into_an_uneven_table`.
 
-  Dimensions of the result along which slices of more than one entry are written are gathered: XLA writes them in the
-  wrong place, and so is a single entry where they are split unevenly. On a mesh a 2: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test:
+  Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test:
   `test_slices_are_scattered`. Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process.
   Test: `test_gradient_of_a_sort`.
   """
@@ -540,6 +542,6 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.select_and_scatter': _overlapping_windows,
   'stablehlo.dynamic_slice': _slice,
   'stablehlo.dynamic_update_slice': _slice,
-  'stablehlo.gather': _lookup,
+  _GATHER: _lookup,
   _SCATTER: _scatter,
 }
