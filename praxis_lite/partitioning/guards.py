@@ -401,7 +401,7 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
 
 
 def _slice(dynamic: Instance) -> None:
-  """Clamps where a slice begins along split dimensions, as the operation would.
+  """Clamps where a slice begins along split dimensions, as the operation would; behind a barrier, or XLA undoes it.
 
   XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 2 of 3 entries over 'a' that
   begins at 3. Test: `test_dynamic_slices_that_begin_past_the_end`.
@@ -418,7 +418,8 @@ def _slice(dynamic: Instance) -> None:
           stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(begin.type, ir.IntegerAttr.get(begin.type.element_type, n)))
           for n in (0, whole - size)
         )
-        op.operands[first + dim] = stablehlo.ClampOp(low.result, begin, high.result).result
+        clamped = stablehlo.ClampOp(low.result, begin, high.result).result
+        op.operands[first + dim] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
       dynamic.site.masked.add(dim)
 
 
