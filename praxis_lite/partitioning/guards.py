@@ -450,20 +450,12 @@ def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   if _adds(scatter.site.op):
     _mask_updates(scatter, uneven)
     return None
-  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
-  window = {*numbers.update_window_dims}
-  of_updates = [dim for dim in range(len(scatter.splits[_UPDATES])) if dim not in window]
-  of_ids = [dim for dim in range(len(scatter.splits[_IDS])) if dim != numbers.index_vector_dim]
   after = [*scatter.splits]
-  after[_UPDATES] = _whole(after[_UPDATES], uneven)
-  after[_IDS] = _whole(after[_IDS], [of_ids[of_updates.index(dim)] for dim in uneven])
+  after[_UPDATES], after[_IDS] = _whole(after[_UPDATES], uneven), _whole(after[_IDS], uneven.values())
   return (*after,)
 
 
-_IDS, _UPDATES = (
-  1,
-  2,
-)  # Operands of a scatter; those with several arrays at once, which JAX does not make, are left alone.
+_IDS, _UPDATES = 1, 2  # Operands of a scatter; those with several arrays, which JAX does not make, are left alone.
 
 
 def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
@@ -484,14 +476,16 @@ def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
   return _if_changed(scatter, after)
 
 
-def _uneven_updates(scatter: Instance) -> list[int]:
-  """The dimensions of the updates that follow the ids and do not divide by the axes that split them."""
+def _uneven_updates(scatter: Instance) -> dict[int, int]:
+  """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
   if len(scatter.site.op.operands) != 3:
-    return []
+    return {}
   numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
-  sizes = enumerate(zip(scatter.site.shapes[_UPDATES], scatter.splits[_UPDATES]))
-  window = {*numbers.update_window_dims}
-  return [dim for dim, (size, axes) in sizes if dim not in window and size % num_parts(axes)]
+  ids, updates = scatter.splits[_IDS], scatter.splits[_UPDATES]
+  of_updates = [dim for dim in range(len(updates)) if dim not in {*numbers.update_window_dims}]
+  of_ids = [dim for dim in range(len(ids)) if dim != numbers.index_vector_dim]
+  parts = {(i, j): (num_parts(updates[i]), num_parts(ids[j])) for i, j in zip(of_updates, of_ids)}
+  return {i: j for (i, j), counts in parts.items() if any(scatter.site.shapes[_UPDATES][i] % n for n in counts)}
 
 
 def _sign_ids(lookup: Instance) -> None:

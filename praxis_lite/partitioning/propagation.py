@@ -124,8 +124,9 @@ class Propagation:
   def __init__(self, module: ir.Module, names: Collection[str]):
     self._module, self._names = module, names
     self.sites: list[Site] = []
-    mesh = next(_meshes(module), None)
-    if mesh is None or not mesh[1]:
+    # An argument that is on no mesh, such as a number, has an empty one.
+    mesh = next(((symbol, axes) for symbol, axes in _meshes(module) if axes), None)
+    if mesh is None:
       return
     self._sizes = {axis.name: axis.size for axis in mesh[1]}
     with module.context:

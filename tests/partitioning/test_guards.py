@@ -297,14 +297,15 @@ def test_gradient_of_a_lookup_of_uneven_ids(guarded):
   assert np.array_equal(found, right) == guarded
 
 
+@pytest.mark.parametrize('rows', [P('a'), P()])
 @pytest.mark.parametrize('method', ['set', 'max'])
-def test_scatter_of_uneven_ids(method):
-  def scatter(table, ids):
-    write = getattr(table.at[ids], method)
-    return write(jnp.stack([table[0] + 7] * len(ids)))
+def test_scatter_of_uneven_ids(method, rows):
+  def scatter(table, ids, rows):
+    return getattr(table.at[ids], method)(rows)
 
-  program = constrained(mesh_of('a', 'b'), scatter, (P(), P('a')), P())
-  np.testing.assert_array_equal(run(program, (TABLE, IDS))[0], scatter(jnp.asarray(TABLE), IDS))
+  rows_ = np.stack([TABLE[0] + 7] * len(IDS))
+  program = constrained(mesh_of('a', 'b'), scatter, (P(), P('a'), rows), P())
+  np.testing.assert_array_equal(run(program, (TABLE, IDS, rows_))[0], scatter(jnp.asarray(TABLE), IDS, rows_))
 
 
 @GUARDED
