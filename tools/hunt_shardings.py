@@ -121,7 +121,9 @@ def main() -> int:
     if outcome.kind in ('refused', 'skipped'):
       counts[f'{outcome.kind}: {outcome.why}'] += 1
     if smallest is not None:
-      print(f'# ---- seed {options.seed}, case {number}: {outcome.why.splitlines()[0]}\n{smallest.script()}', flush=True)
+      print(
+        f'# ---- seed {options.seed}, case {number}: {outcome.why.splitlines()[0]}\n{smallest.script()}', flush=True
+      )
     if time.monotonic() - start > 60 * options.minutes:
       break
   for name, count in sorted(counts.items()):

@@ -55,7 +55,10 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     return []
   with module.context:
     propagation = Propagation(module, {*_GUARDS, _PRODUCT, _TRANSPOSE})
-    if propagation.sites and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+    # Lowered without Shardy, a program says nothing of its mesh but its size.
+    attributes = module.operation.attributes
+    on_mesh = 'mhlo.num_partitions' in attributes and ir.IntegerAttr(attributes['mhlo.num_partitions']).value > 1
+    if on_mesh and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
     changed: dict[int, Guarded] = {}
     for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
@@ -291,7 +294,7 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
 
 
 def _is_mistaken(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> bool:
-  """Whether XLA takes a convolution with groups of channels for a product, or for one with another order of dimensions."""
+  """Whether XLA takes a convolution with groups of channels for a product, or mistakes the order of its dimensions."""
   if ir.IntegerAttr(convolution.site.op.attributes['feature_group_count']).value == 1:
     return False
   _, of_filter, of_result = convolution.site.shapes
@@ -395,8 +398,7 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
   looked_up = _axes_of(table[dim] for dim in numbers.start_index_map)
   if _axes_of(table) & _axes_of(ids) or looked_up & _axes_of(rows):
-    after = _if_changed(lookup, lookup.compatible)
-    return after if after is None or not looked_up & _axes_of(after[2]) else (_whole(table, range(len(table))), ids, rows)
+    return _if_changed(lookup, lookup.compatible)
   return None
 
 
@@ -415,7 +417,9 @@ def _slice(dynamic: Instance) -> None:
       begin = op.operands[first + dim]
       with ir.InsertionPoint(op), op.location:
         low, high = (
-          stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(begin.type, ir.IntegerAttr.get(begin.type.element_type, n)))
+          stablehlo.ConstantOp(
+            ir.DenseElementsAttr.get_splat(begin.type, ir.IntegerAttr.get(begin.type.element_type, n))
+          )
           for n in (0, whole - size)
         )
         clamped = stablehlo.ClampOp(low.result, begin, high.result).result
@@ -435,15 +439,17 @@ def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   with rows that are split unevenly, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result
   replicated, or not. Test: `test_scatter_of_one_row_into_an_uneven_table`.
 
-  Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2: `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test:
-  `test_slices_are_scattered`. Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process.
-  Test: `test_gradient_of_a_sort`.
+  Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2:
+  `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test: `test_slices_are_scattered`.
+
+  Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process. Test:
+  `test_gradient_of_a_sort`.
   """
   _sign_ids(scatter)
   if scatter.splits[0] != scatter.splits[-1] and len(scatter.site.op.operands) == 3:
     return (scatter.splits[-1], *scatter.splits[1:])
-  if (after := _written_slices(scatter)) is not None:
-    return after
+  if (by_slices := _written_slices(scatter)) is not None:
+    return by_slices
   uneven = _uneven_updates(scatter)
   if not uneven:
     return None
@@ -493,7 +499,9 @@ def _sign_ids(lookup: Instance) -> None:
   op = lookup.site.op
   ids = op.operands[_IDS].type
   uneven = any(
-    size % num_parts(axes) for shape, split in zip(lookup.site.shapes, lookup.splits) for size, axes in zip(shape, split)
+    size % num_parts(axes)
+    for shape, split in zip(lookup.site.shapes, lookup.splits)
+    for size, axes in zip(shape, split)
   )
   if uneven and ir.IntegerType(ids.element_type).is_unsigned:
     signed = ir.IntegerType.get_signless(ir.IntegerType(ids.element_type).width)

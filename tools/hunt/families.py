@@ -63,13 +63,16 @@ def _size(rng: np.random.Generator) -> int:
 
 # ---------------------------------------------------------------- products
 
-_PRODUCTS = (
-  'bv,vc->bc bv,cv->bc vb,vc->bc vb,cv->bc bv,vc->cb btd,df->btf btd,fd->btf btd,btf->df btf,df->btd btd,dnh->btnh '
-  'btnh,dnh->btd btnh,nhd->btd btnh,bsnh->bnts bnts,bsnh->btnh bnts,btnh->bsnh gmk,gkn->gmn mgk,kgn->gmn gmk,gnk->mgn '
-  'ed,etd->et etd,edf->etf etf,etd->edf bi,bj->ij ij,kj->ik ij,ik->jk i,j->ij bt,b->bt bt,t->b btd,td->bt btgnh,bsgh->bgnts '
-  'bgnts,bsgh->btgnh btd,vd->btv btv,btd->vd btv,vd->btd bte,btd->ebtd bec,bd->ecd ecd,bec->bd abcd,cdef->abef '
-  'abcd,abef->cdef abc,cb->a ab,ab-> ab,ab->a ab,ba->b'
-).split()
+# fmt: off
+_PRODUCTS = [
+  'bv,vc->bc', 'bv,cv->bc', 'vb,vc->bc', 'vb,cv->bc', 'bv,vc->cb', 'btd,df->btf', 'btd,fd->btf', 'btd,btf->df',
+  'btf,df->btd', 'btd,dnh->btnh', 'btnh,dnh->btd', 'btnh,nhd->btd', 'btnh,bsnh->bnts', 'bnts,bsnh->btnh',
+  'bnts,btnh->bsnh', 'gmk,gkn->gmn', 'mgk,kgn->gmn', 'gmk,gnk->mgn', 'ed,etd->et', 'etd,edf->etf', 'etf,etd->edf',
+  'bi,bj->ij', 'ij,kj->ik', 'ij,ik->jk', 'i,j->ij', 'bt,b->bt', 'bt,t->b', 'btd,td->bt', 'btgnh,bsgh->bgnts',
+  'bgnts,bsgh->btgnh', 'btd,vd->btv', 'btv,btd->vd', 'btv,vd->btd', 'bte,btd->ebtd', 'bec,bd->ecd', 'ecd,bec->bd',
+  'abcd,cdef->abef', 'abcd,abef->cdef', 'abc,cb->a', 'ab,ab->', 'ab,ab->a', 'ab,ba->b',
+]
+# fmt: on
 
 
 def _draw_product(rng: np.random.Generator) -> dict[str, int]:
@@ -132,7 +135,10 @@ _CHAINS = [
     'jnp.einsum("btd,dh->bth", x0, x2)), jnp.einsum("btd,dh->bth", x0, x3))',
     'bcd df df df',
   ),
-  ('jnp.einsum("btnh,nhd->btd", jnp.reshape(jnp.einsum("btd,df->btf", x0, x1), ({b}, {c}, {g}, {f})), x2)', 'bcd d(gf) gfd'),
+  (
+    'jnp.einsum("btnh,nhd->btd", jnp.reshape(jnp.einsum("btd,df->btf", x0, x1), ({b}, {c}, {g}, {f})), x2)',
+    'bcd d(gf) gfd',
+  ),
   ('jnp.einsum("bd,df->bf", jnp.where(x0 > 0, x0, 0), x1) @ x1.T', 'bd df'),
   ('x0 @ x1 @ x0.T @ x0', 'bd db'),
 ]

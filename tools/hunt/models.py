@@ -19,7 +19,6 @@ from tools.hunt.cases import (
   Entries,
   MeshAxes,
   Outcome,
-  num_devices,
   random_entries,
   random_mesh,
   smaller_entries,
@@ -154,10 +153,11 @@ class Model:
   Attributes:
     family: 'lm' or 'classifier'.
     fields: of the model, its batch and its learner, by name.
-    plain: the values at which fields are simplest.
     mesh: names and sizes of the axes.
     mappings: how weights and activations are split, by the path of the config's field.
     step: 'train', 'eval' or 'decode'.
+    optimizer: a name of `_OPTIMIZERS`.
+    partitioning: 'auto' or 'shard_map'.
   """
 
   family: str
@@ -196,13 +196,13 @@ class Model:
       elif path not in inputs:
         yield f't.{path} = {_mapping(entries)}'
     if inputs:
-      known = {f'map_{path[-1]}d': mapping for path, mapping in inputs.items()}
+      known: dict[str, object] = {f'map_{path[-1]}d': mapping for path, mapping in inputs.items()}
       for rank in (1, 2) if self.family == 'lm' else (1, 4):
         known.setdefault(f'map_{rank}d', None)
       yield f't.train.inputs_split_mapping = {known}'
     if dict(self.fields).get('strategy'):
       axes = tuple(name for name, _ in self.mesh)
-      yield f't.strategy = [(".*", \'\'\'fsdp(axis={axes}, min_size_to_shard_mb=0, allow_padding=True)\'\'\')]'
+      yield f"t.strategy = [(\".*\", '''fsdp(axis={axes}, min_size_to_shard_mb=0, allow_padding=True)''')]"
     if self.partitioning != 'auto':
       yield f't.partitioning = {self.partitioning!r} if mesh_shape else "auto"'
 
@@ -284,7 +284,8 @@ def _vanishes(path: str, field: str, value: Value) -> bool:
     ('tie_embeddings', False): ('.emb',),
   }
   return path.endswith(layers.get((field, value), ())) or any(  # type: ignore[arg-type]
-    f'{layer}.' in path for layer in layers.get((field, value), ())  # type: ignore[arg-type]
+    f'{layer}.' in path
+    for layer in layers.get((field, value), ())  # type: ignore[arg-type]
   )
 
 
@@ -313,9 +314,13 @@ _NET_PLAIN: dict[str, Value] = {
 }
 
 
+def _size(value: Value) -> int:
+  return value if isinstance(value, int) else 1
+
+
 def _lm_text(f: Mapping[str, Value], step: str) -> str:
   names = ('style', 'repeat', 'remat', 'tie_embeddings', 'dropout')
-  heads = int(f['num_kv_heads'] or 1) * int(f['heads_per_kv'] or 1)
+  heads = _size(f['num_kv_heads']) * _size(f['heads_per_kv'])
   lines = [
     'def model():',
     f'  m = transformer_lm(vocab_size={f["vocab_size"]}, model_dims={f["model_dims"]}, num_layers={f["num_layers"]}, '
@@ -359,11 +364,11 @@ def _lm_text(f: Mapping[str, Value], step: str) -> str:
 
 
 def _classifier_text(f: Mapping[str, Value]) -> str:
-  groups = int(f['groups'] or 1)
-  channels = tuple(groups * int(f[f'channels_{i}'] or 1) for i in range(int(f['num_layers'] or 1)))
+  groups = _size(f['groups'])
+  channels = tuple(groups * _size(f[f'channels_{i}']) for i in range(_size(f['num_layers'])))
   lines = [
     'def model():',
-    f'  net = Config(ConvNet, input_channels={groups * int(f["input_channels"] or 1)}, channels={channels}, '
+    f'  net = Config(ConvNet, input_channels={groups * _size(f["input_channels"])}, channels={channels}, '
     f'filter_size={(f["filter_height"], f["filter_width"])}, dropout_tpl=Config(Dropout, rate={f["dropout"]}))',
     f'  net.conv_tpl.set(groups={groups}, strides={f["strides"]}, padding={f["padding"]!r})',
   ]
@@ -385,7 +390,7 @@ def _classifier_text(f: Mapping[str, Value]) -> str:
       f'  return Config(ClassificationModel, num_classes={f["num_classes"]}, network_tpl=net)',
       '',
       f'rng, rows = np.random.default_rng({f["seed"]}), {f["batch"]}',
-      f'image = rng.normal(size=(rows, {f["height"]}, {f["width"]}, {groups * int(f["input_channels"] or 1)}))',
+      f'image = rng.normal(size=(rows, {f["height"]}, {f["width"]}, {groups * _size(f["input_channels"])}))',
       "batch = {'image': image.astype(np.float32), 'weights': (rng.integers(0, 5, rows) > 0).astype(np.float32),",
       f"         'label': rng.integers(0, {f['num_classes']}, rows).astype(np.int32)}}",
     ]
@@ -523,7 +528,3 @@ def _usual_entries(
   entries = (weights, columns, *none * (rank - 2))
   table = 'embedding_tpl' in path
   return (columns, weights) if table or path.endswith('down') else entries
-
-
-def devices_of(case: Model) -> int:
-  return num_devices(case.mesh)

@@ -67,7 +67,8 @@ lowered = jax.jit(program(mesh)).lower(*arrays)
 # from praxis_lite.partitioning.guards import guard; print(guard(lowered))
 found = lowered.compile()(*arrays)
 for one, other in zip(jax.tree.leaves(right), jax.tree.leaves(found)):
-  print('right' if np.allclose(one, other) else 'WRONG', np.asarray(one).shape, abs(np.asarray(one) - np.asarray(other)).max())
+  one, other = np.asarray(one), np.asarray(other)
+  print('right' if np.allclose(one, other) else 'WRONG', one.shape, abs(one - other).max())
 """
 
 
@@ -79,7 +80,7 @@ class Operation:
     splits: of each array, then of the result; as long as the arrays' ranks at least.
     gradient: whether gradients of all arrays of floats are compared, or values.
     loop: whether it runs in the body of a scan.
-    stored: whether arrays that divide enter and leave the program split.
+    seed: of the arrays' values.
   """
 
   family: str
@@ -88,7 +89,6 @@ class Operation:
   splits: tuple[Entries, ...]
   gradient: bool
   loop: bool = False
-  stored: bool = False
   seed: int = 0
 
   @property
@@ -168,12 +168,11 @@ class Operation:
     for i, entries in enumerate(self.splits):
       for fewer in smaller_entries(entries):
         yield dataclasses.replace(self, splits=(*self.splits[:i], fewer, *self.splits[i + 1 :]))
-    text = self.expression
     for i, (name, size) in enumerate(self.sizes):
       for n in smaller_numbers(size) if name not in _FORMS else ():
         case = dataclasses.replace(self, sizes=(*self.sizes[:i], (name, n), *self.sizes[i + 1 :]))
         try:
-          if case.expression != text:
+          if case.expression != self.expression:
             yield case
         except (ValueError, IndexError):
           continue
@@ -203,10 +202,9 @@ def draw(rng: np.random.Generator, family: str = '') -> Operation:
       continue
     if max(int(np.prod(array.shape)) for array in expression.arrays) > _MAX_ENTRIES:
       continue
-    used = {key: n for key, n in sizes.items()}
     case = Operation(
       name,
-      tuple(used.items()),
+      tuple(sizes.items()),
       mesh,
       ((),) * (len(expression.arrays) + 1),
       gradient=expression.has_gradient and bool(rng.random() < 0.5),
