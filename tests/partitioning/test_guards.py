@@ -266,7 +266,7 @@ def test_grouped_convolution_that_is_a_product(guarded):
 
 @GUARDED
 def test_grouped_convolution_with_a_split_filter(guarded):
-  x, w = integers(2, 4, 4, 4), integers(1, 1, 1, 4)
+  x, w = integers(2, 4, 4, 4) + 4, integers(1, 1, 1, 4) + 4
   spec = P(None, None, 'a')
   right = filter_gradient(4, P(), P(), mesh_of('a'))(x, w)
   found, _ = run(filter_gradient(4, P(), spec, mesh_of('a')), (x, w), guarded)
@@ -350,7 +350,7 @@ def test_diagonal(guarded):
 @GUARDED
 @pytest.mark.parametrize('out', [P(), P(None, 'a')])
 def test_scatter_of_one_row_into_an_uneven_table(guarded, out):
-  table, ids, rows = integers(1, 4), np.array([2], np.int32), np.ones((1, 1), np.float32)
+  table, ids, rows = np.array([[1, 2, 3, 4]], np.float32), np.array([2], np.int32), np.ones((1, 1), np.float32)
 
   def write(table, ids, rows):
     return table.at[:, ids].add(rows)
