@@ -54,6 +54,7 @@ def hunt(kind: str, seed: int, numbers: Iterable[int]) -> Iterator[Report]:
     outcome = run(case)
     smallest = None
     if outcome.kind == 'wrong':
+      print(f'seed {seed}, case {number}: {outcome.why}; it is made smaller', file=sys.stderr, flush=True)
       smallest = shrink(case, functools.partial(_fails_like, outcome))
     yield Report(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
