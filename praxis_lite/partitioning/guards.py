@@ -57,7 +57,10 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   with module.context:
     _refuse_lapack_in_branches(module.operation)
     propagation = Propagation(module, {*_GUARDS, _PRODUCT, _TRANSPOSE})
-    if propagation.sites and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+    # Lowered without Shardy, a program says nothing of its mesh but its size.
+    attributes = module.operation.attributes
+    on_mesh = 'mhlo.num_partitions' in attributes and ir.IntegerAttr(attributes['mhlo.num_partitions']).value > 1
+    if on_mesh and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
     changed: dict[int, Guarded] = {}
     for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
@@ -70,7 +73,7 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
         first = changed[id(site)].before if id(site) in changed else before
         changed[id(site)] = Guarded(site.op.name.partition('.')[2], site.where, site.shapes, first, after)
       if not found:
-        _keep_products(instances)
+        _keep(instances)
         break
     return [*changed.values()]
 
@@ -120,7 +123,8 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
 
 # ---------------------------------------------------------------- products
 
-_PRODUCT, _TRANSPOSE, _SCATTER = 'stablehlo.dot_general', 'stablehlo.transpose', 'stablehlo.scatter'
+_PRODUCT, _TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
+_GATHER, _SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
 
 # The axes of each dimension of an array, by the name of the dimension in the product.
 _Entries = dict[str, tuple[Axis, ...]]
@@ -177,16 +181,20 @@ def _permutes(product: Instance, splits: Sequence[Split]) -> bool:
   return False
 
 
-def _keep_products(instances: Iterable[Instance]) -> None:
-  """States how products are split that are right as they are, but might not be if XLA split them in another way."""
-  for product in instances:
-    if product.site.op.name == _PRODUCT:
-      left, right, out = _by_kind(product, product.splits)
+def _keep(instances: Iterable[Instance]) -> None:
+  """States how arrays are split of operations that are right as they are, but might not be if XLA split them in another
+  way: results of products, and ids of lookups. Test: `test_lookup_with_ids_that_are_split_twice`."""
+  for instance in instances:
+    site, splits = instance.site, instance.splits
+    if site.op.name == _PRODUCT:
+      left, right, out = _by_kind(instance, splits)
       contracted = [key for key in left if key in right and key not in out]
       summed = _axes_of(left[key] for key in contracted) & _axes_of(right[key] for key in contracted)
-      orders = [_order(array.values(), summed, product.site.mesh) for array in (left, right, out)]
+      orders = [_order(array.values(), summed, site.mesh) for array in (left, right, out)]
       if summed and orders != orders[:1] * 3:
-        product.site.keep_result(product.splits[2])
+        site.keep(2, splits[2])
+    elif site.op.name == _GATHER and _axes_of(splits[0]) and _axes_of(splits[_IDS]):
+      site.keep(_IDS, splits[_IDS])
 
 
 def _by_kind(product: Instance, splits: Sequence[Split]) -> tuple[_Entries, _Entries, _Entries]:
@@ -255,6 +263,12 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   The gradient of the filter of a grouped convolution is that sum even for whole images, x over ('a', None, None, None),
   so no axis is left unused there: rows are split over 'b' too. It is also wrong where the channels of one array are
   split, and those of another are not. Test: `test_filter_gradient_of_a_grouped_convolution`.
+
+  Where channels are split alike, some groups are still wrong (`_is_mistaken`): x and w of 1 x 1 over (None, None, None,
+  'a'). Test: `test_grouped_convolution_that_is_a_product`.
+
+  Groups of rows (the filter's gradient is such a convolution) are also wrong, or abort the process, where rows of the
+  result are split: with w over (None, None, 'a', None). Test: `test_grouped_convolution_with_a_split_filter`.
   """
   op = convolution.site.op
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
@@ -268,8 +282,11 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   groups = batch if of_rows > 1 else features
   grouped = (groups, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension)
   channels = next((split[dim] for split, dim in zip(reversed(after), reversed(grouped)) if split[dim]), ())
-  channels = channels if max(of_rows, of_features) % num_parts(channels) == 0 else ()
+  if _is_mistaken(convolution, numbers) or max(of_rows, of_features) % num_parts(channels):
+    channels = ()
   after = [_with(split, dim, channels) for split, dim in zip(after, grouped)]
+  if of_rows > 1:
+    after[2] = _whole(after[2], [numbers.output_batch_dimension])
   rows: tuple[Axis, ...] = ()
   if of_rows > 1 and (rows := after[0][features] or after[1][summed[1]]):
     used = {axis.name for axes in (rows, *after[0], *after[1], *after[2]) for axis in axes}
@@ -278,9 +295,22 @@ def _convolution(convolution: Instance) -> tuple[Split, ...] | None:
   return _if_changed(convolution, after)
 
 
+def _is_mistaken(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> bool:
+  """Whether XLA takes a convolution with groups of channels for a product, or mistakes the order of its dimensions."""
+  if ir.IntegerAttr(convolution.site.op.attributes['feature_group_count']).value == 1:
+    return False
+  _, of_filter, of_result = convolution.site.shapes
+  spatial = zip(numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions)
+  before = (numbers.input_batch_dimension, numbers.input_feature_dimension, *numbers.input_spatial_dimensions)
+  after = (numbers.output_batch_dimension, numbers.output_feature_dimension, *numbers.output_spatial_dimensions)
+  is_depthwise = of_filter[numbers.kernel_input_feature_dimension] == 1
+  return all(1 in (of_filter[i], of_result[j]) for i, j in spatial) or (is_depthwise and before != after)
+
+
 def _with(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
-  """The split with one dimension over some axes, which split no other one."""
-  others = tuple(tuple(axis for axis in entry if axis not in axes) for entry in split)
+  """The split with one dimension over some axes, which, or parts of which, split no other one."""
+  names = {axis.name for axis in axes}
+  others = tuple(tuple(axis for axis in entry if axis.name not in names) for entry in split)
   return (*others[:dim], axes, *others[dim + 1 :])
 
 
@@ -295,7 +325,55 @@ def _overlapping_windows(pooling: Instance) -> tuple[Split, ...] | None:
   )
   overlap = [dim for dim, (size, stride) in enumerate(zip(window, strides)) if size > stride]
   after = [_whole(split, overlap) if split else split for split in pooling.splits]
+  if any(old != new for old, new in zip(pooling.splits, after)):  # Else they may still be wrong if they differ.
+    after = [after[0] if split else split for split in after]
   return _if_changed(pooling, after)
+
+
+def _windows(pooling: Instance) -> tuple[Split, ...] | None:
+  """Gathers dimensions that windows move along, unless each device has whole windows.
+
+  XLA exchanges the borders, and aborts the process for some paddings and sizes. On a mesh a 2: sums over windows of 1
+  of an array of one row with a row of padding, over 'a'. Test: `test_sums_over_windows_with_padding`.
+  """
+  attributes, rank = pooling.site.op.attributes, len(pooling.site.shapes[0])
+
+  def numbers(name: str) -> list[int]:
+    return [*ir.DenseI64ArrayAttr(attributes[name])] if name in attributes else [1] * rank
+
+  window, strides = numbers('window_dimensions'), numbers('window_strides')
+  padded = np.array(ir.DenseIntElementsAttr(attributes['padding'])) if 'padding' in attributes else np.zeros((rank, 2))
+  before = pooling.site.op.operands[0].owner
+  if not isinstance(before, ir.Block) and before.operation.name == 'stablehlo.pad':  # XLA makes both one operation.
+    edges = (
+      [*ir.DenseI64ArrayAttr(before.operation.attributes[name])]
+      for name in ('edge_padding_low', 'edge_padding_high', 'interior_padding')
+    )
+    padded = np.array([*padded.T, *edges]).T
+  moved = []
+  for dim, (size, stride) in enumerate(zip(window, strides)):
+    still = size == stride and not np.any(padded[dim]) and numbers('base_dilations')[dim] == 1
+    still = still and numbers('window_dilations')[dim] == 1
+    parts = max(num_parts(split[dim]) for split in pooling.splits if split)
+    if parts > 1 and not (still and (size == 1 or pooling.site.shapes[0][dim] % (parts * stride) == 0)):
+      moved.append(dim)
+  return _if_changed(pooling, [_whole(split, moved) if split else split for split in pooling.splits])
+
+
+def _pad(pad: Instance) -> tuple[Split, ...] | None:
+  """Splits what is cropped, or padded between entries, before and after alike.
+
+  XLA gives each device too much or too little of the result. On a mesh a 2: `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4
+  entries, of which only the result is over 'a'. Test: `test_pads_that_crop`.
+  """
+  edges = (
+    [*ir.DenseI64ArrayAttr(pad.site.op.attributes[name])]
+    for name in ('edge_padding_low', 'edge_padding_high', 'interior_padding')
+  )
+  dims = [dim for dim, (low, high, interior) in enumerate(zip(*edges)) if min(low, high) < 0 or interior]
+  before, zero, after = pad.splits
+  dims = [dim for dim in dims if before[dim] != after[dim]]
+  return _if_changed(pad, (_whole(before, dims), zero, _whole(after, dims)))
 
 
 def _whole(split: Split, dims: Iterable[int]) -> Split:
@@ -315,10 +393,40 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
 
   On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
-  `test_lookup_with_table_and_ids_over_the_same_axis`.
+  `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table
+  splits no other dimension of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`.
   """
-  table, ids, *_ = lookup.splits
-  return _if_changed(lookup, lookup.compatible) if _axes_of(table) & _axes_of(ids) else None
+  table, ids, rows = lookup.splits
+  numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
+  looked_up = _axes_of(table[dim] for dim in numbers.start_index_map)
+  if _axes_of(table) & _axes_of(ids) or looked_up & _axes_of(rows):
+    return _if_changed(lookup, lookup.compatible)
+  return None
+
+
+def _slice(dynamic: Instance) -> None:
+  """Clamps where a slice begins along split dimensions, as the operation would; behind a barrier, or XLA undoes it.
+
+  XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 2 of 3 entries over 'a' that
+  begins at 3. Test: `test_dynamic_slices_that_begin_past_the_end`.
+  """
+  op, shapes = dynamic.site.op, dynamic.site.shapes
+  reads = op.name == 'stablehlo.dynamic_slice'
+  first, sizes = (1, shapes[-1]) if reads else (2, shapes[1])
+  for dim, (whole, size) in enumerate(zip(shapes[0], sizes)):
+    is_split = any(split[dim] for split in (dynamic.splits[0], dynamic.splits[-1]))
+    if is_split and size != whole and dim not in dynamic.site.masked:
+      begin = op.operands[first + dim]
+      with ir.InsertionPoint(op), op.location:
+        low, high = (
+          stablehlo.ConstantOp(
+            ir.DenseElementsAttr.get_splat(begin.type, ir.IntegerAttr.get(begin.type.element_type, n))
+          )
+          for n in (0, whole - size)
+        )
+        clamped = stablehlo.ClampOp(low.result, begin, high.result).result
+        op.operands[first + dim] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
+      dynamic.site.masked.add(dim)
 
 
 def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
@@ -328,37 +436,79 @@ def _scatter(scatter: Instance) -> tuple[Split, ...] | None:
   writes the padding's update, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
   `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
   gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
+
+  It is also wrong where the table is split in another way than the result, and where one row is written into a table
+  with rows that are split unevenly, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result
+  replicated, or not. Test: `test_scatter_of_one_row_into_an_uneven_table`.
+
+  Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2:
+  `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test: `test_slices_are_scattered`.
+
+  Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process. Test:
+  `test_gradient_of_a_sort`.
   """
+  _sign_ids(scatter)
+  if scatter.splits[0] != scatter.splits[-1] and len(scatter.site.op.operands) == 3:
+    return (scatter.splits[-1], *scatter.splits[1:])
+  if (by_slices := _written_slices(scatter)) is not None:
+    return by_slices
   uneven = _uneven_updates(scatter)
   if not uneven:
     return None
   if _adds(scatter.site.op):
     _mask_updates(scatter, uneven)
     return None
-  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
-  window = {*numbers.update_window_dims}
-  of_updates = [dim for dim in range(len(scatter.splits[_UPDATES])) if dim not in window]
-  of_ids = [dim for dim in range(len(scatter.splits[_IDS])) if dim != numbers.index_vector_dim]
   after = [*scatter.splits]
-  after[_UPDATES] = _whole(after[_UPDATES], uneven)
-  after[_IDS] = _whole(after[_IDS], [of_ids[of_updates.index(dim)] for dim in uneven])
+  after[_UPDATES], after[_IDS] = _whole(after[_UPDATES], uneven), _whole(after[_IDS], uneven.values())
   return (*after,)
 
 
-_IDS, _UPDATES = (
-  1,
-  2,
-)  # Operands of a scatter; those with several arrays at once, which JAX does not make, are left alone.
+_IDS, _UPDATES = 1, 2  # Operands of a scatter; those with several arrays, which JAX does not make, are left alone.
 
 
-def _uneven_updates(scatter: Instance) -> list[int]:
-  """The dimensions of the updates that follow the ids and do not divide by the axes that split them."""
+def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
+  """Splits in which no part of a dimension that is written by slices is split."""
   if len(scatter.site.op.operands) != 3:
-    return []
+    return None
   numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
-  sizes = enumerate(zip(scatter.site.shapes[_UPDATES], scatter.splits[_UPDATES]))
-  window = {*numbers.update_window_dims}
-  return [dim for dim, (size, axes) in sizes if dim not in window and size % num_parts(axes)]
+  skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
+  table, updates = scatter.site.shapes[0], scatter.site.shapes[_UPDATES]
+  window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
+  parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
+  if math.prod(n for dim, n in enumerate(updates) if dim not in {*numbers.update_window_dims}) == 1:
+    indexed = numbers.scattered_dims_to_operand_dims
+    parts += [dim for dim in indexed if dim not in parts and table[dim] % num_parts(scatter.splits[0][dim])]
+  after = [*scatter.splits]
+  after[0], after[-1] = _whole(after[0], parts), _whole(after[-1], parts)
+  after[_UPDATES] = _whole(after[_UPDATES], [window[dim] for dim in parts if dim in window])
+  return _if_changed(scatter, after)
+
+
+def _uneven_updates(scatter: Instance) -> dict[int, int]:
+  """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
+  if len(scatter.site.op.operands) != 3:
+    return {}
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  ids, updates = scatter.splits[_IDS], scatter.splits[_UPDATES]
+  of_updates = [dim for dim in range(len(updates)) if dim not in {*numbers.update_window_dims}]
+  of_ids = [dim for dim in range(len(ids)) if dim != numbers.index_vector_dim]
+  parts = {(i, j): (num_parts(updates[i]), num_parts(ids[j])) for i, j in zip(of_updates, of_ids)}
+  return {i: j for (i, j), counts in parts.items() if any(scatter.site.shapes[_UPDATES][i] % n for n in counts)}
+
+
+def _sign_ids(lookup: Instance) -> None:
+  """Makes unsigned ids signed where an array is split unevenly: XLA pads ids with -1, and aborts if it cannot."""
+  op = lookup.site.op
+  ids = op.operands[_IDS].type
+  uneven = any(
+    size % num_parts(axes)
+    for shape, split in zip(lookup.site.shapes, lookup.splits)
+    for size, axes in zip(shape, split)
+  )
+  if uneven and ir.IntegerType(ids.element_type).is_unsigned:
+    signed = ir.IntegerType.get_signless(ir.IntegerType(ids.element_type).width)
+    with ir.InsertionPoint(op), op.location:
+      op.operands[_IDS] = stablehlo.ConvertOp(ir.RankedTensorType.get(ids.shape, signed), op.operands[_IDS]).result
 
 
 def _adds(scatter: ir.Operation) -> bool:
@@ -418,7 +568,11 @@ def _refuse_lapack_in_branches(module: ir.Operation) -> None:
 
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.convolution': _convolution,
+  'stablehlo.reduce_window': _windows,
+  'stablehlo.pad': _pad,
   'stablehlo.select_and_scatter': _overlapping_windows,
-  'stablehlo.gather': _lookup,
+  'stablehlo.dynamic_slice': _slice,
+  'stablehlo.dynamic_update_slice': _slice,
+  _GATHER: _lookup,
   _SCATTER: _scatter,
 }

@@ -75,14 +75,19 @@ class Site:
         result.replace_all_uses_except(back.result, [constraint.operation])
         self._stated[i] = (constraint.operation, back.operation)
 
-  def keep_result(self, split: Split) -> None:
-    """States how the result is split, so that XLA, which propagates for itself, cannot find another way."""
-    result, number = self.op.results[0], len(self.op.operands)
-    if number not in self._stated:
-      with ir.InsertionPoint.after(self.op), self.op.location:
-        constraint = sdy.ShardingConstraintOp(result, self._sharding(split))
-      result.replace_all_uses_except(constraint.result, [constraint.operation])
-      self._stated[number] = (constraint.operation,)
+  def keep(self, number: int, split: Split) -> None:
+    """States how an array is split already, so that XLA, which propagates for itself, cannot find another way."""
+    if number in self._stated:
+      return
+    is_result = number >= len(self.op.operands)
+    value = self.op.results[number - len(self.op.operands)] if is_result else self.op.operands[number]
+    with ir.InsertionPoint.after(self.op) if is_result else ir.InsertionPoint(self.op), self.op.location:
+      constraint = sdy.ShardingConstraintOp(value, self._sharding(split))
+    if is_result:
+      value.replace_all_uses_except(constraint.result, [constraint.operation])
+    else:
+      self.op.operands[number] = constraint.result
+    self._stated[number] = (constraint.operation,)
 
   def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
     def reference(axis: Axis) -> sdy.AxisRefAttr:
@@ -119,8 +124,9 @@ class Propagation:
   def __init__(self, module: ir.Module, names: Collection[str]):
     self._module, self._names = module, names
     self.sites: list[Site] = []
-    mesh = next(_meshes(module), None)
-    if mesh is None or not mesh[1]:
+    # An argument that is on no mesh, such as a number, has an empty one.
+    mesh = next(((symbol, axes) for symbol, axes in _meshes(module) if axes), None)
+    if mesh is None:
       return
     self._sizes = {axis.name: axis.size for axis in mesh[1]}
     with module.context:

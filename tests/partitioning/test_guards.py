@@ -4,6 +4,11 @@ A test here that fails without the guard says that XLA has become right, and tha
 `partitioning/guards.py` can go.
 """
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +44,15 @@ def run(program, args, guarded=True):
   lowered = jax.jit(program).lower(*args)
   changed = guard(lowered) if guarded else []
   return np.asarray(lowered.compile()(*args)), changed
+
+
+def aborts(test):
+  """Whether XLA ends the process in which a test of this file runs its program without guards."""
+  path = pathlib.Path(__file__)
+  code = f'import {path.stem} as tests; run = tests.run\n'
+  code += f'tests.run = lambda *args: run(*args[:2], False); tests.{test}(True)'
+  env = os.environ | {'PYTHONPATH': os.pathsep.join([str(path.parent), *sys.path])}
+  return subprocess.run([sys.executable, '-c', code], env=env, check=False).returncode < 0
 
 
 def integers(*shape):
@@ -150,9 +164,9 @@ def test_what_shard_map_computes_is_left_alone():
 
 def test_without_shardy_it_is_an_error():
   program = constrained(mesh_of('a'), product, (P('a'), P()), P())
-  lowered = jax.jit(program).lower(integers(2, 2), integers(2, 2))
   jax.config.update('jax_use_shardy_partitioner', False)
   try:
+    lowered = jax.jit(program).lower(integers(2, 2), integers(2, 2))
     with pytest.raises(ShardingError, match='jax_use_shardy_partitioner is False'):
       guard(lowered)
   finally:
@@ -216,6 +230,49 @@ def test_gradient_of_overlapping_max_pooling(guarded):
   assert np.array_equal(found, gradient(pool)(x)) == guarded
 
 
+@GUARDED
+def test_gradient_of_max_pooling_that_is_split_in_another_way(guarded):
+  def pool(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2), (1, 1, 1), 'VALID')
+
+  def gradient(pool):
+    return jax.grad(lambda x: jnp.sum(pool(x) * jnp.arange(1.0, 5.0)[None, :, None]))
+
+  x = np.array([[[1, 2], [4, 3], [5, 6], [8, 7]]], np.float32)
+  found, _ = run(gradient(constrained(mesh_of('a'), pool, [P(None, None, 'a')], P('a'))), (x,), guarded)
+  assert np.array_equal(found, gradient(pool)(x)) == guarded
+
+
+@GUARDED
+def test_sums_over_windows_with_padding(guarded):
+  def pool(x):
+    return jax.lax.reduce_window(x, jnp.inf, jax.lax.min, (3,), (1,), [(1, 0)])
+
+  if not guarded:
+    assert aborts('test_sums_over_windows_with_padding')
+    return
+  x = np.array([-6, -7], np.float32)
+  np.testing.assert_array_equal(run(constrained(mesh_of('a'), pool, [P()], P('a')), (x,))[0], pool(x))
+
+
+@GUARDED
+def test_grouped_convolution_that_is_a_product(guarded):
+  x, w = integers(2, 3, 3, 4), integers(1, 1, 2, 4)
+  channels = P(None, None, None, 'a')
+  program = constrained(mesh_of('a'), lambda x, w: convolve(x, w, groups=2), (channels, channels), channels)
+  found, _ = run(program, (x, w), guarded)
+  assert np.array_equal(found, convolve(x, w, groups=2)) == guarded
+
+
+@GUARDED
+def test_grouped_convolution_with_a_split_filter(guarded):
+  x, w = integers(2, 4, 4, 4) + 4, integers(1, 1, 1, 4) + 4
+  spec = P(None, None, 'a')
+  right = filter_gradient(4, P(), P(), mesh_of('a'))(x, w)
+  found, _ = run(filter_gradient(4, P(), spec, mesh_of('a')), (x, w), guarded)
+  assert np.array_equal(found, right) == guarded
+
+
 # ---------------------------------------------------------------- lookups
 
 TABLE = integers(5, 4)
@@ -240,14 +297,15 @@ def test_gradient_of_a_lookup_of_uneven_ids(guarded):
   assert np.array_equal(found, right) == guarded
 
 
+@pytest.mark.parametrize('rows', [P('a'), P()])
 @pytest.mark.parametrize('method', ['set', 'max'])
-def test_scatter_of_uneven_ids(method):
-  def scatter(table, ids):
-    write = getattr(table.at[ids], method)
-    return write(jnp.stack([table[0] + 7] * len(ids)))
+def test_scatter_of_uneven_ids(method, rows):
+  def scatter(table, ids, rows):
+    return getattr(table.at[ids], method)(rows)
 
-  program = constrained(mesh_of('a', 'b'), scatter, (P(), P('a')), P())
-  np.testing.assert_array_equal(run(program, (TABLE, IDS))[0], scatter(jnp.asarray(TABLE), IDS))
+  rows_ = np.stack([TABLE[0] + 7] * len(IDS))
+  program = constrained(mesh_of('a', 'b'), scatter, (P(), P('a'), rows), P())
+  np.testing.assert_array_equal(run(program, (TABLE, IDS, rows_))[0], scatter(jnp.asarray(TABLE), IDS, rows_))
 
 
 @GUARDED
@@ -264,6 +322,96 @@ def test_lookup_with_table_and_ids_over_the_same_axis(guarded):
       run(program, (table, ids), guarded)
     return
   assert run(program, (table, ids))[0] == np.sum(table[ids] ** 2)
+
+
+def test_lookup_with_ids_that_are_split_twice():
+  """XLA would split the ids as they are stated first, Shardy as they are stated last; it does not compile then."""
+  mesh, rows = mesh_of('a', 'b', 'c'), integers(2, 2)
+
+  def gradient(ids, rows):
+    def write(rows):
+      specs = (P('a'), P(('c', 'a')))
+      return constrained(mesh, lambda ids, rows: table.at[ids].add(rows), specs, P(None, 'b'))(ids, rows)
+
+    table = jnp.zeros((2, 2))
+    return jax.grad(lambda rows: jnp.sum(write(rows) * jnp.arange(4.0).reshape(2, 2)))(rows)
+
+  np.testing.assert_array_equal(run(gradient, (np.array([1, 0], np.int32), rows))[0], [[2, 3], [0, 1]])
+
+
+@GUARDED
+def test_diagonal(guarded):
+  x = np.array([[[3], [5]]], np.float32)
+  program = constrained(mesh_of('a', 'b', sizes=(2, 4)), jnp.diagonal, [P(None, 'a')], P('a', 'b'))
+  found, _ = run(program, (x,), guarded)
+  assert np.array_equal(found, jnp.diagonal(x)) == guarded
+
+
+@GUARDED
+@pytest.mark.parametrize('out', [P(), P(None, 'a')])
+def test_scatter_of_one_row_into_an_uneven_table(guarded, out):
+  table, ids, rows = np.array([[1, 2, 3, 4]], np.float32), np.array([2], np.int32), np.ones((1, 1), np.float32)
+
+  def write(table, ids, rows):
+    return table.at[:, ids].add(rows)
+
+  program = constrained(mesh_of('a', sizes=(3,)), write, (P(None, 'a'), P(), P()), out)
+  found, _ = run(program, (table, ids, rows), guarded)
+  assert np.array_equal(found, write(jnp.asarray(table), ids, rows)) == guarded
+
+
+@GUARDED
+def test_slices_are_scattered(guarded):
+  def gradient(ids, weights):
+    update = jax.vmap(lambda x, u, i: jax.lax.dynamic_update_slice(x, u, (i, 0)))
+    write = constrained(mesh, lambda x: update(x, jnp.zeros((1, 1, 1)), ids), [P()], P(None, 'a'))
+    return jax.grad(lambda x: jnp.sum(write(x) * weights))(jnp.zeros((1, 3, 1)))
+
+  mesh, weights = mesh_of('a'), np.array([[[5], [2], [3]]], np.float32)
+  found, _ = run(gradient, (np.array([1], np.int32), weights), guarded)
+  assert np.array_equal(found.ravel(), [5, 0, 3]) == guarded
+
+
+@GUARDED
+def test_gradient_of_a_sort(guarded):
+  def gradient(x, weights):
+    sort = constrained(mesh_of('a'), lambda x: jnp.sort(x, axis=1), [P('a')], P())
+    return jax.grad(lambda x: jnp.sum(sort(x) * weights))(x)
+
+  x, weights = integers(3, 4), integers(3, 4)
+  if not guarded:
+    assert aborts('test_gradient_of_a_sort')
+    return
+  right = np.take_along_axis(weights, np.argsort(np.argsort(x, axis=1, kind='stable'), axis=1), axis=1)
+  np.testing.assert_array_equal(run(gradient, (x, weights))[0], right)
+
+
+# ---------------------------------------------------------------- slices and pads
+
+
+@GUARDED
+def test_dynamic_slices_that_begin_past_the_end(guarded):
+  def read(x, begin):
+    return jax.lax.dynamic_slice(x, (begin,), (2,))
+
+  def write(x, begin):
+    return jax.lax.dynamic_update_slice(x, x[:1] + 5, (begin,))
+
+  x, begin = np.array([1, 2, 3], np.float32), np.array(3, np.int32)
+  for fn in (read, write):
+    found, _ = run(constrained(mesh_of('a'), fn, (P('a'), P()), P('a')), (x, begin), guarded)
+    assert np.array_equal(found, fn(x, begin)) == guarded
+
+
+@GUARDED
+@pytest.mark.parametrize('edges', [(-1, 0, 0), (1, 1, 1)])
+def test_pads_that_crop(guarded, edges):
+  def pad(x):
+    return jax.lax.pad(x, np.float32(0), [edges])
+
+  x = np.arange(4, dtype=np.float32)
+  found, _ = run(constrained(mesh_of('a'), pad, [P()], P('a')), (x,), guarded)
+  assert np.array_equal(found, pad(x)) == guarded
 
 
 # ---------------------------------------------------------------- branches
