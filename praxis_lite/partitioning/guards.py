@@ -393,8 +393,8 @@ def _lookup(lookup: Instance) -> tuple[Split, ...] | None:
   """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
 
   On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
-  `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table
-  splits no other dimension of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`.
+  `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table splits no other dimension
+  of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`.
   """
   table, ids, rows = lookup.splits
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
