@@ -79,7 +79,8 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
   def _features(self, batch: NestedDict) -> jax.Array:
     x, weights = self._leaf(batch, self.input_name), self._leaf(batch, 'weights')
     # Rows that weigh nothing may hold NaN, and 0 times NaN is no zero gradient.
-    return self.network(jnp.where(jnp.expand_dims(weights == 0, range(1, x.ndim)), 0, x), weights)
+    is_padding = jnp.expand_dims(weights == 0, range(1, x.ndim))
+    return self.network(jnp.where(is_padding & ~jnp.isfinite(x), 0, x), weights)
 
   def _leaf(self, batch: NestedDict, name: str) -> jax.Array:
     if name not in batch:
