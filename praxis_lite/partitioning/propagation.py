@@ -40,15 +40,15 @@ class Site:
     op: the operation. Its arrays are the operands, then the results.
     shapes: the global shape of each array.
     mesh: the axes that may split them, in the order of the mesh; those that `shard_map` maps are left out.
-    masked: dimensions of which the padding was masked.
+    mended: what was done to its operands besides stating how they are split.
   """
 
   def __init__(self, op: ir.Operation, mesh: ir.Attribute, axes: tuple[Axis, ...]):
     self.op = op
     self.shapes = tuple(tuple(v.type.shape) for v in (*op.operands, *op.results))
-    self.masked: set[int] = set()
+    self.mended: list[str] = []
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
-    self._stated: dict[int, tuple[ir.Operation, ...]] = {}
+    self._stated: dict[int, ir.Operation] = {}
     manual = _manual_axes(op)
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
 
@@ -57,37 +57,40 @@ class Site:
     """The operation as it is named in profiles."""
     return str(self.op.location).partition('"')[2].partition('"')[0]
 
+  def mend(self, what: str) -> bool:
+    """Notes that something is done to the operands; False if it has been done before."""
+    if what in self.mended:
+      return False
+    self.mended.append(what)
+    return True
+
   def state(self, old: Sequence[Split], new: Sequence[Split]) -> None:
     """Constrains the arrays to be split as `new` in the operation; results are split as in `old` after it."""
     for i, (before, after) in enumerate(zip(old, new)):
       if i in self._stated:
-        self._stated[i][0].attributes['sharding'] = self._sharding(after)
-      elif before != after and i < len(self.op.operands):
-        with ir.InsertionPoint(self.op), self.op.location:
-          constraint = sdy.ShardingConstraintOp(self.op.operands[i], self._sharding(after))
-        self.op.operands[i] = constraint.result
-        self._stated[i] = (constraint.operation,)
+        self._stated[i].attributes['sharding'] = self._sharding(after)
       elif before != after:
-        result = self.op.results[i - len(self.op.operands)]
-        with ir.InsertionPoint.after(self.op), self.op.location:
-          constraint = sdy.ShardingConstraintOp(result, self._sharding(after))
-          back = sdy.ShardingConstraintOp(constraint.result, self._sharding(before))
-        result.replace_all_uses_except(back.result, [constraint.operation])
-        self._stated[i] = (constraint.operation, back.operation)
+        self._constrain(i, after, before)
 
   def keep(self, number: int, split: Split) -> None:
     """States how an array is split already, so that XLA, which propagates for itself, cannot find another way."""
-    if number in self._stated:
-      return
-    is_result = number >= len(self.op.operands)
-    value = self.op.results[number - len(self.op.operands)] if is_result else self.op.operands[number]
-    with ir.InsertionPoint.after(self.op) if is_result else ir.InsertionPoint(self.op), self.op.location:
-      constraint = sdy.ShardingConstraintOp(value, self._sharding(split))
-    if is_result:
-      value.replace_all_uses_except(constraint.result, [constraint.operation])
-    else:
+    if number not in self._stated:
+      self._constrain(number, split)
+
+  def _constrain(self, number: int, split: Split, afterwards: Split | None = None) -> None:
+    """Constrains an array; a result, if wanted, also to how it is split after the operation."""
+    if number < len(self.op.operands):
+      with ir.InsertionPoint(self.op), self.op.location:
+        constraint = sdy.ShardingConstraintOp(self.op.operands[number], self._sharding(split))
       self.op.operands[number] = constraint.result
-    self._stated[number] = (constraint.operation,)
+    else:
+      result = self.op.results[number - len(self.op.operands)]
+      with ir.InsertionPoint.after(self.op), self.op.location:
+        last = constraint = sdy.ShardingConstraintOp(result, self._sharding(split))
+        if afterwards is not None:
+          last = sdy.ShardingConstraintOp(constraint.result, self._sharding(afterwards))
+      result.replace_all_uses_except(last.result, [constraint.operation])
+    self._stated[number] = constraint.operation
 
   def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
     def reference(axis: Axis) -> sdy.AxisRefAttr:

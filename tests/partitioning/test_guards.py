@@ -256,6 +256,19 @@ def test_sums_over_windows_with_padding(guarded):
 
 
 @GUARDED
+def test_convolution_that_is_a_permuted_product(guarded):
+  def gradient(mesh):
+    program = constrained(
+      mesh, convolve, (P('c', None, None, 'b'), P(None, None, ('a', 'b'), 'c')), P('a', None, None, ('c', 'b'))
+    )
+    return lambda x, w: jax.grad(lambda w: jnp.sum(program(x, w) ** 2))(w)
+
+  x, w = integers(1, 1, 2, 3), integers(1, 1, 3, 2)
+  found, _ = run(gradient(mesh_of('a', 'b', 'c')), (x, w), guarded)
+  assert np.array_equal(found, jax.grad(lambda w: jnp.sum(convolve(x, w) ** 2))(w)) == guarded
+
+
+@GUARDED
 def test_grouped_convolution_that_is_a_product(guarded):
   x, w = integers(2, 3, 3, 4), integers(1, 1, 2, 4)
   channels = P(None, None, None, 'a')

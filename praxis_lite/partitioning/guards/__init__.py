@@ -1,0 +1,16 @@
+"""Guards: operations that XLA's partitioner computes wrongly without an error, and what is stated so that it does not.
+
+`guard` reads a lowered program, the backward pass and a user's own layers included, and how Shardy will split each of
+its arrays (`partitioning/propagation.py`). Where an operation is one of those below, the program is told to split its
+arrays in another way around it; all else stays as it is. Each guard names the smallest program that shows the fault,
+and the test in `tests/partitioning/test_guards.py` that runs this program without the guard: when it fails, XLA has
+become right and the guard can go. All faults were seen with jaxlib 0.4.36 to 0.12, on CPU and in programs compiled for
+GPU, with Shardy and without.
+
+    products    products of matrices
+    images      convolutions, windows and pads
+    lookups     gathers, slices and scatters
+    branches    calls of LAPACK that would wait forever
+"""
+
+from praxis_lite.partitioning.guards.guard import Guarded, GuardedJit, guard

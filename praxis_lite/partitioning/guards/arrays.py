@@ -1,0 +1,59 @@
+"""What the guards share: attributes of operations, and splits with some dimensions changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from praxis_lite.partitioning.propagation import Axis, Instance, Split
+
+PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
+GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
+IDS, UPDATES = 1, 2  # Operands of a gather, and of a scatter of one array; JAX makes no other scatters.
+
+
+def integers(op: ir.Operation, name: str) -> list[int]:
+  """An attribute that is an array of integers."""
+  return [*ir.DenseI64ArrayAttr(op.attributes[name])]
+
+
+def integer(op: ir.Operation, name: str) -> int:
+  """An attribute that is one integer."""
+  return ir.IntegerAttr(op.attributes[name]).value
+
+
+def padding(pad: ir.Operation) -> tuple[list[int], list[int], list[int]]:
+  """What a pad adds to each dimension: before it, after it, and between its entries."""
+  return integers(pad, 'edge_padding_low'), integers(pad, 'edge_padding_high'), integers(pad, 'interior_padding')
+
+
+def filled(of_type: ir.RankedTensorType, value: float) -> ir.Value:
+  """An array of one number, inserted as a constant."""
+  dtype = of_type.element_type
+  entry = ir.FloatAttr.get(dtype, value) if isinstance(dtype, ir.FloatType) else ir.IntegerAttr.get(dtype, int(value))
+  return stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(of_type, entry)).result
+
+
+def axes_of(entries: Iterable[tuple[Axis, ...]]) -> frozenset[Axis]:
+  """The axes that split any of some dimensions."""
+  return frozenset(axis for axes in entries for axis in axes)
+
+
+def whole(split: Split, dims: Iterable[int]) -> Split:
+  """The split without those of some dimensions."""
+  dims = set(dims)
+  return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
+
+
+def split_over(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
+  """The split with one dimension over some axes, which, or parts of which, split no other one."""
+  names = {axis.name for axis in axes}
+  others = tuple(tuple(axis for axis in entry if axis.name not in names) for entry in split)
+  return (*others[:dim], axes, *others[dim + 1 :])
+
+
+def if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:
+  """The splits, or None if the arrays are split so already."""
+  return None if (*after,) == instance.splits else (*after,)

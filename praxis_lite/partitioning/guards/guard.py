@@ -1,0 +1,145 @@
+"""Reads a lowered program, and changes the operations in it that XLA would compute wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+from jaxlib.mlir import ir
+
+from praxis_lite.errors import ShardingError
+from praxis_lite.partitioning.guards import images, lookups
+from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE
+from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
+from praxis_lite.partitioning.guards.products import guard_product, keeps_product
+from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Split
+
+T = TypeVar('T')
+# How often what a guard states may lead to splits that another one guards.
+_MAX_ROUNDS = 6
+
+
+class Guarded(NamedTuple):
+  """An operation that a guard changed.
+
+  Attributes:
+    op: its name, such as 'dot_general'.
+    where: the operation as it is named in profiles.
+    shapes: the global shape of each operand, then of each result.
+    before, after: how these were split, and how they are split now.
+    mended: what else was done, such as 'signed ids'.
+  """
+
+  op: str
+  where: str
+  shapes: tuple[tuple[int, ...], ...]
+  before: tuple[Split, ...]
+  after: tuple[Split, ...]
+  mended: tuple[str, ...] = ()
+
+
+_GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
+  'stablehlo.convolution': images.guard_convolution,
+  'stablehlo.reduce_window': images.guard_windows,
+  'stablehlo.pad': images.guard_pad,
+  'stablehlo.select_and_scatter': images.guard_max_pooling_gradient,
+  'stablehlo.dynamic_slice': lookups.guard_slice,
+  'stablehlo.dynamic_update_slice': lookups.guard_slice,
+  GATHER: lookups.guard_lookup,
+  SCATTER: lookups.guard_scatter,
+}
+
+
+def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
+  """Changes a lowered program, before it is compiled, where XLA would compute it wrongly; returns what it changed.
+
+  Raises:
+    ShardingError: Shardy, JAX's default, is turned off.
+    ConfigError: the CPU would wait forever for several calls of LAPACK in one branch.
+  """
+  module = lowered.compiler_ir('stablehlo')
+  if module is None:
+    return []
+  with module.context:
+    refuse_lapack_in_branches(module.operation)
+    propagation = Propagation(module, {*_GUARDS, PRODUCT, TRANSPOSE})
+    # Lowered without Shardy, a program says nothing of its mesh but its size.
+    attributes = module.operation.attributes
+    on_mesh = 'mhlo.num_partitions' in attributes and ir.IntegerAttr(attributes['mhlo.num_partitions']).value > 1
+    if on_mesh and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+      raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
+    first: dict[Site, tuple[Split, ...]] = {}
+    last: dict[Site, tuple[Split, ...]] = {}
+    for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
+      instances = propagation.instances()
+      for site, splits, _ in instances:
+        first.setdefault(site, splits)
+      found = [*_to_change(instances)]
+      for (site, before, _), after in found:
+        if round_ == _MAX_ROUNDS - 1:  # They do not agree; what is not split is computed rightly.
+          after = tuple(((),) * len(shape) for shape in site.shapes)
+        site.state(before, after)
+        last[site] = after
+      if not found:
+        _keep(instances)
+        break
+    changed = [site for site in propagation.sites if site in last or site.mended]
+    return [
+      Guarded(s.op.name.partition('.')[2], s.where, s.shapes, first[s], last.get(s, first[s]), (*s.mended,))
+      for s in changed
+    ]
+
+
+class GuardedJit(Generic[T]):
+  """`jax.jit` with guards, for a training loop of your own; the steps of a `PartitionedTask` have them anyway.
+
+  Args:
+    fn, options: as for `jax.jit`; of static arguments, `static_argnums`.
+  """
+
+  def __init__(self, fn: Callable[..., T], *, static_argnums: int | Sequence[int] = (), **options: Any):
+    self.jitted = jax.jit(fn, static_argnums=static_argnums, **options)
+    self._static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
+    self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """The lowered program for some arguments, or their `jax.ShapeDtypeStruct`s, already guarded."""
+    lowered = self.jitted.lower(*args, **kwargs)
+    guard(lowered)
+    return lowered
+
+  def __call__(self, *args: Any, **kwargs: Any) -> T:
+    dynamic = [x for i, x in enumerate(args) if i not in self._static]
+    leaves, structure = jax.tree.flatten((dynamic, kwargs))
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+      return self.jitted(*args, **kwargs)
+    types = tuple((jax.typeof(x), getattr(x, 'sharding', None)) for x in leaves)
+    key = (structure, types, tuple(x for i, x in enumerate(args) if i in self._static))
+    if key not in self._compiled:
+      self._compiled[key] = self.lower(*args, **kwargs).compile()
+    return self._compiled[key](*dynamic, **kwargs)
+
+
+def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[Split, ...]]]:
+  """The operations that are computed wrongly, each with splits that are computed rightly."""
+  transposes = {instance.site.op: instance for instance in instances if instance.site.op.name == TRANSPOSE}
+  for instance in instances:
+    name = instance.site.op.name
+    if name == PRODUCT:
+      after = guard_product(instance, transposes)
+    else:
+      after = _GUARDS[name](instance) if name in _GUARDS else None
+    if after is not None:
+      yield instance, after
+
+
+def _keep(instances: Iterable[Instance]) -> None:
+  """States how arrays are split of operations that are right as they are, but might not be if XLA, which propagates
+  for itself, split them in another way: results of products, and ids of lookups."""
+  for instance in instances:
+    site, splits = instance.site, instance.splits
+    if site.op.name == PRODUCT and keeps_product(instance):
+      site.keep(2, splits[2])
+    elif site.op.name == GATHER and lookups.keeps_ids(instance):
+      site.keep(IDS, splits[IDS])

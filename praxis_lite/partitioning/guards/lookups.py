@@ -1,0 +1,157 @@
+"""Gathers and slices, which read parts of an array, and scatters, which write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from praxis_lite.partitioning.guards.arrays import IDS, UPDATES, axes_of, filled, if_changed, whole
+from praxis_lite.partitioning.propagation import Instance, Split, num_parts
+
+
+def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
+  """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
+
+  On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
+  `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table splits no other dimension
+  of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`.
+  """
+  table, ids, rows = lookup.splits
+  numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
+  looked_up = axes_of(table[dim] for dim in numbers.start_index_map)
+  if axes_of(table) & axes_of(ids) or looked_up & axes_of(rows):
+    return if_changed(lookup, lookup.compatible)
+  return None
+
+
+def keeps_ids(lookup: Instance) -> bool:
+  """Whether a lookup that is right might not be if XLA split its ids in another way.
+
+  Test: `test_lookup_with_ids_that_are_split_twice`.
+  """
+  return bool(axes_of(lookup.splits[0]) and axes_of(lookup.splits[IDS]))
+
+
+def guard_slice(dynamic: Instance) -> None:
+  """Clamps where a slice begins along split dimensions, as the operation would; behind a barrier, or XLA undoes it.
+
+  XLA reads or writes past the end of a device's part instead. On a mesh a 2: a slice of 2 of 3 entries over 'a' that
+  begins at 3. Test: `test_dynamic_slices_that_begin_past_the_end`.
+  """
+  op, shapes = dynamic.site.op, dynamic.site.shapes
+  reads = op.name == 'stablehlo.dynamic_slice'
+  first, sizes = (1, shapes[-1]) if reads else (2, shapes[1])
+  for dim, (whole_size, size) in enumerate(zip(shapes[0], sizes)):
+    is_split = any(split[dim] for split in (dynamic.splits[0], dynamic.splits[-1]))
+    if is_split and size != whole_size and dynamic.site.mend(f'clamped start in dimension {dim}'):
+      begin = op.operands[first + dim]
+      with ir.InsertionPoint(op), op.location:
+        clamped = stablehlo.ClampOp(filled(begin.type, 0), begin, filled(begin.type, whole_size - size)).result
+        op.operands[first + dim] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
+
+
+def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
+  """Keeps what XLA pads out of the result where updates are not split evenly.
+
+  Where a dimension of the ids is split unevenly, XLA pads it, and its partitioned scatter (the gradient of a lookup)
+  writes the padding's update, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
+  `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
+  gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
+
+  It is also wrong where the table is split in another way than the result, and where one row is written into a table
+  with rows that are split unevenly, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result
+  replicated, or not. Test: `test_scatter_of_one_row_into_an_uneven_table`.
+
+  Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2:
+  `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test: `test_slices_are_scattered`.
+
+  Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process. Test:
+  `test_gradient_of_a_sort`.
+  """
+  if len(scatter.site.op.operands) != 3:  # A scatter of several arrays, which JAX does not make.
+    return None
+  _sign_ids(scatter)
+  if scatter.splits[0] != scatter.splits[-1]:
+    return (scatter.splits[-1], *scatter.splits[1:])
+  if (by_slices := _written_slices(scatter)) is not None:
+    return by_slices
+  uneven = _uneven_updates(scatter)
+  if not uneven:
+    return None
+  if _adds(scatter.site.op):
+    _mask_updates(scatter, uneven)
+    return None
+  after = [*scatter.splits]
+  after[UPDATES], after[IDS] = whole(after[UPDATES], uneven), whole(after[IDS], uneven.values())
+  return (*after,)
+
+
+def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
+  """Splits in which no part of a dimension that is written by slices is split."""
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
+  table, updates = scatter.site.shapes[0], scatter.site.shapes[UPDATES]
+  window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
+  parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
+  if math.prod(n for dim, n in enumerate(updates) if dim not in {*numbers.update_window_dims}) == 1:
+    indexed = numbers.scattered_dims_to_operand_dims
+    parts += [dim for dim in indexed if dim not in parts and table[dim] % num_parts(scatter.splits[0][dim])]
+  after = [*scatter.splits]
+  after[0], after[-1] = whole(after[0], parts), whole(after[-1], parts)
+  after[UPDATES] = whole(after[UPDATES], [window[dim] for dim in parts if dim in window])
+  return if_changed(scatter, after)
+
+
+def _uneven_updates(scatter: Instance) -> dict[int, int]:
+  """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  ids, updates = scatter.splits[IDS], scatter.splits[UPDATES]
+  of_updates = [dim for dim in range(len(updates)) if dim not in {*numbers.update_window_dims}]
+  of_ids = [dim for dim in range(len(ids)) if dim != numbers.index_vector_dim]
+  parts = {(i, j): (num_parts(updates[i]), num_parts(ids[j])) for i, j in zip(of_updates, of_ids)}
+  return {i: j for (i, j), counts in parts.items() if any(scatter.site.shapes[UPDATES][i] % n for n in counts)}
+
+
+def _sign_ids(lookup: Instance) -> None:
+  """Makes unsigned ids signed where an array is split unevenly: XLA pads ids with -1, and aborts if it cannot."""
+  op = lookup.site.op
+  ids = op.operands[IDS].type
+  uneven = any(
+    size % num_parts(axes)
+    for shape, split in zip(lookup.site.shapes, lookup.splits)
+    for size, axes in zip(shape, split)
+  )
+  if uneven and ir.IntegerType(ids.element_type).is_unsigned:
+    signed = ir.IntegerType.get_signless(ir.IntegerType(ids.element_type).width)
+    lookup.site.mend('signed ids')
+    with ir.InsertionPoint(op), op.location:
+      op.operands[IDS] = stablehlo.ConvertOp(ir.RankedTensorType.get(ids.shape, signed), op.operands[IDS]).result
+
+
+def _adds(scatter: ir.Operation) -> bool:
+  return [op.operation.name for op in scatter.regions[0].blocks[0].operations] == ['stablehlo.add', 'stablehlo.return']
+
+
+def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
+  """Zeroes the updates past the end of some dimensions.
+
+  The mask is true of all entries that exist; the barrier keeps XLA from finding that out before it partitions.
+  """
+  op = scatter.site.op
+  updates = op.operands[UPDATES]
+  shape, int32 = scatter.site.shapes[UPDATES], ir.IntegerType.get_signless(32)
+  with ir.InsertionPoint(op), op.location:
+    for dim in dims:
+      if not scatter.site.mend(f'masked padding of dimension {dim}'):
+        continue
+      of_ints = ir.RankedTensorType.get(shape, int32)
+      position = stablehlo.IotaOp(of_ints, dim).result
+      size = stablehlo.ConstantOp(ir.DenseElementsAttr.get(np.array(shape[dim], np.int32))).result  # type: ignore[call-overload]
+      end = stablehlo.BroadcastInDimOp(of_ints, stablehlo.OptimizationBarrierOp([size]).results[0], []).result
+      exists = stablehlo.CompareOp(position, end, stablehlo.ComparisonDirectionAttr.get('LT')).result
+      updates = stablehlo.SelectOp(exists, updates, filled(updates.type, 0)).result
+  op.operands[UPDATES] = updates
