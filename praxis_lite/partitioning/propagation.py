@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import sdy, stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
 _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
@@ -144,6 +144,7 @@ class Propagation:
     for site in self.sites:
       del site.op.attributes[_NUMBER]
     _inline_calls(copy)
+    _reshape_where_nothing_is_repeated(copy)
     PassManager.parse(_PROPAGATE).run(copy)
     propagated = list(self._read(copy))
     PassManager.parse(_MAKE_COMPATIBLE).run(copy)
@@ -172,6 +173,16 @@ def _inline_calls(module: ir.Operation) -> None:
       for old, new in zip(call.results, returned.operands):
         old.replace_all_uses_with(known[new])
       call.erase()
+
+
+def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
+  """Makes broadcasts that only add dimensions of size 1 reshapes, as XLA does: those are propagated through earlier."""
+  for op in operations(module, {'stablehlo.broadcast_in_dim'}):
+    (before,), (after,) = op.operands, op.results
+    if math.prod(before.type.shape) == math.prod(after.type.shape):
+      with ir.InsertionPoint(op), op.location:
+        after.replace_all_uses_with(stablehlo.ReshapeOp(after.type, before).result)
+      op.erase()
 
 
 def _replace_operands(root: ir.Operation, known: Mapping[ir.Value, ir.Value]) -> None:

@@ -306,8 +306,29 @@ def lookup_gradient(mesh, specs, out):
 @GUARDED
 def test_gradient_of_a_lookup_of_uneven_ids(guarded):
   right = lookup_gradient(mesh_of('a'), (P(), P()), P())(TABLE, IDS)
-  found, _ = run(lookup_gradient(mesh_of('a', 'b'), (P(), P('a')), P('a')), (TABLE, IDS), guarded)
+  found, changed = run(lookup_gradient(mesh_of('a', 'b'), (P(), P('a')), P('a')), (TABLE, IDS), guarded)
   assert np.array_equal(found, right) == guarded
+  assert [g.mended for g in changed if g.op == 'scatter'] == [('masked padding of dimension 0',)] * guarded
+
+
+@GUARDED
+def test_scatter_of_ids_that_are_split_otherwise_than_their_updates(guarded):
+  def scatter(table, ids, updates):
+    return table.at[:, ids].add(updates)
+
+  args = integers(2, 1), np.zeros(2, np.int32), integers(2, 2) + 4
+  program = constrained(mesh_of('a', 'b', 'c'), scatter, (P(), P(('a', 'b')), P(None, 'c')), P())
+  found, _ = run(program, args, guarded)
+  assert np.array_equal(found, scatter(jnp.asarray(args[0]), *args[1:])) == guarded
+
+
+def test_scatter_of_uneven_ids_over_an_axis_of_the_table():
+  def scatter(table, ids, updates):
+    return jax.vmap(lambda table, i, u: table.at[i].add(u))(table, ids, updates)
+
+  args = integers(1, 2, 1), np.array([[1, 0]], np.int32), integers(1, 2, 1)
+  program = constrained(mesh_of('a', 'b', sizes=(4, 2)), scatter, (P(), P(None, 'b'), P('a')), P(None, 'a'))
+  np.testing.assert_array_equal(run(program, args)[0], scatter(jnp.asarray(args[0]), *args[1:]))
 
 
 @pytest.mark.parametrize('rows', [P('a'), P()])

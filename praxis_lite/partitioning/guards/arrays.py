@@ -11,7 +11,8 @@ from praxis_lite.partitioning.propagation import Axis, Instance, Split
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'
 GATHER, SCATTER = 'stablehlo.gather', 'stablehlo.scatter'
-IDS, UPDATES = 1, 2  # Operands of a gather, and of a scatter of one array; JAX makes no other scatters.
+# Arrays of a gather, and of a scatter of one array: ids, and the rows that are read, or written.
+IDS, ROWS = 1, 2
 
 
 def integers(op: ir.Operation, name: str) -> list[int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from praxis_lite.partitioning.guards.arrays import IDS, UPDATES, axes_of, filled, if_changed, whole
-from praxis_lite.partitioning.propagation import Instance, Split, num_parts
+from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, whole
+from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 
 def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
@@ -18,13 +18,17 @@ def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
 
   On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
   `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table splits no other dimension
-  of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`.
+  of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`. Ids that are split unevenly are split as the result.
+  Test: `test_lookup_with_ids_that_are_split_twice`.
   """
   table, ids, rows = lookup.splits
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
   looked_up = axes_of(table[dim] for dim in numbers.start_index_map)
   if axes_of(table) & axes_of(ids) or looked_up & axes_of(rows):
     return if_changed(lookup, lookup.compatible)
+  pairs = _pairs(lookup, numbers.offset_dims, numbers.index_vector_dim)
+  if any(_is_uneven(lookup.site.shapes[ROWS][i], rows[i], ids[j]) for i, j in pairs.items()):
+    return if_changed(lookup, (table, _as_rows(ids, rows, pairs), rows))
   return None
 
 
@@ -60,7 +64,8 @@ def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
   Where a dimension of the ids is split unevenly, XLA pads it, and its partitioned scatter (the gradient of a lookup)
   writes the padding's update, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
   `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
-  gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
+  gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`. Ids are split as their updates first, or the padding would
+  come after the mask. Test: `test_scatter_of_ids_that_are_split_otherwise_than_their_updates`.
 
   It is also wrong where the table is split in another way than the result, and where one row is written into a table
   with rows that are split unevenly, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result
@@ -82,11 +87,13 @@ def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
   uneven = _uneven_updates(scatter)
   if not uneven:
     return None
+  if (apart := _ids_as_updates(scatter)) is not None:
+    return apart
   if _adds(scatter.site.op):
     _mask_updates(scatter, uneven)
     return None
   after = [*scatter.splits]
-  after[UPDATES], after[IDS] = whole(after[UPDATES], uneven), whole(after[IDS], uneven.values())
+  after[ROWS], after[IDS] = whole(after[ROWS], uneven), whole(after[IDS], uneven.values())
   return (*after,)
 
 
@@ -94,7 +101,7 @@ def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
   """Splits in which no part of a dimension that is written by slices is split."""
   numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
   skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
-  table, updates = scatter.site.shapes[0], scatter.site.shapes[UPDATES]
+  table, updates = scatter.site.shapes[0], scatter.site.shapes[ROWS]
   window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
   parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
   if math.prod(n for dim, n in enumerate(updates) if dim not in {*numbers.update_window_dims}) == 1:
@@ -102,29 +109,61 @@ def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
     parts += [dim for dim in indexed if dim not in parts and table[dim] % num_parts(scatter.splits[0][dim])]
   after = [*scatter.splits]
   after[0], after[-1] = whole(after[0], parts), whole(after[-1], parts)
-  after[UPDATES] = whole(after[UPDATES], [window[dim] for dim in parts if dim in window])
+  after[ROWS] = whole(after[ROWS], [window[dim] for dim in parts if dim in window])
   return if_changed(scatter, after)
+
+
+def _ids_as_updates(scatter: Instance) -> tuple[Split, ...] | None:
+  """Splits of ids as those of their updates, and of a table whose rows are split over none of these axes."""
+  table, ids, updates, _ = scatter.splits
+  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  ids = _as_rows(ids, updates, _scattered(scatter))
+  over = axes_of(ids)
+  rows = [dim for dim in numbers.scattered_dims_to_operand_dims if over.intersection(table[dim])]
+  return if_changed(scatter, (whole(table, rows), ids, updates, whole(table, rows)))
 
 
 def _uneven_updates(scatter: Instance) -> dict[int, int]:
   """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
+  ids, updates, sizes = scatter.splits[IDS], scatter.splits[ROWS], scatter.site.shapes[ROWS]
+  return {i: j for i, j in _scattered(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
+
+
+def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
+  """The dimensions of rows, read or written, but for those of a slice; and of each the dimension of the ids.
+
+  Args:
+    lookup: a gather, or a scatter.
+    slices: the dimensions of a slice.
+    vector: the dimension of the ids that holds the entries of one.
+  """
+  slices = {*slices}
+  of_rows = [dim for dim in range(len(lookup.splits[ROWS])) if dim not in slices]
+  return dict(zip(of_rows, [dim for dim in range(len(lookup.splits[IDS])) if dim != vector]))
+
+
+def _scattered(scatter: Instance) -> dict[int, int]:
   numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
-  ids, updates = scatter.splits[IDS], scatter.splits[UPDATES]
-  of_updates = [dim for dim in range(len(updates)) if dim not in {*numbers.update_window_dims}]
-  of_ids = [dim for dim in range(len(ids)) if dim != numbers.index_vector_dim]
-  parts = {(i, j): (num_parts(updates[i]), num_parts(ids[j])) for i, j in zip(of_updates, of_ids)}
-  return {i: j for (i, j), counts in parts.items() if any(scatter.site.shapes[UPDATES][i] % n for n in counts)}
+  return _pairs(scatter, numbers.update_window_dims, numbers.index_vector_dim)
+
+
+def _as_rows(ids: Split, rows: Split, pairs: Mapping[int, int]) -> Split:
+  """Ids that are split as their rows."""
+  of_ids = {j: rows[i] for i, j in pairs.items()}
+  return tuple(of_ids.get(dim, ()) for dim in range(len(ids)))
+
+
+def _is_uneven(size: int, *entries: tuple[Axis, ...]) -> bool:
+  """Whether a dimension does not divide by some of the axes that split it in different arrays."""
+  return any(size % num_parts(axes) for axes in entries)
 
 
 def _sign_ids(lookup: Instance) -> None:
   """Makes unsigned ids signed where an array is split unevenly: XLA pads ids with -1, and aborts if it cannot."""
   op = lookup.site.op
   ids = op.operands[IDS].type
-  uneven = any(
-    size % num_parts(axes)
-    for shape, split in zip(lookup.site.shapes, lookup.splits)
-    for size, axes in zip(shape, split)
-  )
+  arrays = zip(lookup.site.shapes, lookup.splits)
+  uneven = any(_is_uneven(size, axes) for shape, split in arrays for size, axes in zip(shape, split))
   if uneven and ir.IntegerType(ids.element_type).is_unsigned:
     signed = ir.IntegerType.get_signless(ir.IntegerType(ids.element_type).width)
     lookup.site.mend('signed ids')
@@ -142,8 +181,8 @@ def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
   The mask is true of all entries that exist; the barrier keeps XLA from finding that out before it partitions.
   """
   op = scatter.site.op
-  updates = op.operands[UPDATES]
-  shape, int32 = scatter.site.shapes[UPDATES], ir.IntegerType.get_signless(32)
+  updates = op.operands[ROWS]
+  shape, int32 = scatter.site.shapes[ROWS], ir.IntegerType.get_signless(32)
   with ir.InsertionPoint(op), op.location:
     for dim in dims:
       if not scatter.site.mend(f'masked padding of dimension {dim}'):
@@ -154,4 +193,4 @@ def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
       end = stablehlo.BroadcastInDimOp(of_ints, stablehlo.OptimizationBarrierOp([size]).results[0], []).result
       exists = stablehlo.CompareOp(position, end, stablehlo.ComparisonDirectionAttr.get('LT')).result
       updates = stablehlo.SelectOp(exists, updates, filled(updates.type, 0)).result
-  op.operands[UPDATES] = updates
+  op.operands[ROWS] = updates
