@@ -9,6 +9,7 @@ B batch, H height, W width, C (input) channels, O output channels, F features.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,13 @@ class Conv2D(Layer):
       self.create_variable('b', bias_weight(outputs, None if wt is None else wt[-1:]))
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-    """Returns [B, H', W', O]."""
+    """Returns [B, H', W', O].
+
+    Raises:
+      ConfigError: with 'VALID', the filter is larger than the image.
+    """
+    reach = [1 + (size - 1) * dilation for size, dilation in zip(self.filter_shape, self.dilations)]
+    _check_window(self, 'filter_shape', reach, x_BHWC)
     y_BHWO = jax.lax.conv_general_dilated(
       x_BHWC.astype(self.fprop_dtype),
       self.theta.w,
@@ -97,7 +104,12 @@ class Pooling(Layer):
     check_choice(f'{self.path_name}.padding', self.padding, PADDINGS)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-    """Returns [B, H', W', C]."""
+    """Returns [B, H', W', C].
+
+    Raises:
+      ConfigError: with 'VALID', the window is larger than the image.
+    """
+    _check_window(self, 'window', self.window, x_BHWC)
     windows = (1, *self.window, 1), (1, *(self.strides or self.window), 1), self.padding
     if self.kind == 'max':
       # JAX differentiates reduce_window with max only from -inf, the identity of max.
@@ -105,6 +117,15 @@ class Pooling(Layer):
     sums = jax.lax.reduce_window(x_BHWC.astype(jnp.float32), 0.0, jax.lax.add, *windows)
     counts = jax.lax.reduce_window(jnp.ones((1, *x_BHWC.shape[1:3], 1)), 0.0, jax.lax.add, *windows)
     return self.shard((sums / counts).astype(x_BHWC.dtype))
+
+
+def _check_window(layer: Conv2D | Pooling, field: str, window: Sequence[int], x_BHWC: jax.Array) -> None:
+  height, width = x_BHWC.shape[1:3]
+  if layer.padding == 'VALID' and (window[0] > height or window[1] > width):
+    raise ConfigError(
+      f'{layer.path_name}.{field}: a window of {window[0]} x {window[1]} is larger than the image, {height} x {width}; '
+      "make it smaller, or set padding to 'SAME'"
+    )
 
 
 class GlobalPooling(Layer):

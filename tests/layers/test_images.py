@@ -198,3 +198,16 @@ def test_output_dims_are_those_of_the_output():
 def test_impossible_hyperparameters_are_refused_by_name(cls, fields, message):
   with pytest.raises(ConfigError, match=message):
     Config(cls, **fields).instantiate()
+
+
+@pytest.mark.parametrize(
+  'cls, fields, message',
+  [
+    (Conv2D, {'filter_shape': (7, 1, C, 2)}, r'filter_shape: a window of 7 x 1 is larger than the image'),
+    (Conv2D, {'filter_shape': (2, 2, C, 2), 'dilations': (1, 9)}, r'filter_shape: a window of 2 x 10 is larger'),
+    (Pooling, {'window': (2, 99)}, r'window: a window of 2 x 99 is larger than the image'),
+  ],
+)
+def test_a_window_larger_than_the_image_is_refused(cls, fields, message):
+  with pytest.raises(ConfigError, match=message):
+    run(cls, image(), **fields, padding='VALID')

@@ -240,22 +240,26 @@ class Model:
         raise
       return Outcome('wrong', f'{type(error).__name__}: {str(error)[:300]}')
     worst, differing = 0.0, ''
+    if not all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(right)) if x.dtype.kind == 'f'):
+      raise FloatingPointError('not finite on one device')
     gradients = {name: np.abs(np.asarray(x)) for name, x in right.items() if name.startswith('gradient ')}
     largest = max((float(x.max(initial=0)) for x in gradients.values()), default=0.0)
     for name, expected in right.items():
       if 'grad_norm' in name:
         continue
-      moved = gradients.get(name.replace('variable ', 'gradient ')) if name.startswith('variable ') else None
+      of_variable = name.replace('variable ', 'gradient ')
       for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found[name])):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         scale = float(np.abs(one).max(initial=0)) + 1e-6
         if name in gradients:
           scale = max(scale, 1e-3 * largest)
         different = np.abs(one - other)
-        if moved is not None:
-          unsure = (moved > 0) & (moved <= rounding * largest)
-          # Adafactor scales a whole variable by its updates.
-          different = different[~unsure & (self.optimizer != 'adafactor' or not unsure.any())]
+        if name != of_variable and of_variable in gradients:
+          moved = np.maximum(gradients[of_variable], np.abs(np.asarray(found[of_variable])))
+          is_rounding = moved <= rounding * largest
+          if self.optimizer == 'adafactor' and np.any(moved[is_rounding]):
+            continue  # It scales a whole variable by its updates.
+          different = different[~is_rounding]
         error_ = float(different.max(initial=0) / scale)
         if not error_ <= worst:
           worst, differing = error_, f'{name} {one.shape} differs by {error_:.2g} in {dtype}'
