@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite import call
@@ -397,13 +396,6 @@ class Layer(Configurable):
         raise ConfigError(f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{close}')
       mapping = known[field]
     return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
-
-  def activation_specs(self) -> Iterator[PartitionSpec]:
-    """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
-    for layer in self.descendants():
-      for field, mapping in layer._activation_mappings.items():
-        if (placement := layer._resolve(mapping, field)) is not None:
-          yield placement.spec
 
   @functools.cached_property
   def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
