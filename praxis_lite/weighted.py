@@ -16,7 +16,9 @@ from jax.flatten_util import ravel_pytree
 from praxis_lite.errors import DataError
 
 WeightedScalar = tuple[jax.Array, jax.Array]
+"""A mean and its weight."""
 WeightedScalars = dict[str, WeightedScalar]
+"""Metrics: means and their weights by name."""
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array, axis: int | None = None) -> WeightedScalar:

@@ -1,0 +1,48 @@
+"""The site builds without a warning: all pages are in the navigation, and all links and anchors lead somewhere."""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / 'praxis_lite'
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+  """The built pages, by their path."""
+  folder = tmp_path_factory.mktemp('site')
+  command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(folder)]
+  env = os.environ | {'NO_MKDOCS_2_WARNING': '1'}
+  done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+  assert done.returncode == 0 and not done.stderr, done.stderr
+  return {str(page.relative_to(folder)): page.read_text() for page in sorted(folder.rglob('*.html'))}
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+  assert 'index.html' in site
+  for name, text in site.items():
+    loaded = re.findall(r'<(?:script|link|img|source|iframe)\b[^>]*?\b(?:src|href|srcset)="([^"]+)"', text)
+    assert loaded and not [url for url in loaded if '//' in url], name
+
+
+def exports():
+  """(room, name) of what the rooms export."""
+  for init in sorted(PACKAGE.glob('*/__init__.py')):
+    for node in ast.parse(init.read_text()).body:
+      if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('praxis_lite.'):
+        yield from ((init.parent.name, alias.asname or alias.name) for alias in node.names)
+
+
+def test_the_reference_has_every_name_that_a_room_exports(site):
+  ids = {found for name, text in site.items() if name.startswith('reference') for found in re.findall('id="([^"]+)"', text)}
+  last_parts = {anchor.rpartition('.')[2] for anchor in ids if anchor.startswith('praxis_lite.')}
+  missing = [f'{room}.{name}' for room, name in exports() if name not in last_parts]
+  assert not missing, 'list them in docs/reference'
