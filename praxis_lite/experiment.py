@@ -1,12 +1,14 @@
 """BaseExperiment: a task and its data, registered by name and launched from the command line.
 
-@registry.register
-class TinyLm(BaseExperiment):
-  ici_mesh_shape = (2, 4)
-  mesh_axis_names = ('data', 'mdl')
+Its methods return configs:
 
-  def task(self): ...
-  def datasets(self): ...
+    @registry.register
+    class TinyLm(BaseExperiment):
+      ici_mesh_shape = (2, 4)
+      mesh_axis_names = ('data', 'mdl')
+
+      def task(self): ...
+      def datasets(self): ...
 """
 
 from __future__ import annotations
