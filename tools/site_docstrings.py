@@ -1,0 +1,24 @@
+"""For the reference pages of the site: lets one line of a docstring be about several arguments or attributes.
+
+Griffe, which reads the docstrings, takes the second name in `rows, columns: how many` for a type. A no-break space
+keeps the names together. `mkdocs.yml` names this extension.
+"""
+
+from __future__ import annotations
+
+import re
+
+import griffe
+
+_SEVERAL = re.compile(r'^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+): ', re.MULTILINE)
+
+
+class GroupedNames(griffe.Extension):
+  """Edits each docstring before it is parsed."""
+
+  def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+    """Called for each module, class, function and attribute."""
+    if obj.docstring is not None:
+      obj.docstring.value = _SEVERAL.sub(
+        lambda line: f'{line[1]}{line[2].replace(" ", chr(0xA0))}: ', obj.docstring.value
+      )
