@@ -43,6 +43,8 @@ def experiment_flags() -> flags.FlagValues:
   override = 'Override a field of the config, by its path in the output of show; may be repeated.'
   example = 'Example: --set task.train.num_train_steps=100'
   flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
+  traced = 'After a mistake, print where in the code it was found. Example: --traceback'
+  flags.DEFINE_boolean('traceback', False, traced, flag_values=values)
   simulate = 'Simulate this many CPU devices. Example: --devices=8'
   flags.DEFINE_integer('devices', None, simulate, lower_bound=1, flag_values=values)
   return values
