@@ -81,8 +81,8 @@ def test_steps_are_profiled_the_best_is_kept_and_nothing_heavy_is_imported(tmp_p
   (planes,) = folder.glob('*.xplane.pb')
   assert any('/host' in plane.name for plane in jax.profiler.ProfileData.from_file(str(planes)).planes)
   (events,) = folder.glob('*.trace.json.gz')
-  steps = [e['args']['step_num'] for e in json.loads(gzip.open(events).read())['traceEvents'] if e.get('name') == 'train']
-  assert sorted(map(int, steps)) == [3, 4]
+  traced = json.loads(gzip.decompress(events.read_bytes()))['traceEvents']
+  assert sorted(int(event['args']['step_num']) for event in traced if event.get('name') == 'train') == [3, 4]
   record = json.loads((tmp_path / 'run' / 'best.json').read_text())
   evaluate = ['eval', f'--exp={tmp_path}/tiny.py:Tiny', f'--job_log_dir={tmp_path}/run', '--nocompilation_cache']
   sys.path.insert(0, str(RUNTIME))

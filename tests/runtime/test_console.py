@@ -37,7 +37,7 @@ def test_a_diverging_loss_is_still_readable():
 
 @pytest.mark.parametrize(
   ('loss', 'text'),
-  [(3.2e-5, '3.20e-05'), (0.00123, '0.00123'), (0.0512, '0.0512'), (0.1, '0.100'), (0.0, '0.000'), (-0.002, '-0.00200')],
+  [(3.2e-5, '3.20e-05'), (0.00123, '0.00123'), (0.0512, '0.0512'), (0.1, '0.100'), (0.0, '0.000'), (-0.02, '-0.0200')],
 )
 def test_a_small_loss_keeps_its_digits(loss, text):
   assert train_line(1, 2, {'loss': loss}, None) == f'step 1/2 loss {text}'
