@@ -24,7 +24,8 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
-from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks, own_hooks, watched_metrics
+from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
+from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps

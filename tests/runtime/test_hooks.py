@@ -16,7 +16,7 @@ from tiny_runs import Config, examples, open_gate, tiny_run
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.runtime import Checkpointer, Hook, run_eval, run_train
-from praxis_lite.runtime.hooks import WatchedMetric
+from praxis_lite.runtime.improvement import WatchedMetric
 from praxis_lite.runtime.metrics import EvalResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
