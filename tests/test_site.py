@@ -19,10 +19,11 @@ PACKAGE = ROOT / 'praxis_lite'
 def site(tmp_path_factory):
   """The built pages, by their path."""
   folder = tmp_path_factory.mktemp('site')
-  command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(folder)]
+  # Not --quiet: warnings that are not printed are not counted as errors either.
+  command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)]
   env = os.environ | {'NO_MKDOCS_2_WARNING': '1'}
   done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-  assert done.returncode == 0 and not done.stderr, done.stderr
+  assert done.returncode == 0, done.stderr
   return {str(page.relative_to(folder)): page.read_text() for page in sorted(folder.rglob('*.html'))}
 
 
@@ -31,6 +32,12 @@ def test_nothing_is_fetched_from_elsewhere(site):
   for name, text in site.items():
     loaded = re.findall(r'<(?:script|link|img|source|iframe)\b[^>]*?\b(?:src|href|srcset)="([^"]+)"', text)
     assert loaded and not [url for url in loaded if '//' in url], name
+
+
+def test_links_of_the_readme_lead_to_headings_that_are_there(site):
+  readme = (ROOT / 'README.md').read_text()
+  for page, heading in re.findall(r'\]\(docs/([^)#]+)\.md#([^)]+)\)', readme):
+    assert f'id="{heading}"' in site[f'{page}.html'], f'{page}.md#{heading}'
 
 
 def exports():
