@@ -1,0 +1,138 @@
+"""Runs from Python: `open_run` reads a run directory, and `load` restores its model.
+
+run = praxis_lite.open_run('runs/demo')
+run.config.task, run.metrics['eval/validation/loss'], run.checkpoints.steps
+model = run.load()
+model.decode(['def '], temperature=0.7)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite import registry
+from praxis_lite.errors import ShardingError, UserError
+from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
+from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
+from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.runtime.curves import MetricsTable, read_metrics
+from praxis_lite.runtime.trained import TrainedModel, restore_model
+from praxis_lite.task import SingleTask
+
+
+class Checkpoints(NamedTuple):
+  """The checkpoints of a run.
+
+  Attributes:
+    steps: their steps, in order.
+    best: the step of the best one by the metric of the run; None if it has none.
+  """
+
+  steps: list[int]
+  best: int | None
+
+  @property
+  def latest(self) -> int | None:
+    """The step of the newest; None if there are none."""
+    return self.steps[-1] if self.steps else None
+
+
+class Run:
+  """A run directory. What it says is read anew at each access, so it may be that of a run that is training.
+
+  Attributes:
+    directory: the job_log_dir.
+  """
+
+  def __init__(self, directory: Path, config: ExperimentConfig | None = None):
+    self.directory = directory
+    self._config = config
+
+  @functools.cached_property
+  def config(self) -> ExperimentConfig:
+    """The configs of the run: those that `open_run` was given, or those that the directory records."""
+    if self._config is None:
+      raise UserError(
+        f'{self.directory} has no record of its config; name its experiment: open_run(directory, exp=...)'
+      )
+    return self._config
+
+  @property
+  def metrics(self) -> MetricsTable:
+    """The metrics that were written, a column for each and a row for each step with any."""
+    return read_metrics(self.directory)
+
+  @property
+  def checkpoints(self) -> Checkpoints:
+    """The complete checkpoints."""
+    checkpointer = Checkpointer(self.directory, read_only=True)
+    try:
+      return Checkpoints(checkpointer.all_steps(), None)
+    finally:
+      checkpointer.close()
+
+  def load(
+    self,
+    *,
+    mesh: Mesh | Sequence[int] | None = None,
+    step: int | None = None,
+    ema: bool | None = None,
+    seed: int = 0,
+  ) -> TrainedModel:
+    """Restores the model of a checkpoint.
+
+    Args:
+      mesh: a mesh with the axes of the task, or its size along each of them; None: one device.
+      step: step of the checkpoint; None: the newest.
+      ema: use the moving averages of the variables, if the learner keeps them; None: as `task.evaluate.use_ema`.
+      seed: for models that draw random numbers while they predict or evaluate.
+
+    Raises:
+      UserError: there is no such checkpoint, or the mesh does not fit the task or the devices.
+    """
+    create_mesh = functools.partial(_mesh_for, mesh=mesh)
+    return restore_model(
+      self.config, self.directory, create_mesh, step=step, use_ema='evaluate' if ema is None else ema, seed=seed
+    )
+
+  def __repr__(self) -> str:
+    return f'<run {self.directory}, checkpoints of steps {self.checkpoints.steps}>'
+
+
+def open_run(
+  job_log_dir: str | os.PathLike[str], exp: str | type[BaseExperiment] | ExperimentConfig | None = None
+) -> Run:
+  """Opens a run directory. Nothing is restored or compiled before it is needed.
+
+  Args:
+    job_log_dir: the directory of the run.
+    exp: its experiment: a name as for --exp, a class, or edited configs; None: what the directory records.
+
+  Raises:
+    UserError: there is no such directory or experiment.
+  """
+  directory = Path(job_log_dir).expanduser()
+  if not directory.is_dir():
+    raise UserError(f'there is no run in {directory}: it is not a directory')
+  if isinstance(exp, str):
+    exp = registry.get(exp)
+  if isinstance(exp, type):
+    exp = configure(exp)
+  return Run(directory, exp)
+
+
+def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
+  """The mesh of a loaded model, with Auto axes named as those of the task."""
+  names = task.mesh_axis_names or ('data',)
+  if not isinstance(mesh, Mesh):
+    return create_device_mesh((1,) * len(names) if mesh is None else tuple(mesh), None, names)
+  if set(mesh.axis_names) != set(names):
+    raise ShardingError(f'load: the mesh has the axes {mesh.axis_names}; those of the task are {names}')
+  return auto_mesh(np.asarray(mesh.devices), mesh.axis_names)
