@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from praxis_lite.cli import check, decode, evaluate, list_experiments, show, train, verify
+from praxis_lite.cli import check, decode, evaluate, export, list_experiments, show, train, verify
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-_COMMANDS = {m.COMMAND.name: m.COMMAND for m in (list_experiments, show, check, verify, train, evaluate, decode)}
+_COMMANDS = {
+  m.COMMAND.name: m.COMMAND for m in (list_experiments, show, check, verify, train, evaluate, decode, export)
+}
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 

@@ -15,8 +15,6 @@ from praxis_lite.errors import ConfigError, UserError, did_you_mean
 if TYPE_CHECKING:
   import pandas
 
-_SHOWN_ROWS = 5
-
 
 class Curve(NamedTuple):
   """One metric: the steps after which it was written, [n] int64, and its values, [n] float64."""
@@ -71,10 +69,12 @@ class MetricsTable(Mapping[str, np.ndarray]):
     return pd.DataFrame(dict(self), index=pd.Index(self.steps, name='step'))
 
   def __repr__(self) -> str:
-    """The last rows, a line a step."""
-    lines = [f'<{len(self.steps)} steps x {len(self)} metrics>']
-    for step, row in list(self._rows.items())[-_SHOWN_ROWS:]:
-      lines.append(f'step {step}: ' + ', '.join(f'{name} {_number(value):.4g}' for name, value in row.items()))
+    """A line for each metric."""
+    width = max(map(len, self), default=0)
+    lines = [f'<metrics of {len(self.steps)} steps>']
+    for name in self:
+      values = self.curve(name).values
+      lines.append(f'{name:<{width}}  {len(values)} values, last {values[-1]:.4g}')
     return '\n'.join(lines)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
+from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runtime.prompts import encode_prompt, prompt_batch, task_with_sampler, tokenizer_of
@@ -33,6 +35,27 @@ from praxis_lite.trees import NestedDict, map_with_path, path_name
 
 # A batch is filled up to a size that was compiled before if that is at most so many times larger.
 _MOST_PADDING = 8
+
+
+class SamplerSettings(TypedDict, total=False):
+  """The settings of `TrainedModel.decode`; see `task_with_sampler`."""
+
+  max_tokens: int | None
+  temperature: float | None
+  top_k: int | None
+  top_p: float | None
+  stop: Sequence[str]
+  seed: int | None
+
+
+class ExportOptions(TypedDict, total=False):
+  """The settings of `TrainedModel.export`; see `ExportSettings`."""
+
+  formats: tuple[str, ...]
+  batch_size: int | None
+  prompt_length: int
+  max_tokens: int | None
+  platforms: tuple[str, ...]
 
 
 class TrainedModel:
@@ -130,27 +153,31 @@ class TrainedModel:
     return result.metrics
 
   @overload
-  def decode(self, prompts: Sequence[str], **sampler: Any) -> list[str]: ...
+  def decode(self, prompts: Sequence[str], **settings: Unpack[SamplerSettings]) -> list[str]: ...
   @overload
-  def decode(self, prompts: Sequence[Sequence[int]], **sampler: Any) -> list[list[int]]: ...
+  def decode(self, prompts: Sequence[Sequence[int]], **settings: Unpack[SamplerSettings]) -> list[list[int]]: ...
   @overload
-  def decode(self, prompts: Mapping[str, Any], **sampler: Any) -> NestedDict: ...
+  def decode(self, prompts: Mapping[str, Any], **settings: Unpack[SamplerSettings]) -> NestedDict: ...
 
   def decode(
     self,
     prompts: Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any],
     *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
     seed: int | None = None,
-    **sampler: Any,
   ) -> list[str] | list[list[int]] | NestedDict:
     """Continues prompts, or decodes a batch.
 
     Args:
       prompts: texts, or lists of tokens, for a language model; or a batch of arrays by name, for any model with a
         `decode`. The same prompt several times gives several samples.
+      max_tokens, temperature, top_k, top_p: of a language model's sampler, as in `Sampler`; None: as in its config.
+      stop: texts of one token each that end a continuation as well.
       seed: of the samples; None: that of the model.
-      **sampler: for language models, settings that replace those of the config: `max_tokens`, `temperature`, `top_k`,
-        `top_p`, and `stop`, a list of texts of one token each.
 
     Returns:
       The text, or the tokens, that follow each prompt; or the model's decoded outputs, arrays by name.
@@ -159,7 +186,8 @@ class TrainedModel:
       UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty.
     """
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
-    tasks = self._with_sampler(sampler) if sampler else self.tasks
+    given = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+    tasks = self._with_sampler({name: x for name, x in given.items() if x is not None}, tuple(stop))
     if isinstance(prompts, Mapping):
       return self._by_row(tasks, prompts, lambda task: task.decode_step, key).decoded
     if isinstance(prompts, str):
@@ -170,6 +198,47 @@ class TrainedModel:
     if all(isinstance(prompt, str) for prompt in prompts):
       return [self._tokenizer().decode(row) for row in ids]
     return ids
+
+  def export(
+    self,
+    directory: str | os.PathLike[str],
+    what: str = 'forward',
+    *,
+    batch: Mapping[str, Any] | None = None,
+    **settings: Unpack[ExportOptions],
+  ) -> Path:
+    """Writes the model as programs that run without praxis_lite: serialized StableHLO, and a TensorFlow SavedModel.
+
+    Args:
+      directory: does not exist, or is empty; `README.md` and `signature.json` in it say how the programs are called.
+      what: 'forward', what `predict` returns for a batch; or 'decode', prefill and decode step of a language model.
+      batch: for 'forward': arrays, or their shapes and dtypes, by name, the batch as dimension 0, which become the
+        inputs; None: those of the run's first evaluation dataset that the predictions depend on.
+      **settings: `formats`, `batch_size`, `prompt_length`, `max_tokens` and `platforms` of `ExportSettings`.
+
+    Returns:
+      The directory.
+
+    Raises:
+      UserError: the directory is not empty, a setting is not valid, or the model cannot be exported.
+    """
+    about = {'model': type(self.layer).__name__, 'task': self.config.task.name, 'step': self.step}
+
+    def batch_struct() -> Mapping[str, Any]:
+      return self.batch_struct() if batch is None else batch
+
+    return export_model(self.layer, self.variables, directory, batch_struct, ExportSettings(what, **settings), about)
+
+  def batch_struct(self) -> dict[str, Any]:
+    """Returns the shapes and dtypes of a batch of the run's first evaluation dataset, or else of its first one.
+
+    Raises:
+      UserError: the run has no dataset, or it is not usable.
+    """
+    datasets = [config.instantiate() for config in self.config.datasets]
+    if not datasets:
+      raise ConfigError('datasets(): there is none that says what a batch of this model is; pass batch=')
+    return next((data for data in datasets if not data.is_training), datasets[0]).batch_struct()
 
   # ---------------------------------------------------------------- how
 
@@ -200,12 +269,14 @@ class TrainedModel:
       sizes.append(count)
     return min(fitting, default=count)
 
-  def _with_sampler(self, settings: dict[str, Any]) -> TaskOnMesh:
+  def _with_sampler(self, settings: dict[str, Any], stop: tuple[str, ...]) -> TaskOnMesh:
     """The task with other settings of the sampler; they are part of the compiled program."""
-    name = repr(sorted(settings.items()))
+    if not (settings or stop):
+      return self.tasks
+    name = repr((settings, stop))
     if name not in self._tasks_by_sampler:
-      tokenizer = self._tokenizer() if settings.get('stop') else None
-      task: SingleTask = task_with_sampler(self.config.task, tokenizer, **settings).instantiate()
+      tokenizer = self._tokenizer() if stop else None
+      task: SingleTask = task_with_sampler(self.config.task, tokenizer, **settings, stop=stop).instantiate()
       self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh)
     return self._tasks_by_sampler[name]
 
