@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
+from praxis_lite.runtime.record import RunRecord, has_record, read_record
 from praxis_lite.runtime.trained import TrainedModel, restore_model
 from praxis_lite.task import SingleTask
 
@@ -45,24 +46,31 @@ class Checkpoints(NamedTuple):
 
 
 class Run:
-  """A run directory. What it says is read anew at each access, so it may be that of a run that is training.
+  """A run directory. Its metrics and checkpoints are read anew at each access, so it may be training.
 
   Attributes:
     directory: the job_log_dir.
   """
 
-  def __init__(self, directory: Path, config: ExperimentConfig | None = None):
+  def __init__(self, directory: Path, config: ExperimentConfig | None = None, trusted: Collection[str] = ()):
     self.directory = directory
     self._config = config
+    self._trusted = trusted
 
   @functools.cached_property
   def config(self) -> ExperimentConfig:
-    """The configs of the run: those that `open_run` was given, or those that the directory records."""
-    if self._config is None:
-      raise UserError(
-        f'{self.directory} has no record of its config; name its experiment: open_run(directory, exp=...)'
-      )
-    return self._config
+    """The configs of the run: those that `open_run` was given, or those that the directory records.
+
+    They may be edited before `load`, for example to give a dataset another path.
+    """
+    if self._config is None and not has_record(self.directory):
+      raise UserError(f'{self.directory} does not record its config; name its experiment: open_run(directory, exp=...)')
+    return self.record.config if self._config is None else self._config
+
+  @functools.cached_property
+  def record(self) -> RunRecord:
+    """What the directory says of how it was made: commands, seeds, versions, meshes; see `RunRecord`."""
+    return read_record(self.directory, trusted=self._trusted)
 
   @property
   def metrics(self) -> MetricsTable:
@@ -107,13 +115,17 @@ class Run:
 
 
 def open_run(
-  job_log_dir: str | os.PathLike[str], exp: str | type[BaseExperiment] | ExperimentConfig | None = None
+  job_log_dir: str | os.PathLike[str],
+  exp: str | type[BaseExperiment] | ExperimentConfig | None = None,
+  *,
+  trusted: Collection[str] = (),
 ) -> Run:
   """Opens a run directory. Nothing is restored or compiled before it is needed.
 
   Args:
     job_log_dir: the directory of the run.
     exp: its experiment: a name as for --exp, a class, or edited configs; None: what the directory records.
+    trusted: modules, packages or Python files whose code the recorded config may name too, as for --trust.
 
   Raises:
     UserError: there is no such directory or experiment.
@@ -125,7 +137,7 @@ def open_run(
     exp = registry.get(exp)
   if isinstance(exp, type):
     exp = configure(exp)
-  return Run(directory, exp)
+  return Run(directory, exp, trusted)
 
 
 def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
