@@ -18,7 +18,7 @@ if TYPE_CHECKING:
   from praxis_lite.models import BaseModel
   from praxis_lite.runtime import open_run, simulate_cpu_devices
   from praxis_lite.task import SingleTask
-  from praxis_lite.training import partition_spmd_model
+  from praxis_lite.training import partition_spmd_model, unpadded
   from praxis_lite.weights import WeightHParams, WeightInit
 
 _EXPORTS = {
@@ -29,7 +29,7 @@ _EXPORTS = {
   'models': ('BaseModel',),
   'runtime': ('open_run', 'simulate_cpu_devices'),
   'task': ('SingleTask',),
-  'training': ('partition_spmd_model',),
+  'training': ('partition_spmd_model', 'unpadded'),
   'weights': ('WeightHParams', 'WeightInit'),
 }
 

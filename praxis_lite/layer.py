@@ -289,7 +289,7 @@ class Layer(Configurable):
     Args:
       variables: this layer's variables, of the structure and shapes of `abstract_init()`. The variables of a padded
         train state are refused: nothing tells padding from the weights of a larger model, and outside of a step XLA's
-        faults on meshes are not guarded against. `PartitionedTask.unpadded(state)` has them in their true shapes.
+        faults on meshes are not guarded against. `praxis_lite.unpadded(task, state)` has them in their true shapes.
       *args, **kwargs: arguments of the method.
       key: PRNG key; may be None where nothing is drawn.
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
@@ -324,9 +324,7 @@ class Layer(Configurable):
       given = getattr(lookup(variables, path), 'shape', shape)
       if given != shape:
         larger = len(given) == len(shape) and all(g >= d for g, d in zip(given, shape))
-        padded = (
-          '; if it is the padded state of a mesh, pass PartitionedTask.unpadded(state).mdl_vars' if larger else ''
-        )
+        padded = '; if it is the padded state of a mesh, pass unpadded(task, state).mdl_vars' if larger else ''
         name = path_name((*self._path, *path))
         raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
 

@@ -68,7 +68,7 @@ class StateLayout(NamedTuple):
       if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Parts of it are on other hosts.
         x = multihost_utils.process_allgather(x, tiled=True)
       # A copy: what is on a CPU device would be shared, and a step may write its result there.
-      return np.array(np.asarray(x)[tuple(map(slice, true.shape))])
+      return np.array(slice_to(np.asarray(x), true))
 
     return self._map_stored(on_host, tree)
 

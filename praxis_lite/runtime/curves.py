@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
+from praxis_lite.runtime.metrics import metric_lines
 
 if TYPE_CHECKING:
   import pandas
@@ -87,16 +87,11 @@ def read_metrics(job_log_dir: str | os.PathLike[str]) -> MetricsTable:
   path = Path(job_log_dir) / 'metrics.jsonl'
   rows: dict[int, dict[str, float | None]] = {}
   try:
-    lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+    for _, record in metric_lines(path):
+      values = {f'{record["split"]}/{name}': value for name, value in record.get('metrics', {}).items()}
+      rows.setdefault(record['step'], {}).update(values)
   except OSError as error:
     raise UserError(f'{path} cannot be read: {error.strerror or error}') from None
-  for line in lines:
-    try:
-      record = json.loads(line)
-      step, split, metrics = int(record['step']), record['split'], dict(record['metrics'])
-    except (ValueError, TypeError, KeyError):
-      continue  # Another process is writing this line.
-    rows.setdefault(step, {}).update({f'{split}/{name}': value for name, value in metrics.items()})
   return MetricsTable(rows)
 
 

@@ -5,6 +5,7 @@ Another process may be training in the same directory meanwhile.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.runtime.checkpoints import Step
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
@@ -25,14 +27,14 @@ def run_eval(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
-  step: int | None = None,
+  step: Step = None,
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
   Args:
     config, job_log_dir, devices: as for `run_train`.
-    step: step of the checkpoint; None uses the newest.
+    step: step of the checkpoint, or 'best'; None uses the newest.
     seed: for models that draw random numbers while they evaluate.
 
   Raises:
@@ -48,7 +50,7 @@ def run_eval(
     lambda task: task.create_mesh(devices),
     step=step,
     seed=seed,
-    check=lambda model: datasets.check(inputs, model),
+    check=functools.partial(datasets.check, inputs),
   )
   return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
 
@@ -58,7 +60,7 @@ def run_decode(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
-  step: int | None = None,
+  step: Step = None,
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
@@ -72,7 +74,7 @@ def run_decode(
     step=step,
     use_ema='decode',
     seed=seed,
-    check=lambda model: datasets.check(datasets.inputs, model),
+    check=functools.partial(datasets.check, datasets.inputs),
   )
   with job_directory(job_log_dir) as directory:
     return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in datasets.inputs], model)
@@ -84,7 +86,7 @@ def decode_prompts(
   prompts: Sequence[Sequence[int]],
   *,
   devices: Sequence[jax.Device] | None = None,
-  step: int | None = None,
+  step: Step = None,
   seed: int = 0,
 ) -> list[list[int]]:
   """Returns the tokens that follow each prompt.

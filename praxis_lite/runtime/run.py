@@ -21,7 +21,7 @@ from praxis_lite import registry
 from praxis_lite.errors import ShardingError, UserError
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
-from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.runtime.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import RunRecord, has_record, read_record
 from praxis_lite.runtime.trained import TrainedModel, restore_model
@@ -33,11 +33,11 @@ class Checkpoints(NamedTuple):
 
   Attributes:
     steps: their steps, in order.
-    best: the step of the best one by the metric of the run; None if it has none.
+    best: the best one by `task.train.best_metric`; None if the run has none.
   """
 
   steps: list[int]
-  best: int | None
+  best: BestCheckpoint | None
 
   @property
   def latest(self) -> int | None:
@@ -45,7 +45,7 @@ class Checkpoints(NamedTuple):
     return self.steps[-1] if self.steps else None
 
 
-class Run:
+class SavedRun:
   """A run directory. Its metrics and checkpoints are read anew at each access, so it may be training.
 
   Attributes:
@@ -82,7 +82,7 @@ class Run:
     """The complete checkpoints."""
     checkpointer = Checkpointer(self.directory, read_only=True)
     try:
-      return Checkpoints(checkpointer.all_steps(), None)
+      return Checkpoints(checkpointer.all_steps(), checkpointer.best())
     finally:
       checkpointer.close()
 
@@ -90,7 +90,7 @@ class Run:
     self,
     *,
     mesh: Mesh | Sequence[int] | None = None,
-    step: int | None = None,
+    step: Step = None,
     ema: bool | None = None,
     seed: int = 0,
   ) -> TrainedModel:
@@ -98,7 +98,7 @@ class Run:
 
     Args:
       mesh: a mesh with the axes of the task, or its size along each of them; None: one device.
-      step: step of the checkpoint; None: the newest.
+      step: step of the checkpoint, or 'best'; None: the newest.
       ema: use the moving averages of the variables, if the learner keeps them; None: as `task.evaluate.use_ema`.
       seed: for models that draw random numbers while they predict or evaluate.
 
@@ -119,7 +119,7 @@ def open_run(
   exp: str | type[BaseExperiment] | ExperimentConfig | None = None,
   *,
   trusted: Collection[str] = (),
-) -> Run:
+) -> SavedRun:
   """Opens a run directory. Nothing is restored or compiled before it is needed.
 
   Args:
@@ -137,7 +137,7 @@ def open_run(
     exp = registry.get(exp)
   if isinstance(exp, type):
     exp = configure(exp)
-  return Run(directory, exp, trusted)
+  return SavedRun(directory, exp, trusted)
 
 
 def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:

@@ -22,7 +22,7 @@ from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models.base import BaseModel
-from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
+from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
 from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
@@ -306,7 +306,7 @@ def restore_model(
   job_log_dir: str | os.PathLike[str],
   create_mesh: Callable[[SingleTask], Mesh],
   *,
-  step: int | None = None,
+  step: Step = None,
   use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
   seed: int = 0,
   check: Callable[[BaseModel], None] = lambda model: None,
@@ -317,7 +317,7 @@ def restore_model(
     config: configs of the task and its datasets.
     job_log_dir: the directory of the run.
     create_mesh: returns the mesh for the task.
-    step: step of the checkpoint; None: the newest.
+    step: step of the checkpoint, or 'best'; None: the newest.
     use_ema: whether the moving averages are used, if the learner keeps them; or the section of the task that says so.
     seed: as in `TrainedModel`.
     check: called with the model before anything is restored.

@@ -27,16 +27,17 @@ from praxis_lite.training import steps
 from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import (
+  GivenVariables,
+  StateT,
   TrainState,
   declared_state,
-  init_partitioned_state,
+  state_initializer,
   state_layout,
   train_state_shapes,
 )
 from praxis_lite.trees import NestedDict
 
 T = TypeVar('T')
-TreeT = TypeVar('TreeT', bound=TrainState | NestedDict)
 OutT = TypeVar('OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput)
 
 
@@ -145,9 +146,17 @@ class PartitionedTask:
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded, each device holding its own part from the start."""
-    return init_partitioned_state(self.jax_task, self.layout, init_key)
+    return self._init_state(init_key)
 
-  def unpadded(self, state: TreeT) -> TreeT:
+  def init_state_from(self, init_key: jax.Array, given: GivenVariables) -> TrainState[jax.Array]:
+    """As `init_state`, but some variables start from given values, padded and on the mesh."""
+    return state_initializer(self.jax_task, self.layout, given.known)(init_key, given.values)
+
+  @functools.cached_property
+  def _init_state(self) -> Callable[[jax.Array], TrainState[jax.Array]]:
+    return state_initializer(self.jax_task, self.layout)  # Kept, so that it is compiled once.
+
+  def unpadded(self, state: StateT) -> StateT:
     """Returns a train state, or its `mdl_vars`, or a part of either, as NumPy arrays in their true shapes.
 
     It is the way out of the steps: `np.asarray` of an array of the state includes the padding that its mesh needs. The
@@ -159,7 +168,7 @@ class PartitionedTask:
     """
     return self._layout_of(state).unpadded(state)
 
-  def padded(self, state: TreeT) -> TreeT:
+  def padded(self, state: StateT) -> StateT:
     """The inverse of `unpadded`, and the way in: puts arrays of true shapes, on any device or host, on the mesh."""
     return self._layout_of(state).padded(state)
 
