@@ -171,8 +171,7 @@ def _forward_program(
     return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
 
   inputs = {_identifier(path_name(path)): x for path, x in shapes.items()}
-  inputs = _used(forward, _shapes(variables), inputs)
-  return _exported('forward', forward, variables, inputs, settings)
+  return _exported('forward', forward, variables, inputs, settings, only_used=True)
 
 
 def _used(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
@@ -214,13 +213,23 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
 
 
 def _exported(
-  name: str, function: Function, variables: NestedDict, inputs: Arrays, settings: ExportSettings
+  name: str,
+  function: Function,
+  variables: NestedDict,
+  inputs: Arrays,
+  settings: ExportSettings,
+  only_used: bool = False,
 ) -> _Program:
+  """Exports a function, with `only_used` of those of the inputs that it depends on."""
+  shapes = {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
   function.__name__ = name
   try:
-    exported = export.export(jax.jit(function), platforms=settings.platforms)(_shapes(variables), inputs)
-  except (jax.errors.JAXTypeError, jax.core.InconclusiveDimensionOperation, NotImplementedError) as error:
-    if settings.batch_size is not None:
+    inputs = _used(function, shapes, inputs) if only_used else inputs
+    exported = export.export(jax.jit(function), platforms=settings.platforms)(shapes, inputs)
+  except UserError:
+    raise
+  except Exception as error:
+    if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
     reason = str(error).strip().splitlines()[0].rstrip('.')
     raise ConfigError(
@@ -229,8 +238,16 @@ def _exported(
   return _Program(name, inputs, exported)
 
 
-def _shapes(variables: NestedDict) -> Arrays:
-  return {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
+def _traces_with_rows(function: Function, variables: Arrays, inputs: Arrays) -> bool:
+  """Whether a function that does not take arrays of any batch size takes those of one."""
+  known = {
+    n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
+  }
+  try:
+    jax.eval_shape(function, variables, known)
+  except Exception:
+    return False
+  return True
 
 
 def _batch_dim(settings: ExportSettings) -> Any:
