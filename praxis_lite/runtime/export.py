@@ -81,6 +81,8 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
   check_choice('what', settings.what, KINDS)
   for name, values, choices in (('format', settings.formats, FORMATS), ('platforms', settings.platforms, PLATFORMS)):
     for value in values:
+      if value == 'gpu':
+        raise ConfigError("platforms: 'gpu' is two platforms here, 'cuda' (NVIDIA) and 'rocm' (AMD)")
       check_choice(name, value, choices)
     if not values:
       raise ConfigError(f'{name}: expected at least one of {", ".join(choices)}')
