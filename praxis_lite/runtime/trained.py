@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.config import Config
+from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
@@ -340,7 +340,7 @@ def restore_model(
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
   """The dataset of a name or number; one without a name is called by its class."""
-  names = [dataset.name or getattr(dataset.__fn_or_cls__, '__name__', '') for dataset in datasets]
+  names = [getattr(dataset, 'name', None) or getattr(target(dataset), '__name__', '') for dataset in datasets]
   if isinstance(wanted, str) and wanted in names:
     return datasets[names.index(wanted)]
   if isinstance(wanted, int) and -len(names) <= wanted < len(names):
