@@ -40,7 +40,7 @@ from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
-from praxis_lite.trees import NestedDict, Path, leaves, map_with_path, path_name
+from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, path_name
 from praxis_lite.weights import (
   DeclaredSplit,
   SplitDimsMapping,
@@ -292,7 +292,9 @@ class Layer(Configurable):
     """Calls a method of this layer as a pure function.
 
     Args:
-      variables: this layer's variables, of the structure of `abstract_init()`.
+      variables: this layer's variables, of the structure and shapes of `abstract_init()`. The variables of a padded
+        train state are refused: nothing tells padding from the weights of a larger model, and outside of a step XLA's
+        faults on meshes are not guarded against. `praxis_lite.unpadded(task, state)` has them in their true shapes.
       *args, **kwargs: arguments of the method.
       key: PRNG key; may be None where nothing is drawn.
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
@@ -302,8 +304,13 @@ class Layer(Configurable):
 
     Returns:
       The method's result and the call's `SideOutputs`.
+
+    Raises:
+      ConfigError: a variable has another shape than the layer declares; checked where a user calls, not within a call.
     """
     outer = call.current_frame()
+    if outer is None and surroundings is None:
+      self._check_shapes(variables)
     if do_eval is None:
       do_eval = outer is not None and outer.do_eval
     if surroundings is None:
@@ -314,6 +321,21 @@ class Layer(Configurable):
     with call.entered(frame):
       outputs = getattr(self, method)(*args, **kwargs)
     return outputs, frame.side_outputs()
+
+  def _check_shapes(self, variables: NestedDict) -> None:
+    if manual_axes():  # Inside a `shard_map` of the user, variables are parts.
+      return
+    for path, shape in self._declared_shapes.items():
+      given = getattr(lookup(variables, path), 'shape', shape)
+      if given != shape:
+        larger = len(given) == len(shape) and all(g >= d for g, d in zip(given, shape))
+        padded = '; if it is the padded state of a mesh, pass unpadded(task, state).mdl_vars' if larger else ''
+        name = path_name((*self._path, *path))
+        raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
+
+  @functools.cached_property
+  def _declared_shapes(self) -> dict[Path, tuple[int, ...]]:
+    return {path: weight.full_shape for path, weight in leaves(self.abstract_init()).items()}
 
   def absorb(self, side: SideOutputs) -> None:
     """In a call: takes over the side outputs of `self.apply(...)`, which an enclosing layer has run in a transform."""
