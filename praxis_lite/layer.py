@@ -24,6 +24,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -247,6 +248,10 @@ class Layer(Configurable):
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path_name}>'
 
+  def __str__(self) -> str:
+    """The tree of this layer: each layer with its number of parameters, each variable with its shape and dtype."""
+    return '\n'.join(_tree_lines(self, self.path_name, self.abstract_init()))
+
   # ---------------------------------------------------------------- variables
 
   def abstract_init(self) -> NestedDict:
@@ -458,6 +463,18 @@ class Layer(Configurable):
     if mapping is None or self.mesh_axis_names is None:
       return None
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
+
+
+def _tree_lines(layer: Layer, name: str, tree: NestedDict) -> Iterator[str]:
+  """Yields the lines of `Layer.__str__`. `tree` declares the layer's variables, stacked as in the layer printed."""
+  count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(layer).__name__
+  yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
+  for key in layer._weights:
+    weight: WeightHParams = tree[key]
+    shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
+    yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
+  for key, child in layer.children():
+    yield from (f'  {line}' for line in _tree_lines(child, key, tree.get(key, {})))
 
 
 class Theta:

@@ -166,7 +166,7 @@ def run_train(
       console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
     if is_primary_process():
       for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step):
-        console.line(f'changed since the last launch: {line}')
+        console.line(line)
 
     def save() -> None:
       log.drain()  # Raises if a step was not finite, before anything is saved.
