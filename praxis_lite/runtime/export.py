@@ -228,12 +228,10 @@ def _exported(
   try:
     inputs = _used(function, shapes, inputs) if only_used else inputs
     exported = export.export(jax.jit(function), platforms=settings.platforms)(shapes, inputs)
-  except UserError:
-    raise
   except Exception as error:
     if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
-    reason = str(error).strip().splitlines()[0].rstrip('.')
+    reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
     raise ConfigError(
       f'task.model: its {name} cannot be exported for any batch size ({reason}); choose one, such as batch_size=8'
     ) from error

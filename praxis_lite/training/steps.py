@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from praxis_lite.call import SideOutputs, Summary, Surroundings
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning.learner import BoundLearner
+from praxis_lite.models.base import checked_outputs
 from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
@@ -128,9 +129,8 @@ def _loss_and_gradients(
     trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict
   ) -> tuple[jax.Array, LossOutput]:
     variables = execution.readable(merge(others, trained))
-    (metrics, per_example), side = model.apply(
-      variables, batch, key=key, do_eval=False, surroundings=execution.surroundings
-    )
+    out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=execution.surroundings)
+    metrics, per_example = checked_outputs(model, out)
     loss, metrics = with_aux_losses(metrics, side)
     loss, total = execution.share_of_loss(loss, metrics['loss'][1])
     return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
@@ -158,9 +158,8 @@ def eval_step_single_learner(
     surroundings: what layers need to know of the mesh; by default there is none.
   """
   key = jax.random.fold_in(prng_key, global_step)
-  (metrics, per_example), side = jax_task.model.apply(
-    mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings
-  )
+  out, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings)
+  metrics, per_example = checked_outputs(jax_task.model, out)
   loss, metrics = with_aux_losses(metrics, side)
   return EvalStepOutput(loss, metrics, per_example, side.summaries)
 
@@ -201,10 +200,8 @@ def decode_step(
 ) -> DecodeStepOutput:
   """Decodes one batch of prompts; arguments as of `eval_step_single_learner`."""
   key = jax.random.fold_in(prng_key, global_step)
-  (metrics, decoded), _ = jax_task.model.apply(
-    mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings
-  )
-  return DecodeStepOutput(metrics, decoded)
+  out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings)
+  return DecodeStepOutput(*checked_outputs(jax_task.model, out, method='decode'))
 
 
 def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:
