@@ -72,7 +72,7 @@ COMMAND = Command(
   'write a checkpoint as StableHLO and as a TensorFlow SavedModel',
   'write the model of a checkpoint as programs of one device, for any batch size, that run without praxis_lite: as '
   'serialized StableHLO for JAX, and as a TensorFlow SavedModel. README.md beside them says how they are called.',
-  'praxis-lite export --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --what=decode --out=exported',
+  'praxis-lite export --job_log_dir=runs/1 --what=decode --out=exported',
   _flags(),
   _run,
 )

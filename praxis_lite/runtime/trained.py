@@ -340,7 +340,7 @@ def restore_model(
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
   """The dataset of a name or number; one without a name is called by its class."""
-  names: list[str] = [getattr(data, 'name', None) or getattr(target(data), '__name__', '') for data in datasets]
+  names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
   if isinstance(wanted, str) and wanted in names:
     return datasets[names.index(wanted)]
   if isinstance(wanted, int) and -len(names) <= wanted < len(names):
