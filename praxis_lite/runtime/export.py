@@ -353,11 +353,12 @@ def _table(kind: str, arrays: Arrays) -> str:
   return '\n'.join(rows) + '\n'
 
 
-_WHAT = {'forward': 'predictions for a batch', 'decode': 'next-token logits with caches, for a loop of decoding'}
+_WHAT = {'forward': 'Predictions for a batch', 'decode': 'Logits of next tokens with caches, for a loop of decoding'}
 
 _README_HEAD = """# An exported model
 
-{what}, as programs of one device for {platforms}. `signature.json` says the same in JSON. `batch` stands for any size.
+{what}, as programs of one device for these platforms: {platforms}.
+`signature.json` says the same in JSON. A size `batch` may be any.
 """
 
 _README_DECODE = """## The loop
