@@ -15,11 +15,23 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from praxis_lite.cli import check, completion, decode, evaluate, export, list_experiments, show, train, verify
+from praxis_lite.cli import (
+  check,
+  completion,
+  decode,
+  evaluate,
+  export,
+  list_experiments,
+  runs,
+  show,
+  sweep,
+  train,
+  verify,
+)
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-_MODULES = (list_experiments, show, check, verify, train, evaluate, decode, export, completion)
+_MODULES = (list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, completion)
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.

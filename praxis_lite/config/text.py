@@ -65,12 +65,19 @@ def diff(old: object, new: object, name: str = '') -> list[str]:
 
 def diff_texts(old: str, new: str) -> list[str]:
   """Returns what `diff` does, from two dumps of `to_text`."""
-  return _diff(
-    *({m['path']: (m['sign'], m['rest']) for m in map(_LINE.match, t.splitlines()) if m} for t in (old, new))
-  )
+  return _diff(_entries_of(old), _entries_of(new))
+
+
+def fields_of(text: str) -> dict[str, str]:
+  """Returns the right sides of the lines of a dump by their paths: values of fields, and classes of configs."""
+  return {path: value for path, (_, value) in _entries_of(text).items()}
 
 
 _LINE = re.compile(r'(?P<path>.*?)(?P<sign> = |: )(?P<rest>.*)')
+
+
+def _entries_of(text: str) -> dict[str, _Entry]:
+  return {m['path']: (m['sign'], m['rest']) for m in map(_LINE.match, text.splitlines()) if m}
 
 
 def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str]:
