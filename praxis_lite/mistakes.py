@@ -7,6 +7,7 @@ the arrays that were at hand. The original error stays the cause of the new one.
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ from praxis_lite.importing import is_library, short_path
 
 # Modules whose TypeError, ValueError or IndexError is about the arrays that they were called with.
 _ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops'}
+# What Python's and NumPy's own code says about shapes; it has no frame in a traceback.
+_ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|in its core dimension|cannot reshape')
 _MAX_OPERANDS = 8
 
 
@@ -57,7 +60,7 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
   if isinstance(error, KeyError):
     return _missing_entry(error, whose, own[-1], lines) if own[-1] is frames[-1] else None
   what = str(error).strip().partition('\n')[0].rstrip(' .:')
-  is_about_arrays = _library(frames[-1]) in _ARRAY_LIBRARIES or 'values to unpack' in what
+  is_about_arrays = _library(frames[-1]) in _ARRAY_LIBRARIES or _ABOUT_SHAPES.search(what)
   if not is_about_arrays or isinstance(error, jax.errors.JAXTypeError):
     return None
   arrays = {name: value.shape for name, value in own[-1].f_locals.items() if _is_array(value)} | dict(weights)
@@ -69,7 +72,8 @@ def _missing_entry(error: KeyError, whose: str, frame: FrameType, lines: dict[Fr
   """The error that a dict that the line of code reads has no such entry."""
   key, code = error.args[0] if error.args else None, linecache.getline(frame.f_code.co_filename, lines[frame])
   for name, value in frame.f_locals.items():
-    if isinstance(value, dict) and key not in value and f'{name}[' in code:
+    reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # By this key, or by that of a variable.
+    if isinstance(value, dict) and key not in value and re.search(reads, code):
       entries = ', '.join(map(str, value)) or 'none'
       remedy = ' The input has to yield it.' if name == 'batch' else ''
       return MissingEntryError(
