@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, run_flags
-from praxis_lite.errors import UserError
+from praxis_lite.errors import UserError, located
 
 if TYPE_CHECKING:
   from praxis_lite.config import Config
@@ -23,11 +23,13 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runtime.inference import decode_prompts, run_decode
+  from praxis_lite.runtime.vocabulary import with_vocabulary
 
   if not values.prompt:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed)
     return 0
 
+  config = with_vocabulary(config, job_log_dir)
   tokenizer = _tokenizer(config)
   _set_decoder(config.task, tokenizer, values)
   prompts = [prompt for prompt in values.prompt for _ in range(values.num_samples)]
@@ -51,7 +53,8 @@ def _tokenizer(config: ExperimentConfig) -> BaseTokenizer:
 
 def _encode(tokenizer: BaseTokenizer, prompt: str) -> list[int]:
   try:
-    return tokenizer.encode(prompt)
+    with located(f'--prompt={prompt!r}'):
+      return tokenizer.encode(prompt)
   except UnicodeEncodeError as error:  # The shell passed bytes that are not text.
     raise UserError(f'--prompt={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
 

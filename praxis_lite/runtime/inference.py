@@ -5,6 +5,7 @@ Another process may be training in the same directory meanwhile.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
 from praxis_lite.runtime.run_config import Datasets, build_datasets, job_directory, run_keys
+from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.trees import NestedDict
 
 
@@ -41,6 +43,7 @@ def run_eval(
   Raises:
     UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
   """
+  config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.datasets)
   inputs = datasets.evaluation
   if not inputs:
@@ -58,6 +61,7 @@ def run_decode(
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
+  config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not datasets.inputs:
     raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
@@ -93,6 +97,11 @@ def decode_prompts(
   batch = {'ids': np.stack([np.pad(p, (0, width - len(p))) for p in prompts]), 'prompt_lengths': lengths}
   source = ArrayInput(name='prompts', arrays=batch, batch_size=len(prompts))
   model = _restore(config, job_log_dir, devices, step, seed, [source], 'decode')
+  most = int(lengths.max()) + getattr(getattr(model.tasks.task.model, 'decoder', None), 'max_decode_steps', 0)
+  context = getattr(model.tasks.task.model, 'context', None)
+  if context is not None and most > context and is_primary_process():
+    note = f'note: the model sees {context} tokens at once: past that, only the last {context} of up to {most}'
+    print(note, file=sys.stderr, flush=True)
   decode_step = model.tasks.taking(source).decode_step
   decoded = jax.device_get(decode_step(model.variables, model.key, model.step, source.get_next()).decoded)
   return [ids[:length].tolist() for ids, length in zip(decoded['ids'], decoded['lengths'])]
