@@ -99,6 +99,9 @@ class BaseInput(Configurable, Iterator[Rows]):
     """
     raise NotImplementedError
 
+  def check_beside(self, other: BaseInput) -> None:
+    """Raises ConfigError if this input, of training, and another one of the same experiment do not fit together."""
+
   @property
   def label(self) -> str:
     """Name of this input in logs and errors."""

@@ -39,6 +39,7 @@ from praxis_lite.runtime.run_config import (
   run_keys,
 )
 from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -103,6 +104,7 @@ def run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    config = with_vocabulary(config, directory)
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
@@ -201,6 +203,8 @@ def run_train(
 
     # ---- train
     ended_by = 'done'
+    if is_primary_process():
+      keep_vocabulary(config, directory)
     batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
     to_close.enter_context(stop)
     all_hooks.on_start(run)

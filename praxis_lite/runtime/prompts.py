@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.errors import ConfigError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer
 from praxis_lite.inputs.rows import Rows
@@ -28,7 +28,8 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
   """Returns the tokens of a prompt; raises UserError, which calls it `name`, if it is not text."""
   try:
-    return tokenizer.encode(prompt)
+    with located(f'{name}={prompt!r}'):
+      return tokenizer.encode(prompt)
   except UnicodeEncodeError as error:  # A shell passed bytes that are not text.
     raise UserError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
 

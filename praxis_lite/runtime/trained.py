@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -23,6 +24,7 @@ from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
+from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
@@ -87,6 +89,7 @@ class TrainedModel:
     self.seed = seed
     self._sizes: dict[str, list[int]] = {}  # The batch sizes that were compiled, by what is compiled.
     self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
+    self._has_noted = False
 
   # ---------------------------------------------------------------- what it is
 
@@ -193,7 +196,9 @@ class TrainedModel:
     if isinstance(prompts, str):
       raise UserError(f'decode: expected a list of prompts, got one text; pass [{prompts!r}]')
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
-    decoded = self._by_row(tasks, prompt_batch(tokens), lambda task: task.decode_step, key).decoded
+    batch = prompt_batch(tokens)
+    self._note_what_is_not_seen(tasks.jax_task.model, int(batch['prompt_lengths'].max()))
+    decoded = self._by_row(tasks, batch, lambda task: task.decode_step, key).decoded
     ids = [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
     if all(isinstance(prompt, str) for prompt in prompts):
       return [self._tokenizer().decode(row) for row in ids]
@@ -279,6 +284,17 @@ class TrainedModel:
       task: SingleTask = task_with_sampler(self.config.task, tokenizer, **settings, stop=stop).instantiate()
       self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh)
     return self._tasks_by_sampler[name]
+
+  def _note_what_is_not_seen(self, model: Any, prompt_length: int) -> None:
+    """Prints, once, that a language model does not see all tokens of what it continues."""
+    context = getattr(model, 'context', None)
+    if context is None or self._has_noted or not is_primary_process():
+      return
+    most = prompt_length + model.decoder.max_decode_steps
+    if most > context:
+      self._has_noted = True
+      note = f'note: the model sees {context} tokens at once: past that, only the last {context} of up to {most}'
+      print(note, file=sys.stderr, flush=True)
 
   def _tokenizer(self) -> BaseTokenizer:
     if self.tokenizer is None:

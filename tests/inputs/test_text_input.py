@@ -194,7 +194,7 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'packing': 'pack'}, "packing: expected 'concat' or 'packed', got 'pack'"),
+    ({'packing': 'pack'}, "packing: expected 'concat', 'packed' or 'windows', got 'pack'"),
     ({'seq_len': 0}, 'seq_len: expected an integer of at least 1'),
     ({'split': 'valid'}, r"split: 'valid' is none of train, validation, test\. Did you mean 'validation'\?"),
     ({'split_by': 'line'}, 'split_by'),
