@@ -101,6 +101,15 @@ def get(name: str) -> type[BaseExperiment]:
   raise UserError(_not_found(name, problems))
 
 
+def load_module(name: str) -> str:
+  """Imports a module, or the module in `path/to/file.py`, and returns the name it is imported by.
+
+  Raises:
+    UserError: there is none, or it raises while it is imported.
+  """
+  return (_load_file(name) if name.endswith('.py') else import_module(_canonical(name))).__name__
+
+
 def names() -> list[str]:
   """Returns the full names of the registered experiments, sorted. Call `load_all` first to have all of `PACKAGES`."""
   return sorted(_entries)

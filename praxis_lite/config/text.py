@@ -52,7 +52,20 @@ def diff(old: object, new: object, name: str = '') -> list[str]:
   + task.model.norm_tpl.scale = 1.0      only in `new`
   - task.model.dropout = 0.1             only in `old`
   """
-  before, after = dict(_entries(old, name, is_root=True)), dict(_entries(new, name, is_root=True))
+  return _diff(dict(_entries(old, name, is_root=True)), dict(_entries(new, name, is_root=True)))
+
+
+def diff_texts(old: str, new: str) -> list[str]:
+  """Returns what `diff` does, from two dumps of `to_text`."""
+  return _diff(
+    *({m['path']: (m['sign'], m['rest']) for m in map(_LINE.match, t.splitlines()) if m} for t in (old, new))
+  )
+
+
+_LINE = re.compile(r'(?P<path>.*?)(?P<sign> = |: )(?P<rest>.*)')
+
+
+def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str]:
   lines = []
   for path in _merged(list(before), list(after)):
     if path not in before:

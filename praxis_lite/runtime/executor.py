@@ -26,6 +26,7 @@ from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
+from praxis_lite.runtime.record import changes_named, write_record
 from praxis_lite.runtime.run_config import (
   build_datasets,
   check_intervals,
@@ -121,7 +122,8 @@ def run_train(
     to_close.callback(checkpointer.close)
     is_restored = checkpointer.latest_step() is not None
     if is_restored:
-      state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
+      with changes_named(directory, config):
+        state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
       input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
         train_input.set_state(input_state)
@@ -149,6 +151,9 @@ def run_train(
     if is_restored:
       nothing_left = '; all steps are taken' if step >= total else ''
       console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')
+    if is_primary_process():
+      for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=step):
+        console.line(f'changed since the last launch: {line}')
 
     def save() -> None:
       log.drain()  # Raises if a step was not finite, before anything is saved.
