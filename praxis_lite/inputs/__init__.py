@@ -1,6 +1,7 @@
 """Inputs: deterministic, resumable streams of host batches, and the thread that puts them on the devices."""
 
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.hf_tokenizer import HfTokenizer
 from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput
