@@ -96,7 +96,7 @@ COMMAND = Command(
   'decode',
   'print samples from a checkpoint',
   'print samples from a checkpoint, or decode the decode_datasets of the experiment.',
-  "praxis-lite decode --exp=lm.StdlibLm --job_log_dir=runs/1 --prompt='def ' --temperature=0.7 --max_tokens=200",
+  "praxis-lite decode --job_log_dir=runs/1 --prompt='def ' --temperature=0.7 --max_tokens=200",
   _flags(),
   _run,
 )

@@ -61,7 +61,7 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'show',
-  'print the config and parameters of an experiment, from shapes alone',
+  'print the config and parameters, from shapes alone',
   "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, "
   'padding and bytes, with totals. Works for models of any size: no arrays are allocated.',
   "praxis-lite show --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",

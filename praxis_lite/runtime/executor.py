@@ -153,7 +153,7 @@ def run_train(
       console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')
     if is_primary_process():
       for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=step):
-        console.line(f'changed since the last launch: {line}')
+        console.line(line)
 
     def save() -> None:
       log.drain()  # Raises if a step was not finite, before anything is saved.

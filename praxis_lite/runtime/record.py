@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def write_record(
     command: the command line; None uses that of this process.
 
   Returns:
-    How the config differs from the recorded one, a line a field; empty if there was none.
+    Lines to print: how the config and the seed differ from those recorded before; empty if they do not.
   """
   directory, text = Path(job_log_dir), to_text(config.roots()) + '\n'
   launches: tuple[Launch, ...] = ()
@@ -146,6 +146,7 @@ def write_record(
   with contextlib.suppress(UserError):  # A record that cannot be read is replaced.
     before = read_record(directory)
     launches, changes = before.launches, diff_texts(before.text, text)
+    changes += [f'seed: {before.seed} -> {seed}'] if before.seed != seed else []
   launch = Launch(
     started=round(time.time(), 3),
     command=_command_line() if command is None else command,
@@ -167,7 +168,12 @@ def write_record(
   }
   _replace(directory / _TEXT, text)
   _replace(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
-  return changes
+  return ['the config differs from the recorded one:', *(f'  {line}' for line in shortened(changes))] if changes else []
+
+
+def shortened(lines: Sequence[str], most: int = 20) -> list[str]:
+  """Returns the first lines, and how many more there are."""
+  return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
 
 
 def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str] = ()) -> RunRecord:
@@ -216,13 +222,12 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
       relevant = [line for line in lines if line.removeprefix('+ ').removeprefix('- ').startswith(_DECIDE_THE_STATE)]
       relevant.sort(key=lambda line: 'split_dims_mapping' in line)  # These change no shape.
       if relevant:
-        more = f' and {len(relevant) - _SHOWN} more' if len(relevant) > _SHOWN else ''
-        error.args = (f'{error} It differs from the recorded config: {"; ".join(relevant[:_SHOWN])}{more}.',)
+        shown = '; '.join(shortened(relevant, most=5))
+        error.args = (f'{error} What differs from the recorded config: {shown}.',)
     raise
 
 
 _DECIDE_THE_STATE = ('task.model', 'task.train.learner')
-_SHOWN = 5
 
 
 # -------------------------------------------------------------------- reading

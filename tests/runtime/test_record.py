@@ -44,11 +44,12 @@ def test_each_launch_is_kept_with_what_it_changed(tmp_path):
   write_record(tmp_path, experiment())
   changed = experiment('lm.SyntheticLmTiny', 'task.train.num_train_steps=7', 'task.train.learner.learning_rate=0.5')
   changes = write_record(tmp_path, changed, seed=1)
-  assert changes == ['task.train.learner.learning_rate: 0.003 -> 0.5', 'task.train.num_train_steps: 20 -> 7']
+  lines = ['task.train.learner.learning_rate: 0.003 -> 0.5', 'task.train.num_train_steps: 20 -> 7', 'seed: 0 -> 1']
+  assert changes == ['the config differs from the recorded one:', *(f'  {line}' for line in lines)]
   record = read_record(tmp_path)
-  assert [list(launch.changes) for launch in record.launches] == [[], changes]
+  assert [list(launch.changes) for launch in record.launches] == [[], lines]
   assert record.config.task.train.num_train_steps == 7
-  assert write_record(tmp_path, changed) == []
+  assert write_record(tmp_path, changed, seed=1) == []
 
 
 def test_what_cannot_be_read_back_is_left_out_and_the_rest_is_read(tmp_path):
