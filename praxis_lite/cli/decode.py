@@ -31,18 +31,23 @@ def _run(values: flags.FlagValues) -> int:
   tokenizer = _tokenizer(config)
   _set_decoder(config.task, tokenizer, values)
   prompts = [prompt for prompt in values.prompt for _ in range(values.num_samples)]
-  ids = [_encode(tokenizer, prompt) for prompt in prompts]
+  ids = [_chat_ids(tokenizer, prompt, values) if values.chat else _encode(tokenizer, prompt) for prompt in prompts]
   continuations = decode_prompts(config, job_log_dir, ids, step=values.step, seed=values.seed)
-  for i, (prompt, continuation) in enumerate(zip(prompts, continuations), 1):
+  for i, (prompt, known, continuation) in enumerate(zip(prompts, ids, continuations), 1):
     if len(prompts) > 1:
       print(f'----- sample {i} of {len(prompts)}')
-    print(prompt + tokenizer.decode(continuation))
+    print(tokenizer.decode(continuation) if values.chat else prompt + _continued(tokenizer, known, continuation))
   return 0
 
 
 def _tokenizer(config: ExperimentConfig) -> BaseTokenizer:
   """Returns the tokenizer of the first dataset that has one."""
+  from praxis_lite.config import Config
+
   for dataset in config.datasets:
+    template = getattr(dataset, 'tokenizer_tpl', None)  # The data need not be there.
+    if isinstance(template, Config):
+      return template.instantiate()
     tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
     if tokenizer is not None:
       return tokenizer
@@ -51,9 +56,24 @@ def _tokenizer(config: ExperimentConfig) -> BaseTokenizer:
 
 def _encode(tokenizer: BaseTokenizer, prompt: str) -> list[int]:
   try:
-    return tokenizer.encode(prompt)
+    return tokenizer.prompt_ids(prompt)
   except UnicodeEncodeError as error:  # The shell passed bytes that are not text.
     raise UserError(f'--prompt={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
+
+
+def _chat_ids(tokenizer: BaseTokenizer, prompt: str, values: flags.FlagValues) -> list[int]:
+  from praxis_lite.inputs import HfTokenizer
+
+  if not isinstance(tokenizer, HfTokenizer):
+    raise UserError(f'--chat needs a tokenizer with a chat template, and this run has a {type(tokenizer).__name__}')
+  messages = [{'role': 'system', 'content': values.system}] if values.system else []
+  return tokenizer.chat_ids([*messages, {'role': 'user', 'content': prompt}])
+
+
+def _continued(tokenizer: BaseTokenizer, known: list[int], continuation: list[int]) -> str:
+  """Returns the text after the prompt: some tokenizers drop the space at the beginning of what they decode."""
+  before, whole = tokenizer.decode(known), tokenizer.decode([*known, *continuation])
+  return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
 
 
 def _set_decoder(task: Config, tokenizer: BaseTokenizer, values: flags.FlagValues) -> None:
@@ -88,6 +108,10 @@ def _flags() -> flags.FlagValues:
   number('temperature', None, f'{likeliest} Example: --temperature=0.8')
   integer('top_k', None, 'Sample from the k likeliest tokens. Example: --top_k=40')
   number('top_p', None, 'Sample from the fewest tokens whose probabilities reach p. Example: --top_p=0.95')
+  chat = "Each --prompt is a user's message, put into the tokenizer's chat template; the answer is printed."
+  flags.DEFINE_boolean('chat', False, f'{chat} Example: --chat', flag_values=values)
+  system = 'With --chat, the message of the system before it. Example: --system="Be brief."'
+  flags.DEFINE_string('system', None, system, flag_values=values)
   texts('stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"')
   return values
 

@@ -14,11 +14,22 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from praxis_lite.cli import check, completion, decode, evaluate, list_experiments, show, train, verify
+from praxis_lite.cli import (
+  check,
+  completion,
+  decode,
+  evaluate,
+  export_hf,
+  import_hf,
+  list_experiments,
+  show,
+  train,
+  verify,
+)
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-_MODULES = (list_experiments, show, check, verify, train, evaluate, decode, completion)
+_MODULES = (list_experiments, show, check, verify, train, evaluate, decode, import_hf, export_hf, completion)
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.

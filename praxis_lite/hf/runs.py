@@ -1,8 +1,8 @@
 """Run directories from checkpoints of Hugging Face, and such checkpoints from run directories.
 
-    job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer starts when training does
-                run.json          the config: that model, a learner to fine-tune it, text with its tokenizer
-                hugging_face/     config.json, and the files of the tokenizer, to be exported again
+job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer starts when training does
+            run.json          the config: that model, a learner to fine-tune it, text with its tokenizer
+            hugging_face/     config.json, and the files of the tokenizer, to be exported again
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def import_run(
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
   layout = layout_of(
     TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, None),
-    TrainState(None, placed_specs(place_task_variables(task, mesh)), None),  # type: ignore[arg-type]
+    TrainState(None, placed_specs(place_task_variables(task, mesh)), None),
     mesh,
   )
   with contextlib.ExitStack() as to_close:
@@ -122,7 +122,9 @@ def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) ->
   if str(hf.values.get('dtype') or hf.values.get('torch_dtype')) in ('bfloat16', 'float16'):
     model.fprop_dtype = 'bfloat16'
   _set_decoder(model.decoder_tpl, checkpoint)
-  task = Config(SingleTask, name='lm', model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1))
+  task = Config(
+    SingleTask, name='lm', model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)
+  )
   task.train.learner = Config(
     Learner,
     optimizer=Config(optax.adamw, b1=0.9, b2=0.95, weight_decay=0.1),
@@ -190,7 +192,9 @@ def export_run(
   task = config.task.instantiate()
   model = task.model
   if not isinstance(model, LanguageModel):
-    raise ConfigError(f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')
+    raise ConfigError(
+      f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have'
+    )
   recorded = read_json(directory / ASSETS / CONFIG_FILE) if (directory / ASSETS / CONFIG_FILE).is_file() else {}
   family, values = described(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:

@@ -108,7 +108,9 @@ class HfTokenizer(BaseTokenizer):
       import jinja2
       from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-      raise ConfigError(f'HfTokenizer: chat templates need the package jinja2, which is not installed; {_INSTALL}') from None
+      raise ConfigError(
+        f'HfTokenizer: chat templates need the package jinja2, which is not installed; {_INSTALL}'
+      ) from None
     template = self._chat_template()
 
     def raise_exception(message: str) -> None:
@@ -141,7 +143,9 @@ class HfTokenizer(BaseTokenizer):
     if isinstance(template, list):  # Several by name.
       template = next((t.get('template') for t in template if t.get('name') == 'default'), None)
     if not isinstance(template, str):
-      raise DataError(f'HfTokenizer.path: there is no chat template in {self._folder}; it is not the tokenizer of a chat model')
+      raise DataError(
+        f'HfTokenizer.path: there is no chat template in {self._folder}; it is not the tokenizer of a chat model'
+      )
     return template
 
   # ---------------------------------------------------------------- files beside it
