@@ -11,10 +11,11 @@ class TinyLm(BaseExperiment):
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
 
 class BaseExperiment:
@@ -46,16 +47,34 @@ class BaseExperiment:
     """Raises a `ConfigError` if the experiment is inconsistent. Called before anything is built."""
 
 
-class ExperimentConfig(NamedTuple):
-  """The configs of one run. Override paths begin with their names."""
+@dataclasses.dataclass
+class ExperimentConfig:
+  """The configs of one run, which may be set anew. Override paths begin with their names.
+
+  Setting one raises ConfigError if it is not the config of a task, or a list of configs of inputs.
+  """
 
   task: Config
   datasets: list[Config]
-  decode_datasets: list[Config]
+  decode_datasets: list[Config] = dataclasses.field(default_factory=list)
+
+  def __setattr__(self, name: str, value: object) -> None:
+    known = [field.name for field in dataclasses.fields(self)]
+    if name not in known:
+      raise UnknownFieldError(f'an experiment has no {name!r}.{did_you_mean(name, known)} It has {", ".join(known)}.')
+    if name != 'task':
+      value = _inputs(value, name, verb='is')
+    elif not isinstance(value, Config):
+      raise ConfigError(f'task is {type(value).__name__}; it must be a Config of a task')
+    super().__setattr__(name, value)
 
   def roots(self) -> dict[str, Config | list[Config]]:
     """Returns the configs by name, for `apply_overrides` and `to_text`."""
-    return self._asdict()
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  def _replace(self, **changes: Any) -> ExperimentConfig:
+    """Returns a copy with some of the configs changed, as named tuples do."""
+    return dataclasses.replace(self, **changes)
 
 
 def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
@@ -77,10 +96,11 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   return ExperimentConfig(task, datasets, _inputs(experiment.decode_datasets(), f'{name}.decode_datasets()'))
 
 
-def _inputs(configs: object, method: str) -> list[Config]:
+def _inputs(configs: object, where: str, verb: str = 'returned') -> list[Config]:
   if not isinstance(configs, list | tuple):
-    raise ConfigError(f'{method} returned {type(configs).__name__}; it must return a list of Configs of inputs')
+    must = 'be' if verb == 'is' else 'return'
+    raise ConfigError(f'{where} {verb} {type(configs).__name__}; it must {must} a list of Configs of inputs')
   for i, config in enumerate(configs):
     if not isinstance(config, Config):
-      raise ConfigError(f'{method}[{i}] is {type(config).__name__}; it must be the Config of an input')
+      raise ConfigError(f'{where}[{i}] is {type(config).__name__}; it must be the Config of an input')
   return list(configs)

@@ -15,6 +15,62 @@ from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
 
 
+class EarlyStoppingParams(Configurable):
+  """When a run ends before its last step: once a metric of its evaluations no longer improves.
+
+  Attributes:
+    patience: number of evaluations in a row without an improvement after which the run stops; None: never.
+    metric: name of the metric, or `eval/<input>/<metric>` where there are several inputs to evaluate on.
+    mode: 'min' if lower is better, 'max' if higher is.
+    min_delta: a value is an improvement if it is better than the best one by more than this.
+  """
+
+  patience: int | None = None
+  metric: str = 'loss'
+  mode: str = 'min'
+  min_delta: float = 0.0
+
+  def __post_init__(self) -> None:
+    where = 'task.train.early_stopping'
+    check_choice(f'{where}.mode', self.mode, ('min', 'max'))
+    if self.patience is not None and self.patience < 1:
+      raise ConfigError(f'{where}.patience: expected at least 1 evaluation, or None, got {self.patience}')
+    if not self.min_delta >= 0:
+      raise ConfigError(f'{where}.min_delta: expected at least 0, got {self.min_delta}')
+
+
+class InitFromParams(Configurable):
+  """A checkpoint of another run that the variables of a new run start from. A run that resumes does not look at it.
+
+  The optimizer starts anew. A variable comes from the one of the same path in the checkpoint, unless a rule says
+  otherwise. Regular expressions match whole paths, `lm.softmax.w`, of the variables of the model that is trained.
+
+  Attributes:
+    path: the directory of the other run; None: variables start from the seed.
+    step: step of the checkpoint, or 'best'; None: the newest.
+    rules: pairs (regex, path in the checkpoint), of which the first that matches counts. The path may contain the
+      groups of the regex as \\1, \\2, ...; None starts the variable from the seed.
+    partial: regexes of variables whose shape may differ: the entries that both have are copied, the others start from
+      the seed.
+    use_ema: whether to take the moving averages, where the checkpoint has them.
+  """
+
+  path: str | None = None
+  step: int | str | None = None
+  rules: tuple[tuple[str, str | None], ...] = ()
+  partial: tuple[str, ...] = ()
+  use_ema: bool = False
+
+  def __post_init__(self) -> None:
+    for i, rule in enumerate(self.rules):
+      if not isinstance(rule, tuple | list) or len(rule) != 2:
+        raise ConfigError(
+          f'task.train.init_from.rules[{i}]: expected a pair (regex, path in the checkpoint or None), got {rule!r}'
+        )
+    if isinstance(self.partial, str):
+      raise ConfigError(f'task.train.init_from.partial: expected a tuple of regexes, got the text {self.partial!r}')
+
+
 class TrainParams(Configurable):
   """How the task is trained.
 
@@ -29,6 +85,10 @@ class TrainParams(Configurable):
     save_interval_steps: steps between checkpoints; there is always one at the end.
     max_to_keep: number of the newest checkpoints that are kept.
     keep_interval_steps: checkpoints at multiples of this are never deleted; None disables it.
+    best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
+      kept as well. None: the metric of `early_stopping`, if that is on.
+    best_metric_mode: 'min' if lower is better, 'max' if higher is.
+    early_stopping, init_from: see the classes.
   """
 
   learner: Config = template(Learner)
@@ -40,6 +100,18 @@ class TrainParams(Configurable):
   save_interval_steps: int = 500
   max_to_keep: int = 3
   keep_interval_steps: int | None = None
+  best_metric: str | None = None
+  best_metric_mode: str = 'min'
+  early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
+  init_from: InitFromParams = template(InitFromParams)
+
+  def __post_init__(self) -> None:
+    check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    for section in ('early_stopping', 'init_from'):
+      config: object = getattr(self, section)
+      if not isinstance(config, Config):
+        raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
+      setattr(self, section, config.instantiate())
 
 
 class EvalParams(Configurable):

@@ -66,9 +66,21 @@ def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
   if seed:  # JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones.
     flags.DEFINE_integer('seed', 0, seed, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
   if restores:
-    step = 'Step of the checkpoint; by default the newest. Example: --step=500'
-    flags.DEFINE_integer('step', None, step, lower_bound=0, flag_values=values)
+    step = 'Step of the checkpoint, or best; by default the newest. Example: --step=best'
+    flags.DEFINE(_StepParser(), 'step', None, step, flag_values=values)
   return values
+
+
+class _StepParser(flags.ArgumentParser[int | str]):
+  """Reads the number of a step, or best."""
+
+  def parse(self, argument: int | str) -> int | str:
+    if str(argument) == 'best' or str(argument).isdecimal():
+      return 'best' if argument == 'best' else int(argument)
+    raise ValueError('expected a step such as 500, or best')
+
+  def flag_type(self) -> str:
+    return 'step'
 
 
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:

@@ -6,6 +6,7 @@ import functools
 import glob
 import math
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 
 def _run(values: flags.FlagValues) -> int:
+  from praxis_lite.runtime.profiling import ProfiledSteps
+
+  profile_steps = None if values.profile_steps is None else ProfiledSteps.parse(values.profile_steps)
   config, job_log_dir = configured_run(values)
 
   is_new = not glob.glob(os.path.join(glob.escape(job_log_dir), 'checkpoints', '[0-9]*'))
@@ -29,15 +33,17 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runtime.executor import run_train
 
   initialize_distributed(values.coordinator_address, values.num_processes, values.process_id)
-  run_train(
+  result = run_train(
     config,
     job_log_dir,
     seed=_seed(values),
     restore_input=values.restore_input,
     verify_numerics=values.verify_numerics,
     advise=_warnings,
+    profile_steps=profile_steps,
   )
-  return 0
+  # As shells report a process that a signal has ended, so that `train && eval` goes no further.
+  return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
 
 
 def _seed(values: flags.FlagValues) -> int:
@@ -72,6 +78,13 @@ def _flags() -> flags.FlagValues:
     'partitioning, and stop if they differ: for accelerators. Example: --verify_numerics',
     flag_values=values,
   )
+  flags.DEFINE_string(
+    'profile_steps',
+    None,
+    "Write a trace of these steps, the first to the last, below job_log_dir, for TensorBoard's profile plugin. "
+    'Example: --profile_steps=10:15',
+    flag_values=values,
+  )
   address = 'host:port of process 0, or auto on a cluster that JAX recognizes'
   example = 'Example: --coordinator_address=10.0.0.1:1234'
   flags.DEFINE_string('coordinator_address', None, f'With several hosts: {address}. {example}', flag_values=values)
@@ -92,7 +105,8 @@ COMMAND = Command(
   'train',
   'train an experiment, or resume its training',
   'train an experiment. If job_log_dir has checkpoints, training resumes from the newest, on any mesh; the run '
-  'records its config, so --exp can be left out then.',
+  'records its config, so --exp can be left out then. Ctrl-C and SIGTERM end it after a step, with a checkpoint; the '
+  'exit code is then 130 or 143.',
   'praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --set task.train.num_train_steps=20 --devices=8',
   _flags(),
   _run,

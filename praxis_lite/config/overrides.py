@@ -6,6 +6,7 @@
       'task.model.params_init.scale=0.01',                      of a frozen dataclass, which is replaced
       'task.train.inputs_split_mapping.map_2d=(data, None)',    a dict key
       'datasets[0].batch_size=8',                               an index, or [*] for all entries
+      'datasets[1]=None',                                       drops that entry, once all overrides are applied
       'task.train.learner.optimizer=optax.sgd',                 another class or function; shared fields are kept
     ])
 
@@ -47,6 +48,9 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
     if not rest.startswith('=') or not segments:
       raise ConfigError(f'{override!r} is not an override; write path=value, as in task.train.num_train_steps=100')
     _set(root, segments, Text(rest[1:].strip()))
+  for configs in root.values() if isinstance(root, dict) else ():
+    if isinstance(configs, list):  # Only now, so that the indices in the overrides are those of the whole list.
+      configs[:] = [config for config in configs if config is not None]
   return root
 
 

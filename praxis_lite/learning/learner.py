@@ -19,7 +19,7 @@ import optax
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, check_choice, did_you_mean
 from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
-from praxis_lite.learning.schedules import Constant
+from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams
 
@@ -54,7 +54,7 @@ class Learner(Configurable):
       returns an optax transformation. Where it, or a config nested in it, has a learning rate or a weight decay mask
       that is not set, the learner's is filled in.
     learning_rate: factor of the schedule.
-    schedule: config of a schedule: a function of the step.
+    schedule: config of a schedule; or a function of the step, an int32 scalar, that returns a scalar, or its config.
     clip_gradient_norm_to_value: upper limit of the global gradient norm; 0 disables it.
     clip_gradient_single_norm_to_value: upper limit of the norm of each variable's gradient; 0 disables it.
     clip_gradient_value: upper limit of the absolute value of each gradient entry; 0 disables it.
@@ -79,7 +79,7 @@ class Learner(Configurable):
 
   optimizer: Config = template(optax.adamw)
   learning_rate: float = 1e-3
-  schedule: Config = template(Constant)
+  schedule: Config | Schedule = template(Constant)
   clip_gradient_norm_to_value: float = 0.0
   clip_gradient_single_norm_to_value: float = 0.0
   clip_gradient_value: float = 0.0
@@ -97,9 +97,8 @@ class Learner(Configurable):
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
     check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'ignore'))
-    for field in ('optimizer', 'schedule'):
-      if not isinstance(getattr(self, field), Config):
-        raise ConfigError(f'learner.{field}: expected a Config, got {type(getattr(self, field)).__name__}')
+    if not isinstance(self.optimizer, Config):
+      raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')
     for field in ('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value'):
       if not getattr(self, field) >= 0:
         raise ConfigError(f'learner.{field}: expected a limit above 0, or 0 for none, got {getattr(self, field)}')
@@ -107,14 +106,17 @@ class Learner(Configurable):
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')
     if self.num_microbatches < 1:
       raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
-    self._schedule = self.schedule.instantiate()
+    self._schedule = as_schedule(self.schedule, 'learner.schedule')
     self._bound: tuple[NestedDict, BoundLearner] | None = None
 
   def bind(self, weights: NestedDict) -> BoundLearner:
     """Returns this learner for the variables of a model, declared by `weights`, its `abstract_init()`.
 
-    Raises ConfigError if a regex is not valid, or matches no variable, or no variable is left to train.
+    Raises ConfigError if a regex is not valid, or matches no variable, or no variable is left to train, or if the
+    schedule does not return a scalar.
     """
+    if self._bound is None:
+      check_schedule(self._schedule, 'learner.schedule')
     if self._bound is None or self._bound[0] != weights:  # It keeps what it finds out about the optimizer.
       self._bound = weights, BoundLearner(self, weights)
     return self._bound[1]

@@ -1,19 +1,71 @@
 """Learning rate schedules: functions of the step, as configurable objects.
 
 A schedule returns a factor that the learner multiplies by its `learning_rate`. Any optax schedule can be used instead:
-`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`.
+`Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)`. So can a function of one's own:
+
+    def halved_every(step, period=1000): ...
+
+    learner.schedule = halved_every
+    learner.schedule = Config(halved_every, period=500)      # its first argument is not set: that is the step
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from praxis_lite.config import REQUIRED, Configurable
+from praxis_lite.config import REQUIRED, Config, Configurable, config_values, target
 from praxis_lite.errors import ConfigError
+
+Schedule = Callable[[jax.Array | int], ArrayLike]
+
+
+def as_schedule(schedule: object, where: str) -> Schedule:
+  """Returns the function of the step that a config stands for, or that is given itself.
+
+  A config of a function whose first argument is not set is that function, with its other arguments set. Any other
+  config is instantiated.
+
+  Raises:
+    ConfigError: it is neither. `where` is the path of the field, for the message.
+  """
+  function: object = schedule
+  if isinstance(schedule, Config):
+    values = config_values(schedule)
+    step = next(iter(values), None)
+    is_function = not isinstance(target(schedule), type) and step is not None and values[step] is REQUIRED
+    if is_function and REQUIRED not in [value for name, value in values.items() if name != step]:
+      function = functools.partial(target(schedule), **{str(k): v for k, v in schedule.__arguments__.items()})
+    else:
+      function = schedule.instantiate()
+  if not callable(function) or isinstance(function, type):
+    raise ConfigError(f'{where}: expected a function of the step, or its Config, got {function!r}')
+  return function
+
+
+def check_schedule(function: Schedule, where: str) -> None:
+  """Raises ConfigError unless a function takes a step and returns a scalar. It is traced, which may start JAX."""
+  try:
+    returned = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+  except TypeError as error:
+    remedy = '; choose by jnp.where' if isinstance(error, jax.errors.TracerBoolConversionError) else ''
+    what = f'{str(error).splitlines()[0].rstrip(".")}{remedy}'
+    raise ConfigError(f'{where}: {_name(function)} cannot be called with a step, an int32 scalar: {what}') from error
+  if getattr(returned, 'shape', None) != ():
+    raise ConfigError(
+      f'{where}: {_name(function)} returns {returned}; a schedule returns a scalar, the factor at a step'
+    )
+
+
+def _name(function: Callable[..., object]) -> str:
+  inner = function.func if isinstance(function, functools.partial) else function
+  return getattr(inner, '__qualname__', type(inner).__name__)
 
 
 class BaseSchedule(Configurable):

@@ -4,4 +4,5 @@ from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables, restor
 from praxis_lite.runtime.console import NonFiniteError
 from praxis_lite.runtime.distributed import initialize_distributed, set_up_compilation_cache, simulate_cpu_devices
 from praxis_lite.runtime.executor import TrainResult, run_train
+from praxis_lite.runtime.hooks import Hook, Run
 from praxis_lite.runtime.inference import run_decode, run_eval

@@ -8,6 +8,8 @@ Arrays are stored under their names, 'mdl_vars.lm.w' or 'opt_states.0.mu.lm.w', 
 needs no class of an optimizer library. They have the padding of the mesh that saved them, zeros at the end; a
 restore compares the true shapes, and cuts or extends the padding to what its mesh needs.
 
+    job_log_dir/best.json                     the best one by a metric: {"step", "metric", "mode", "value"}
+
 Orbax writes them in the background, into a folder that is renamed when it is complete. So what a killed run leaves
 behind is never taken for a checkpoint, and the next run removes it.
 """
@@ -17,15 +19,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +44,19 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
+_BEST = 'best.json'
+
+# The step of a checkpoint; None is the newest.
+Step = int | Literal['best'] | None
+
+
+class BestCheckpoint(NamedTuple):
+  """The best checkpoint of a run: its step, and the value of a metric, such as 'eval/valid/loss', after that step."""
+
+  step: int
+  metric: str
+  mode: str  # 'min' or 'max'
+  value: float
 
 
 class Checkpointer:
@@ -71,8 +88,9 @@ class Checkpointer:
     ocp = _orbax()
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
-    newest = policies.LatestN(max_to_keep)
-    keep = [newest] if keep_interval_steps is None else [newest, policies.EveryNSteps(keep_interval_steps)]
+    keep = [policies.LatestN(max_to_keep), _KeepBest(self)]
+    if keep_interval_steps is not None:
+      keep.append(policies.EveryNSteps(keep_interval_steps))
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policies.AnyPreservationPolicy(keep),
       cleanup_tmp_directories=not read_only,
@@ -81,6 +99,8 @@ class Checkpointer:
       save_root_metadata=False,
     )
     self._manager = ocp.CheckpointManager(self.directory, options=options)
+    self._being_saved: list[int] = []
+    self._best = self._recorded_best = self._read_best()
 
   def save(self, step: int, state: TrainState, true_shapes: TrainState, input_state: dict[str, Any] | None) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
@@ -103,13 +123,65 @@ class Checkpointer:
       inputs=ocp.args.JsonSave({'input_state': input_state}),
       about=ocp.args.JsonSave(_about(state, true_shapes)),
     )
-    with self._saving():  # force: the caller decides which steps are saved.
-      return bool(self._manager.save(step, args=items, force=True))
+    with self._saving():
+      self._manager.wait_until_finished()
+      self._record_best()
+      self._being_saved.append(step)
+      return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps are saved.
 
   def wait(self) -> None:
     """Waits until all saves are on disk; raises CheckpointError if saving failed."""
     with self._saving():
       self._manager.wait_until_finished()
+    self._record_best()
+
+  def newly_complete(self) -> list[tuple[int, Path]]:
+    """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
+    if not self._being_saved or self._manager.is_saving_in_progress():
+      return []
+    self._record_best()
+    folders = [(step, Path(self.directory, str(step))) for step in self._being_saved]
+    self._being_saved = []
+    return [(step, folder) for step, folder in folders if folder.exists()]
+
+  def best(self) -> BestCheckpoint | None:
+    """Returns what `keep_best` was called with last, by an earlier process too; None if there is no such checkpoint."""
+    return self._best
+
+  def keep_best(self, best: BestCheckpoint | None) -> None:
+    """Keeps a checkpoint, of which a save has begun, until another one is better. None keeps none any more."""
+    self._best = best
+    if best is None or not self._manager.is_saving_in_progress():
+      self._record_best()
+
+  def _record_best(self) -> None:
+    """Records the best checkpoint. It is complete by now; until it is, the one before is recorded, and kept as well."""
+    if self._best == self._recorded_best or jax.process_index() != 0:
+      self._recorded_best = self._best
+      return
+    path = self._best_path
+    if self._best is None:
+      path.unlink(missing_ok=True)
+    else:
+      written = path.with_suffix('.json.tmp')
+      written.write_text(json.dumps(self._best._asdict()) + '\n', encoding='utf-8')
+      os.replace(written, path)
+    self._recorded_best = self._best
+
+  def _read_best(self) -> BestCheckpoint | None:
+    try:
+      best = BestCheckpoint(**json.loads(self._best_path.read_text(encoding='utf-8')))
+    except (OSError, ValueError, TypeError):
+      return None
+    return best if best.step in self._manager.all_steps() else None
+
+  @property
+  def _best_path(self) -> Path:
+    return Path(self.directory).parent / _BEST
+
+  def kept_steps(self) -> set[int]:
+    """Returns the steps of checkpoints that are never deleted because they are the best."""
+    return {best.step for best in (self._best, self._recorded_best) if best is not None}
 
   def close(self) -> None:
     """Waits as `wait` does, and ends all threads."""
@@ -126,34 +198,50 @@ class Checkpointer:
     """Returns the steps of all complete checkpoints, in order."""
     return sorted(self._manager.all_steps())
 
-  def existing_step(self, step: int | None = None) -> int:
-    """Returns `step`, by default the newest; raises CheckpointError if there is no such checkpoint."""
+  def existing_step(self, step: Step = None) -> int:
+    """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint."""
     steps = self.all_steps()
     if not steps:
       raise CheckpointError(f'there is no checkpoint in {self.directory}; train first, with the same --job_log_dir')
+    if step == 'best':
+      if self._best is None:
+        raise CheckpointError(
+          f'none of the checkpoints in {self.directory} is recorded as the best: the run was trained without '
+          'task.train.best_metric; name a step, or none for the newest'
+        )
+      return self._best.step
     if step is not None and step not in steps:
       raise CheckpointError(f'there is no checkpoint of step {step} in {self.directory}; there are {steps}')
     return steps[-1] if step is None else step
 
-  def restore(self, shapes: TrainState, true_shapes: TrainState, *, step: int | None = None) -> TrainState:
+  def restore(self, shapes: TrainState, true_shapes: TrainState, *, step: Step = None) -> TrainState:
     """Restores a state onto a mesh, which may differ from the one it was saved on.
 
     Args:
       shapes: padded `jax.ShapeDtypeStruct`s with shardings. Fields that are None are not read: evaluation needs no
         `opt_states`.
       true_shapes: the shapes without padding; fields that are None in `shapes` are ignored.
-      step: step of the checkpoint; None restores the newest.
+      step: step of the checkpoint, or 'best'; None restores the newest.
 
     Raises:
       CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
     """
-    ocp = _orbax()
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
     check_same_model(self.about(step)['variables'], records_of(true_shapes), where)
-    data_shapes = _to_nested_dict(jax.tree.map(_data_shape, shapes))
+    arrays = self.restore_arrays(_to_nested_dict(shapes), step=step)
+    return map_with_path(lambda path, _: lookup(arrays, path), shapes)
+
+  def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
+    """Restores some arrays by their names, cut or extended by zeros to `shapes`, in their dtypes and shardings.
+
+    `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as those in the checkpoint; otherwise as
+    `restore`, but shapes are not compared.
+    """
+    ocp, step = _orbax(), self.existing_step(step)
+    data_shapes = jax.tree.map(_data_shape, shapes)
     restore_args = jax.tree.map(
       lambda x: ocp.ArrayRestoreArgs(global_shape=x.shape, dtype=x.dtype, sharding=x.sharding, strict=False),
       data_shapes,
@@ -162,11 +250,11 @@ class Checkpointer:
     arrays = self._read(step, 'state', args)
     return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
-  def input_state(self, step: int | None = None) -> dict[str, Any] | None:
+  def input_state(self, step: Step = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
     return self._read(self.existing_step(step), 'inputs', _orbax().args.JsonRestore())['input_state']
 
-  def about(self, step: int | None = None) -> dict[str, Any]:
+  def about(self, step: Step = None) -> dict[str, Any]:
     """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
     return self._read(self.existing_step(step), 'about', _orbax().args.JsonRestore())
 
@@ -185,6 +273,16 @@ class Checkpointer:
       yield
     except Exception as error:
       raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}') from error
+
+
+class _KeepBest:
+  """Orbax's preservation policy of the best checkpoint."""
+
+  def __init__(self, checkpointer: Checkpointer):
+    self._checkpointer = checkpointer
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+    return [checkpoint.step in self._checkpointer.kept_steps() for checkpoint in checkpoints]
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
@@ -278,13 +376,14 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
 
 
 def _difference(saved: Record | None, wanted: Record | None) -> str:
-  if saved and wanted and saved['shape'] == wanted['shape'] and _castable(saved['dtype'], wanted['dtype']):
+  if saved and wanted and saved['shape'] == wanted['shape'] and castable(saved['dtype'], wanted['dtype']):
     return ''
   in_it, here = (f'{record["dtype"]}{record["shape"]}' if record else 'not' for record in (saved, wanted))
   return f'{in_it} in it and {here} here'
 
 
-def _castable(*dtypes: str) -> bool:
+def castable(*dtypes: str) -> bool:
+  """Whether the values of an array of one dtype may become those of the other."""
   if dtypes[0] == dtypes[1]:
     return True
   return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)
@@ -296,14 +395,14 @@ def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
 
 
 def restore_variables(
-  checkpointer: Checkpointer, partitioned: PartitionedTask, *, use_ema: bool = True, step: int | None = None
+  checkpointer: Checkpointer, partitioned: PartitionedTask, *, use_ema: bool = True, step: Step = None
 ) -> tuple[NestedDict, jax.Array]:
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
   Args:
     partitioned: the task on the mesh to restore onto, which need not be the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
-    step: step of the checkpoint; None restores the newest.
+    step: step of the checkpoint, or 'best'; None restores the newest.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.

@@ -139,7 +139,7 @@ def _format(name: str, value: ArrayLike) -> str:
   if name == 'learning_rate':
     return f'{number:.1e}'
   if name == 'loss' and abs(number) < 1000:
-    return f'{number:.3f}'
+    return f'{number:.3f}' if abs(number) >= 0.1 or number == 0 else _digits(number, 3)
   return _digits(number, 2 if abs(number) < 9.95 else 3)
 
 

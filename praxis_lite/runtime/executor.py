@@ -24,7 +24,10 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
-from praxis_lite.runtime.metrics import HostMetrics, SummaryWriter
+from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks, own_hooks, watched_metrics
+from praxis_lite.runtime.init_from import WarmStart
+from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
+from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
 from praxis_lite.runtime.run_config import (
@@ -53,7 +56,8 @@ class TrainResult(NamedTuple):
     step: total number of steps taken.
     state: the last train state, on the mesh.
     metrics: metrics of the last evaluation, by split ('eval/valid') and name.
-    ended_by: 'done'; 'data' if the input ended before the last step; or the name of a signal.
+    ended_by: 'done'; 'data' if the input ended before the last step; 'stopped' if a hook stopped it, such as early
+      stopping; or the name of a signal.
   """
 
   step: int
@@ -71,8 +75,10 @@ def run_train(
   restore_input: bool = True,
   verify_numerics: bool = False,
   advise: Advice | None = None,
+  hooks: Sequence[Hook] = (),
+  profile_steps: ProfiledSteps | None = None,
 ) -> TrainResult:
-  """Trains, or continues where an earlier run in the same directory stopped.
+  """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
   Args:
     config: configs of the task and its datasets, exactly one of them with `is_training=True`.
@@ -82,11 +88,14 @@ def run_train(
     restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
     verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
     advise: returns warnings about the task, to print before anything is compiled.
+    hooks: are called after steps, evaluations and checkpoints; see `praxis_lite.runtime.hooks`.
+    profile_steps: the first and the last step of a trace for TensorBoard.
 
   Raises:
     UserError: the config, the data, the directory or the checkpoint in it is not usable.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
+    Exception: what a hook raised, with a note that names the hook; the state has been saved.
   """
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
@@ -97,6 +106,7 @@ def run_train(
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
+    check_hooks(hooks)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
@@ -109,18 +119,22 @@ def run_train(
     partitioned = tasks.taking(train_input)
     startup.mark('task')
     partitioned.train_step.trace()
-    for data in datasets.evaluation:
-      tasks.taking(data).eval_step.trace()
+    evaluation: list[Program] = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
+    decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
+    watched = watched_metrics(settings, {program.split: program.metric_names() for program in evaluation})
+    with contextlib.closing(Checkpointer(directory, read_only=True)) as saved:
+      is_restored = saved.latest_step() is not None
+    warm_start = WarmStart(settings.init_from, partitioned) if settings.init_from.path and not is_restored else None
     startup.mark('trace')
 
     # ---- where it starts: the first of these that applies
     #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-    #   2. initial values from the seed, and the input from its beginning
+    #   2. variables of another run's checkpoint, and the input from its beginning
+    #   3. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
       directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
     )
     to_close.callback(checkpointer.close)
-    is_restored = checkpointer.latest_step() is not None
     if is_restored:
       with changes_named(directory, config):
         state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
@@ -129,57 +143,73 @@ def run_train(
         train_input.set_state(input_state)
       startup.mark('restore')
     else:
-      state = jax.block_until_ready(partitioned.init_state(keys.init))
+      state = jax.block_until_ready((warm_start or partitioned).init_state(keys.init))
       startup.mark('init')
-    step, total = int(state.step), settings.num_train_steps
+    first_step, total = int(state.step), settings.num_train_steps
 
     # ---- what it reports, evaluates and decodes
-    console = make_console(total, first_step=step, enabled=is_primary_process())
+    console = make_console(total, first_step=first_step, enabled=is_primary_process())
     to_close.callback(console.close)
-    writer = SummaryWriter(directory, resumed_step=step, enabled=is_primary_process())
+    results = read_results(directory, up_to_step=first_step)
+    writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process())
     to_close.callback(writer.close)
-    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=step)
+    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step)
     stop = StopSignals()
-    evaluation: list[Program] = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
-    decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
-    programs = Programs([*evaluation, *decoding], console, writer, stop, first_step=step)
     console.line(_introduction(task.name, partitioned))
+    for line in warm_start.report() if warm_start else ():
+      console.line(line)
     if advise is not None and is_primary_process():
       for line in advise(task, batch_struct):
         console.line(line)
       startup.mark('check')
-    if is_restored:
-      nothing_left = '; all steps are taken' if step >= total else ''
-      console.line(f'restored step {step} of {total} from {checkpointer.directory}{nothing_left}')
+    if is_restored and first_step < total:
+      console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
     if is_primary_process():
-      for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=step):
+      for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step):
         console.line(line)
 
     def save() -> None:
       log.drain()  # Raises if a step was not finite, before anything is saved.
-      checkpointer.save(step, state, partitioned.unpadded_state_shapes, batches.get_state())
+      checkpointer.save(run.step, run.state, partitioned.unpadded_state_shapes, batches.get_state())
+
+    def take_result(split: str, metrics: HostMetrics) -> None:
+      run.results.append(EvalResult(run.step, split, metrics))
+      all_hooks.on_eval(run, split, metrics)
+
+    def tell_of_checkpoints() -> None:
+      for saved_step, folder in checkpointer.newly_complete():
+        all_hooks.on_checkpoint(run, saved_step, folder)
 
     def do_what_is_due() -> None:
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
-      if is_due(step, settings.save_interval_steps):
+      if is_due(run.step, settings.save_interval_steps):
         save()
       intervals = settings.eval_interval_steps, settings.decode_interval_steps
       for group, interval in zip((evaluation, decoding), intervals):
-        if is_due(step, interval):
+        if is_due(run.step, interval):
           log.drain()
-          programs.run(group, step, state)
-          log.restart_clock(step)
+          programs.run(group, run.step, run.state)
+          log.restart_clock(run.step)
+      tell_of_checkpoints()
+
+    run = Run(task, directory, state, results, save=save, line=console.line)
+    profiling = [] if profile_steps is None else [to_close.enter_context(ProfileSteps(profile_steps))]
+    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks])
+    programs = Programs(
+      [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
+    )
 
     # ---- train
     ended_by = 'done'
     batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
     to_close.enter_context(stop)
-    if step < total:
+    all_hooks.on_start(run)
+    if first_step < total and run.stop_reason is None:
       times = partitioned.train_step.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
-    while step < total and not stop.requested_at(step):
+    while run.step < total and not stop.requested_at(run.step) and run.stop_reason is None:
       try:
         batch = next(batches, None)
       except Exception:
@@ -188,26 +218,32 @@ def run_train(
         raise
       if batch is None:
         ended_by = 'data'
-        console.line(f'the training data is over after {step} of {total} steps')
+        console.line(f'the training data is over after {run.step} of {total} steps')
         break
       if verify_numerics:
         verify_numerics = False
-        console.line(_verified(partitioned, state, keys.train, batch))
-      out = partitioned.train_step(state, keys.train, batch)
-      state, step = out.state, step + 1
-      log.add(step, out)
+        console.line(_verified(partitioned, run.state, keys.train, batch))
+      with jax.profiler.StepTraceAnnotation('train', step_num=run.step + 1):
+        out = partitioned.train_step(run.state, keys.train, batch)
+      run.state, run.step = out.state, run.step + 1
+      log.add(run.step, out)
+      all_hooks.on_step(run, out.mean_metrics)
       do_what_is_due()
 
     # ---- the end
-    stop.requested_at(step)  # After the last step too: a signal that only some processes got must not part them.
+    stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
     save()
     if not stop.requested:
-      programs.run(evaluation, step, state)
+      programs.run(evaluation, run.step, run.state)
       if settings.decode_interval_steps is not None:
-        programs.run(decoding, step, state)
+        programs.run(decoding, run.step, run.state)
     checkpointer.wait()
-    console.line(f'step {step} of {total}: saved in {checkpointer.directory}')
-    return TrainResult(step, state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
+    tell_of_checkpoints()
+    all_taken = '; all steps are taken' if run.step == first_step >= total else ''
+    console.line(f'step {run.step} of {total}: saved in {checkpointer.directory}{all_taken}')
+    if run.stop_reason is not None:
+      ended_by = 'stopped'
+    return TrainResult(run.step, run.state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
 
 
 def _verified(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput
-from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
+from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
@@ -28,14 +28,14 @@ def run_eval(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
-  step: int | None = None,
+  step: Step = None,
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
   Args:
     config, job_log_dir, devices: as for `run_train`.
-    step: step of the checkpoint; None uses the newest.
+    step: step of the checkpoint, or 'best'; None uses the newest.
     seed: for models that draw random numbers while they evaluate.
 
   Raises:
@@ -54,7 +54,7 @@ def run_decode(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
-  step: int | None = None,
+  step: Step = None,
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
@@ -76,7 +76,7 @@ def decode_prompts(
   prompts: Sequence[Sequence[int]],
   *,
   devices: Sequence[jax.Device] | None = None,
-  step: int | None = None,
+  step: Step = None,
   seed: int = 0,
 ) -> list[list[int]]:
   """Returns the tokens that follow each prompt.
@@ -111,7 +111,7 @@ def _restore(
   config: ExperimentConfig,
   job_log_dir: str | Path,
   devices: Sequence[jax.Device] | None,
-  step: int | None,
+  step: Step,
   seed: int,
   inputs: Sequence[BaseInput],
   section: Literal['evaluate', 'decode'],

@@ -13,9 +13,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by n
 # Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
 MAX_STEPS_IN_FLIGHT = 2
 _MAX_IMAGES = 4
+_RECORDS = 'metrics.jsonl'
 
 
 class MetricsAverage:
@@ -68,6 +69,32 @@ def mean_values(metrics: DeviceMetrics) -> HostMetrics:
   return {name: np.asarray(value, np.float64) for name, (value, _) in jax.device_get(dict(metrics)).items()}
 
 
+class EvalResult(NamedTuple):
+  """The metrics of one pass over an input.
+
+  Attributes:
+    step: number of steps taken.
+    split: 'eval/<input>' or 'decode/<input>'.
+    metrics: numbers by name; what was read from a file has one number per name, as of `expand_scalars`.
+  """
+
+  step: int
+  split: str
+  metrics: HostMetrics
+
+
+def read_results(directory: str | os.PathLike[str], up_to_step: int) -> list[EvalResult]:
+  """Returns the evaluations and decoding runs that a run has recorded up to a step, in order."""
+  results = []
+  for _, record in _records(Path(directory) / _RECORDS):
+    if record['step'] <= up_to_step and record['split'] != 'train':
+      numbers = {
+        name: np.asarray(np.nan if x is None else x, np.float64) for name, x in record.get('metrics', {}).items()
+      }
+      results.append(EvalResult(record['step'], record['split'], numbers))
+  return results
+
+
 class SummaryWriter:
   """Writes the metrics of all splits of a run.
 
@@ -84,7 +111,7 @@ class SummaryWriter:
     self._event_writers: dict[str, tensorboardX.SummaryWriter] = {}
     self._at_resumed_step: set[str] = set()
     if enabled:
-      path = self._directory / 'metrics.jsonl'
+      path = self._directory / _RECORDS
       self._at_resumed_step = _truncate_jsonl(path, resumed_step)
       self._jsonl = open(path, 'a', encoding='utf-8')  # noqa: SIM115
 
@@ -159,26 +186,28 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
   return expanded
 
 
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields the lines of a file of metrics, and what they say, without incomplete lines."""
+  for line in path.read_text(encoding='utf-8').splitlines() if path.exists() else ():
+    try:
+      record = json.loads(line)
+      if isinstance(record['step'], int) and isinstance(record['split'], str):
+        yield line, record
+    except (json.JSONDecodeError, TypeError, KeyError):
+      continue
+
+
 def _truncate_jsonl(path: Path, step: int) -> set[str]:
   """Drops the lines of steps after `step` and incomplete lines; returns the splits written at `step` itself."""
   if not path.exists():
     return set()
-  kept, splits = [], set()
-  for line in path.read_text(encoding='utf-8').splitlines():
-    try:
-      record = json.loads(line)
-      line_step, split = record['step'], record['split']
-    except (json.JSONDecodeError, TypeError, KeyError):
-      continue
-    if line_step <= step:
-      kept.append(f'{line}\n')
-    if line_step == step:
-      splits.add(split)
+  records = list(_records(path))
+  kept = [f'{line}\n' for line, record in records if record['step'] <= step]
   # By a second file, so that a run killed here still has the complete old one.
   shortened = path.with_suffix('.jsonl.tmp')
   shortened.write_text(''.join(kept), encoding='utf-8')
   os.replace(shortened, path)
-  return splits
+  return {record['split'] for _, record in records if record['step'] == step}
 
 
 def _add_summary(events: tensorboardX.SummaryWriter, name: str, kind: str, value: np.ndarray, step: int) -> None:

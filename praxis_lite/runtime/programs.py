@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -23,7 +24,14 @@ from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.runtime.checkpoints import eval_variables, records_of
 from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
-from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, DeviceMetrics, HostMetrics, MetricsAverage, SummaryWriter
+from praxis_lite.runtime.metrics import (
+  MAX_STEPS_IN_FLIGHT,
+  DeviceMetrics,
+  EvalResult,
+  HostMetrics,
+  MetricsAverage,
+  SummaryWriter,
+)
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -100,7 +108,9 @@ class Program(Generic[Out]):
         if interrupts():
           return None
         num_batches += 1
-        in_flight.append(self._take(self._step(mdl_vars, self._key, global_step, batch), batch))
+        out = self._step(mdl_vars, self._key, global_step, batch)
+        self._keep(out, batch)
+        in_flight.append(self._metrics_of(out))
         if len(in_flight) > MAX_STEPS_IN_FLIGHT:
           average.add(in_flight.popleft())
     for metrics in in_flight:
@@ -108,14 +118,22 @@ class Program(Generic[Out]):
     note = self._finish(int(global_step))
     return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
+  def metric_names(self) -> list[str]:
+    """Returns the names of the metrics that are single numbers, from shapes alone."""
+    out = self._step.trace().out_info
+    return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
+
   def result_line(self, step: int, result: ProgramResult) -> str:
     """Returns what the console shows of a result."""
     batches = '1 batch' if result.num_batches == 1 else f'{result.num_batches} batches'
     return metrics_line(step, self.split, result.metrics, f'{batches}, {result.seconds:.1f} s{result.note}')
 
-  def _take(self, out: Out, batch: Mapping[str, Any]) -> DeviceMetrics:
-    """Keeps the summaries or lines of a batch's outputs, and returns its metrics."""
+  def _metrics_of(self, out: Out) -> DeviceMetrics:
+    """Returns the metrics of a batch's outputs."""
     raise NotImplementedError
+
+  def _keep(self, out: Out, batch: Mapping[str, Any]) -> None:
+    """Keeps the summaries or lines of a batch's outputs."""
 
   def _finish(self, step: int) -> str:
     """Ends a pass, and returns the note of its result."""
@@ -128,9 +146,11 @@ class EvalProgram(Program[EvalStepOutput]):
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array):
     super().__init__(f'eval/{data.label}', tasks.taking(data).eval_step, data, prng_key, tasks.jax_task.evaluate)
 
-  def _take(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
-    self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
+  def _metrics_of(self, out: EvalStepOutput) -> DeviceMetrics:
     return out.mean_metrics
+
+  def _keep(self, out: EvalStepOutput, batch: Mapping[str, Any]) -> None:
+    self._summaries = self._summaries or {name: s for name, s in out.summaries.items() if s.kind != 'scalar'}
 
 
 class DecodeProgram(Program[DecodeStepOutput]):
@@ -140,9 +160,11 @@ class DecodeProgram(Program[DecodeStepOutput]):
     super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
     self._directory = job_log_dir / 'decoded' / data.label
 
-  def _take(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> DeviceMetrics:
-    self._lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
+  def _metrics_of(self, out: DecodeStepOutput) -> DeviceMetrics:
     return out.metrics
+
+  def _keep(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> None:
+    self._lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
 
   def _finish(self, step: int) -> str:
     path = self._directory / f'step_{step:08d}.jsonl'
@@ -171,17 +193,30 @@ class Programs:
     console, writer: receive the results; `metrics` has the latest by split.
     stop: an interrupt ends a running program early.
     first_step: steps taken before this process; results that the writer already has for this step are not made again.
+    results: what earlier processes have recorded; `metrics` begins with those of `first_step`.
+    on_result: is called with the split and metrics of each result.
   """
 
   def __init__(
-    self, programs: Sequence[Program], console: Console, writer: SummaryWriter, stop: StopSignals, *, first_step: int
+    self,
+    programs: Sequence[Program],
+    console: Console,
+    writer: SummaryWriter,
+    stop: StopSignals,
+    *,
+    first_step: int,
+    results: Sequence[EvalResult] = (),
+    on_result: Callable[[str, HostMetrics], object] = lambda split, metrics: None,
   ):
-    self.metrics: dict[str, HostMetrics] = {}
+    self._on_result = on_result
     self._console = console
     self._writer = writer
     self._stop = stop
     # Only process 0 has read the files; all must run the same programs.
     self._done_at = {p.split: first_step for p in programs if decided_by_primary_process(writer.was_written(p.split))}
+    self.metrics: dict[str, HostMetrics] = {
+      r.split: r.metrics for r in results if r.step == first_step and r.split in self._done_at
+    }
 
   def run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
     """Runs some of the programs, except those that have run at this step already."""
@@ -195,3 +230,4 @@ class Programs:
       self.metrics[program.split] = result.metrics
       self._console.line(program.result_line(step, result))
       self._writer.write(step, program.split, result.metrics, result.summaries)
+      self._on_result(program.split, result.metrics)

@@ -11,10 +11,8 @@ skips library kernels:
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,20 +20,20 @@ from jax.extend import core
 
 
 class StartupTimes:
-  """Assigns all time from the start of the process to the first step to named phases.
+  """Assigns all time from its making to the first step to named phases.
 
-      startup = StartupTimes()          # the time so far is that of 'imports'
+      startup = StartupTimes()
       ...
       startup.mark('data')              # the time since then is that of 'data'
-      startup.report()                  # 'first step after 7.9 s: imports 1.9, data 0.4, compile 2.9, ...'
+      startup.report()                  # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
 
-  `process_seconds` is the age of the process, by default what the system says; `clock` returns seconds, for tests.
+  `clock` returns seconds, for tests.
   """
 
-  def __init__(self, process_seconds: float | None = None, clock: Callable[[], float] = time.perf_counter):
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
     self._clock = clock
     self._last = clock()
-    self._seconds: dict[str, float] = {'imports': process_age() if process_seconds is None else process_seconds}
+    self._seconds: dict[str, float] = {}
 
   def mark(self, name: str) -> None:
     """Assigns the time since the last mark to phase `name`."""
@@ -51,17 +49,6 @@ class StartupTimes:
     """Returns one line; phases of less than 0.05 s are left out."""
     shown = ', '.join(f'{name} {seconds:.1f}' for name, seconds in self._seconds.items() if seconds >= 0.05)
     return f'first step after {sum(self._seconds.values()):.1f} s: {shown}'
-
-
-def process_age() -> float:
-  """Returns the seconds since this process started, or its CPU time if the system does not provide them."""
-  try:
-    # Field 22 of stat is the start in clock ticks since boot; the command's name, field 2, may hold spaces.
-    stat = Path('/proc/self/stat').read_text()
-    started = int(stat.rpartition(')')[2].split()[19]) / os.sysconf('SC_CLK_TCK')
-    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
-  except (OSError, AttributeError, ValueError, IndexError):
-    return time.process_time()
 
 
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:

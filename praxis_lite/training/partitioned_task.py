@@ -27,9 +27,10 @@ from praxis_lite.training import steps
 from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import (
+  GivenVariables,
   TrainState,
   declared_state,
-  init_partitioned_state,
+  state_initializer,
   state_layout,
   train_state_shapes,
 )
@@ -135,7 +136,15 @@ class PartitionedTask:
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded, each device holding its own part from the start."""
-    return init_partitioned_state(self.jax_task, self.layout, init_key)
+    return self._init_state(init_key)
+
+  def init_state_from(self, init_key: jax.Array, given: GivenVariables) -> TrainState[jax.Array]:
+    """As `init_state`, but some variables start from given values, padded and on the mesh."""
+    return state_initializer(self.jax_task, self.layout, given.known)(init_key, given.values)
+
+  @functools.cached_property
+  def _init_state(self) -> Callable[[jax.Array], TrainState[jax.Array]]:
+    return state_initializer(self.jax_task, self.layout)  # Kept, so that it is compiled once.
 
   def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
     """Traces the train step without compiling it, on an abstract mesh too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -15,7 +16,7 @@ from praxis_lite.partitioning.padding import MeshLike
 from praxis_lite.partitioning.placement import place_variables, placed_specs
 from praxis_lite.partitioning.slots import opt_state_specs
 from praxis_lite.task import SingleTask
-from praxis_lite.trees import NestedDict
+from praxis_lite.trees import NestedDict, Path, lookup, map_with_path, merge, select
 
 T = TypeVar('T')
 
@@ -53,9 +54,25 @@ class PartitionedModelStates(NamedTuple):
   partitioned_train_state: TrainState[jax.Array]
 
 
-def initialize_train_state(jax_task: SingleTask, init_key: jax.Array) -> TrainState[jax.Array]:
+class GivenVariables(NamedTuple):
+  """First values of some variables that are not drawn from the seed, such as those of another run.
+
+  Attributes:
+    values: a part of the variable tree; arrays have the shapes of the variables.
+    known: (path, shape) of each: the entries before these indices are given, those after them are drawn.
+  """
+
+  values: NestedDict
+  known: Mapping[Path, tuple[int, ...]]
+
+
+def initialize_train_state(
+  jax_task: SingleTask, init_key: jax.Array, given: GivenVariables | None = None
+) -> TrainState[jax.Array]:
   """Returns the state before the first step, unpadded and unpartitioned."""
   mdl_vars = jax_task.model.init(init_key)
+  if given is not None:
+    mdl_vars = merge(mdl_vars, map_with_path(_with_given(mdl_vars, given), given.values))
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   return TrainState(jnp.zeros((), jnp.int32), mdl_vars, learner.init(mdl_vars), learner.init_ema(mdl_vars))
 
@@ -96,13 +113,33 @@ def declared_state(jax_task: SingleTask) -> TrainState:
   return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
 
 
-def init_partitioned_state(jax_task: SingleTask, layout: StateLayout, init_key: jax.Array) -> TrainState[jax.Array]:
-  """Returns a new train state, padded, each device holding its own part from the start."""
+def _with_given(drawn: NestedDict, given: GivenVariables) -> Callable[[Path, jax.Array], jax.Array]:
+  def values(path: Path, value: jax.Array) -> jax.Array:
+    known: jax.Array | bool = True
+    for dim, size in enumerate(given.known[path]):
+      if size < value.shape[dim]:
+        known &= jax.lax.broadcasted_iota(jnp.int32, value.shape, dim) < size
+    return value if known is True else jnp.where(known, value, lookup(drawn, path))
 
-  def init(key: jax.Array) -> TrainState[jax.Array]:
-    return layout.pad(initialize_train_state(jax_task, key))
+  return values
 
-  return jax.jit(on_mesh(init, layout.mesh), out_shardings=layout.shardings)(init_key)
+
+def state_initializer(
+  jax_task: SingleTask, layout: StateLayout, known: Mapping[Path, tuple[int, ...]] | None = None
+) -> Callable[..., TrainState[jax.Array]]:
+  """Returns a jitted function of the init key that makes a new train state, padded, each device its own part.
+
+  If some variables are given, `known` says which of their entries, and the function takes their padded values as well.
+  """
+
+  def init(key: jax.Array, values: NestedDict | None = None) -> TrainState[jax.Array]:
+    given = None
+    if values is not None and known is not None:
+      stored = StateLayout(*(select(tree, known.__contains__) for tree in layout.mdl_vars))
+      given = GivenVariables(stored.unpad(values), known)
+    return layout.pad(initialize_train_state(jax_task, key, given))
+
+  return jax.jit(on_mesh(init, layout.mesh), out_shardings=layout.shardings)
 
 
 def initialize_partitioned_model_states(
@@ -115,5 +152,5 @@ def initialize_partitioned_model_states(
     mesh: the mesh; by default the one the task asks for.
   """
   layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
-  state = init_partitioned_state(jax_task, layout, init_key)
+  state = state_initializer(jax_task, layout)(init_key)
   return PartitionedModelStates(layout.specs, layout.padded_shapes, layout.unpadded_shapes, state)

@@ -394,3 +394,9 @@ def test_importing_imports_nothing_heavy():
   )
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == '[]'
+
+
+def test_none_drops_an_entry_of_a_list_of_configs_once_all_overrides_are_applied():
+  datasets = [Config(Norm, epsilon=float(i)) for i in range(4)]
+  apply_overrides({'datasets': datasets}, ['datasets[0]=None', 'datasets[2]=None', 'datasets[3].scale=False'])
+  assert [(d.epsilon, d.scale) for d in datasets] == [(1.0, True), (3.0, False)]

@@ -235,7 +235,7 @@ def test_stats_hold_rate_and_norm_of_what_the_layers_alone_would_have() -> None:
     ({'clip_gradient_norm_to_value': -1.0}, r'clip_gradient_norm_to_value'),
     ({'clip_gradient_value': float('nan')}, r'clip_gradient_value'),
     ({'optimizer': optax.adam}, r'learner\.optimizer: expected a Config'),
-    ({'schedule': 0.1}, r'learner\.schedule: expected a Config, got float'),
+    ({'schedule': 0.1}, r'learner\.schedule: expected a function of the step, or its Config, got 0\.1'),
   ],
 )
 def test_values_that_cannot_be_are_refused(fields: Any, message: str) -> None:

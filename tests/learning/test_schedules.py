@@ -12,6 +12,7 @@ import pytest
 
 from praxis_lite import learning
 from praxis_lite.config import Config, target
+from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
 
 
@@ -121,3 +122,44 @@ def test_schedules_are_float32_finite_and_the_same_when_traced(config: Config) -
 def test_schedules_that_cannot_be_are_refused(config: Config, message: str) -> None:
   with pytest.raises(ConfigError, match=message):
     config.instantiate()
+
+
+def halved_every(step: jax.Array, period: int = 1000) -> jax.Array:
+  return 0.5 ** (step // period)
+
+
+FUNCTIONS = {
+  'function': (halved_every, 1.0),
+  'config of a function': (Config(halved_every, period=2), 0.25),
+  'lambda': (lambda step: 0.5, 0.5),
+  'optax, built': (optax.linear_schedule(1.0, 0.0, 10), 0.6),
+  'optax, to be built': (Config(optax.linear_schedule, init_value=1.0, end_value=0.0, transition_steps=10), 0.6),
+}
+
+
+@pytest.mark.parametrize(('schedule', 'value'), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_of_the_step_are_schedules(schedule: object, value: float) -> None:
+  config = Config(learning.Learner, learning_rate=1.0)
+  config.schedule = schedule
+  np.testing.assert_allclose(config.instantiate().learning_rate_at(jnp.int32(4)), value, rtol=1e-6)
+
+
+def test_a_function_can_be_named_on_the_command_line() -> None:
+  config = Config(learning.Learner)
+  apply_overrides(config, [f'schedule={__name__}.halved_every', 'schedule.period=4'])
+  np.testing.assert_allclose(config.clone(learning_rate=1.0).instantiate().learning_rate_at(4), 0.5)
+
+
+NO_SCHEDULES = {
+  'vector': (lambda step: jnp.ones(3), r'returns .*\(3,\).*; a schedule returns a scalar'),
+  'two arguments': (lambda step, other: 1.0, r"cannot be called with a step, an int32 scalar: .*'other'"),
+  'branch': (lambda step: 1.0 if step < 3 else 0.5, r'Attempted boolean conversion .*; choose by jnp\.where$'),
+  'number': (3, r'expected a function of the step, or its Config, got 3'),
+  'factory': (Config(optax.cosine_decay_schedule, init_value=1.0), r'cosine_decay_schedule\.decay_steps: a value is'),
+}
+
+
+@pytest.mark.parametrize(('schedule', 'message'), NO_SCHEDULES.values(), ids=NO_SCHEDULES)
+def test_what_is_no_schedule_is_told(schedule: object, message: str) -> None:
+  with pytest.raises(ConfigError, match=message):
+    Config(learning.Learner, schedule=schedule).instantiate().bind({})

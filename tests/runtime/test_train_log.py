@@ -59,7 +59,7 @@ def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100)
   )
   partitioned = types.SimpleNamespace(jax_task=task, mesh=mesh)
   batch = {'x': np.zeros((4, 2))}
-  return TrainLog(partitioned, batch, lines, lines, StartupTimes(0.0), first_step=first_step)
+  return TrainLog(partitioned, batch, lines, lines, StartupTimes(), first_step=first_step)
 
 
 def output(step, waited, skipped=0.0):

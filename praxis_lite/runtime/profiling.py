@@ -1,0 +1,76 @@
+"""A trace of some steps, which TensorBoard's profile plugin and Perfetto open.
+
+job_log_dir/profile/plugins/profile/<time>/*.xplane.pb
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import jax
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.runtime.hooks import Hook, Run
+from praxis_lite.runtime.metrics import DeviceMetrics
+
+
+class ProfiledSteps(NamedTuple):
+  """The first and the last step of a trace, counted from 1, as steps are in the log."""
+
+  first: int
+  last: int
+
+  @classmethod
+  def parse(cls, text: str) -> ProfiledSteps:
+    """Returns the steps of a text like '10:15'; raises ConfigError if it is another one."""
+    first, colon, last = text.partition(':')
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+      raise ConfigError(f'profile_steps = {text!r}: expected the first and the last step, as in 10:15')
+    return cls(int(first), int(last))
+
+
+class ProfileSteps(Hook):
+  """Writes a trace of some steps below the run's directory. A context manager: a run may end within these steps."""
+
+  def __init__(self, steps: ProfiledSteps):
+    self._steps = steps
+    self._to: Path | None = None
+    self._run: Run | None = None
+    self._is_done = False
+
+  def on_start(self, run: Run) -> None:
+    self._run = run
+    self._start_if_due(run)
+
+  def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
+    if self._to is not None and run.step >= self._steps.last:
+      jax.block_until_ready((run.state, metrics))
+      self._stop(run)
+    self._start_if_due(run)
+
+  def _start_if_due(self, run: Run) -> None:
+    """Starts before the first of the steps, or later in a run that resumes among them."""
+    if self._to is None and not self._is_done and self._steps.first <= run.step + 1 <= self._steps.last:
+      jax.block_until_ready(run.state)
+      self._to = run.directory / 'profile'
+      jax.profiler.start_trace(self._to)
+      self._first = run.step + 1
+
+  def _stop(self, run: Run) -> None:
+    jax.profiler.stop_trace()
+    run.line(
+      f'profile of steps {self._first} to {run.step} in {self._to}; tensorboard --logdir={run.directory} shows it'
+    )
+    self._to, self._is_done = None, True
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    if self._run is None:
+      return
+    if self._to is not None:
+      self._stop(self._run)
+    elif not self._is_done:
+      self._run.line(f'no step from {self._steps.first} to {self._steps.last} was taken, so there is no profile')

@@ -1,0 +1,47 @@
+"""The configs of one run, composed in Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError, UnknownFieldError
+from praxis_lite.experiment import ExperimentConfig
+
+
+def a_config() -> ExperimentConfig:
+  return ExperimentConfig(Config(dict), [Config(dict), Config(dict)])
+
+
+def test_configs_can_be_set_one_by_one():
+  config, other = a_config(), Config(dict)
+  config.datasets = (other, config.datasets[1])
+  config.task = other
+  assert config.datasets[0] is config.task is config.roots()['task'] is other
+  assert config.decode_datasets == [] and list(config.roots()) == ['task', 'datasets', 'decode_datasets']
+
+
+def test_a_list_that_was_set_stays_its_owners():
+  mine = [Config(dict)]
+  config = a_config()
+  config.datasets = mine
+  config.datasets.append(Config(dict))
+  assert len(mine) == 1 and len(config.datasets) == 2
+
+
+@pytest.mark.parametrize(
+  ('name', 'value', 'message'),
+  [
+    ('task', 3, r'^task is int; it must be a Config of a task$'),
+    ('datasets', Config(dict), r'^datasets is Config; it must be a list of Configs of inputs$'),
+    ('decode_datasets', [None], r'^decode_datasets\[0\] is NoneType; it must be the Config of an input$'),
+  ],
+)
+def test_what_is_no_config_is_told(name, value, message):
+  with pytest.raises(ConfigError, match=message):
+    setattr(a_config(), name, value)
+
+
+def test_a_misspelt_name_is_told():
+  with pytest.raises(UnknownFieldError, match=r"no 'dataset'\. Did you mean 'datasets'\?"):
+    a_config().dataset = []
