@@ -250,6 +250,10 @@ class Checkpointer:
     arrays = self._read(step, 'state', args)
     return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
+  def has_variables_alone(self, step: int | None = None) -> bool:
+    """Whether a checkpoint was saved without the state of an optimizer, as imported ones are."""
+    return bool(self.about(step).get('variables_alone'))
+
   def input_state(self, step: Step = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
     return self._read(self.existing_step(step), 'inputs', _orbax().args.JsonRestore())['input_state']
@@ -294,6 +298,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'saved_at': round(time.time(), 3),
     'mesh': dict(mesh.shape) if mesh is not None else None,
     'variables': records_of(true_shapes),
+    'variables_alone': state.opt_states is None,
   }
 
 
