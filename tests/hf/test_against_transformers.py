@@ -1,4 +1,4 @@
-"""Both ways with `transformers` itself, where it is installed: logits and greedy tokens, on one device and on meshes."""
+"""Both ways with `transformers` itself, where it is installed: logits and greedy tokens, on meshes."""
 
 from __future__ import annotations
 

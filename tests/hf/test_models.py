@@ -62,7 +62,6 @@ def test_config_is_written_as_it_was(case):
   written = described(family.model(HfConfig(recorded)).instantiate(name='model'), family.model_type)[1]
   for name in written.keys() & recorded.keys():
     assert recorded[name] in (written[name], None), name  # None: a default, which is written out.
-  assert family.model(HfConfig(written)) == family.model(HfConfig(recorded | {'n_inner': written.get('n_inner')}))
 
 
 def test_a_file_of_transformers_4_says_the_same():
