@@ -5,7 +5,7 @@
   python tools/benchmark_hf_import.py --read_only     onto the devices alone, without writing the checkpoint of the run
 
 Each measurement is a process of its own. What it needs beyond the model is what JAX takes when it is imported, blocks
-of 32 MB, and what Orbax has in flight while it writes.
+of 4 MB, and what Orbax has in flight while it writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ start = time.perf_counter()
 if {read_only}:
   sys.path.insert(0, 'tests/hf')
   import on_meshes
-  there = on_meshes.load({source!r}, (1, {devices}, 1), block_bytes=32 << 20)
+  there = on_meshes.load({source!r}, (1, {devices}, 1), block_bytes=4 << 20)
 else:
   from praxis_lite.cli.main import main
   arguments = ['import-hf', {source!r}, '--job_log_dir={run}', '--set', 'task.ici_mesh_shape=(1,{devices},1)']

@@ -25,7 +25,7 @@ from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.trees import NestedDict, Path, inserted, lookup
 
 # Bytes of a variable that are in host memory at once.
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 4 << 20
 # Buffers that old checkpoints have beside the weights: they follow from config.json.
 _BUFFERS = re.compile(r'.*\.rotary_emb\.inv_freq|.*\.h\.\d+\.attn\.(bias|masked_bias)')
 

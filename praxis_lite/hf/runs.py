@@ -97,7 +97,7 @@ def import_run(
     of_lm = StateLayout(*(tree['lm'] for tree in layout.mdl_vars))
     variables = {'lm': read_variables(checkpoint, found, of_lm)}
     step = jax.device_put(np.zeros((), np.int32), layout.shardings.step)
-    checkpointer.save(0, TrainState(step, variables, None), layout.unpadded_shapes, None)
+    checkpointer.save(0, TrainState(step, variables, None), layout.unpadded_shapes, None, in_pieces=True)
     assets.mkdir(exist_ok=True)
     copied = _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
     checkpointer.wait()
