@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
@@ -100,8 +100,11 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   return config, values.job_log_dir
 
 
-def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns the configs of --exp, or those that the run in --job_log_dir records, with every --set applied.
+def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
+  """Returns the configs of --exp, or those that the run in --job_log_dir records, with overrides applied.
+
+  Args:
+    overrides: in place of the values of --set.
 
   Raises:
     UserError: there are none, or one of the flags is not valid.
@@ -115,15 +118,15 @@ def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
     config = configure(registry.get(values.exp))
   else:
     config = _recorded(values)
-  apply_overrides(config.roots(), values.set)
+  apply_overrides(config.roots(), values.set if overrides is None else overrides)
   return config
 
 
-def experiment_arguments(values: flags.FlagValues) -> list[str]:
+def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> list[str]:
   """Returns the flags that give another process the configs of `configured_experiment`."""
   trust = [f'--trust={module}' for module in values.trust]
   named = [f'--exp={values.exp}'] if values.exp else [f'--job_log_dir={values.job_log_dir}', *trust]
-  return [*named, *(f'--set={override}' for override in values.set)]
+  return [*named, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
 
 
 def _recorded(values: flags.FlagValues) -> ExperimentConfig:

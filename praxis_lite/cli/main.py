@@ -19,17 +19,23 @@ from praxis_lite.cli import (
   completion,
   decode,
   evaluate,
+  export,
   export_hf,
   import_hf,
   list_experiments,
+  runs,
   show,
+  sweep,
   train,
   verify,
 )
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-_MODULES = (list_experiments, show, check, verify, train, evaluate, decode, import_hf, export_hf, completion)
+_MODULES = (
+  *(list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
+  completion,
+)
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.

@@ -61,6 +61,14 @@ def sample_tokens(
   return jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
+def prompt_step(prompt_ids_BP: jax.Array, prompt_lengths_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the first three arguments of the `ExtendStep` over whole prompts, padded on the right with any ids."""
+  column_P = jnp.arange(prompt_ids_BP.shape[1], dtype=jnp.int32)
+  pos_BP = jnp.where(column_P < prompt_lengths_B[:, None], column_P, -1)
+  known_BP = jnp.where(pos_BP < 0, 0, prompt_ids_BP)  # Padding may be no token: vectors of such ids are NaN.
+  return known_BP, pos_BP, jnp.maximum(prompt_lengths_B - 1, 0)
+
+
 class ExtendStep(Protocol[Caches]):
   """Appends tokens to the model's caches and predicts the next token."""
 
@@ -142,7 +150,7 @@ class Sampler(Configurable):
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
     """
-    num_rows, prompt_length = prompt_ids_BP.shape
+    num_rows = prompt_ids_BP.shape[0]
 
     def keys(index: jax.Array | int) -> jax.Array | None:
       """Keys of token `index` of each row."""
@@ -175,10 +183,7 @@ class Sampler(Configurable):
       logits_BV, state = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), state)
       return index + 1, state, *choose(logits_BV, index, decoded, done_B)
 
-    column_P = jnp.arange(prompt_length, dtype=jnp.int32)
-    pos_BP = jnp.where(column_P < prompt_lengths_B[:, None], column_P, -1)
-    known_BP = jnp.where(pos_BP < 0, 0, prompt_ids_BP)  # Padding may be no token: vectors of such ids are NaN.
-    logits_BV, state = step(known_BP, pos_BP, jnp.maximum(prompt_lengths_B - 1, 0), state)
+    logits_BV, state = step(*prompt_step(prompt_ids_BP, prompt_lengths_B), state)
     empty_BM = jnp.zeros((num_rows, self.max_decode_steps))
     nothing = Decoded(empty_BM.astype(jnp.int32), jnp.zeros(num_rows, jnp.int32), empty_BM)
     first = choose(logits_BV, 0, nothing, prompt_lengths_B == 0)

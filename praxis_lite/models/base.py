@@ -8,7 +8,7 @@ B batch, T length.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
@@ -37,6 +37,14 @@ class BaseModel(Layer, Generic[PredictionsT]):
   def __call__(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs of `compute_loss` for a batch."""
     return self.compute_loss(self.compute_predictions(batch), batch)
+
+  def predict(self, batch: NestedDict) -> Any:
+    """Returns what a user of the trained model wants to know of a batch: a tree of arrays, the batch as dimension 0.
+
+    By default that is the result of `compute_predictions`. Models whose predictions need the labels, or hold more than
+    a user wants, define it.
+    """
+    return self.compute_predictions(batch)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.

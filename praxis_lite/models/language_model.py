@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.decoding import Sampler
+from praxis_lite.decoding import Sampler, prompt_step
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
@@ -82,11 +82,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns logits [B, T, V] and cross entropies [B, T]."""
-    segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
     weights_BT = _weights_of_tokens(batch)
-    # An id below zero that weighs nothing is padding; its vector would be NaN, and 0 times NaN is no zero gradient.
-    ids_BT, labels_BT = (jnp.where((weights_BT == 0) & (x < 0), 0, x) for x in (batch['ids'], batch['labels']))
-    return self.lm(ids_BT, labels_BT, weights_BT, **segments)
+    ids_BT, labels_BT = (_without_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
+    return self.lm(ids_BT, labels_BT, weights_BT, **self._segments(batch))
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
@@ -108,7 +106,27 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       metrics['accuracy'] = weighted_mean(correct_BT, weights_BT)
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
+    ids_BT = _without_padding(batch['ids'], _weights_of_tokens(batch))
+    return {'logits': self.lm.logits(ids_BT, **self._segments(batch))}
+
+  def _segments(self, batch: NestedDict) -> dict[str, jax.Array | None]:
+    return {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
+
   # ---------------------------------------------------------------- decoding
+
+  def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
+    """Returns logits [B, V] of the token after each prompt; the caches, of `cache_length` slots, are its decode state.
+
+    For loops of decoding outside of this program. Arguments are those of `Sampler.decode`.
+    """
+    self.lm.init_decode_state(ids_BP.shape[0], cache_length)
+    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B))
+
+  def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
+    """Returns logits [B, V] of the token after `ids_B`, at the positions `pos_B`, which it appends to the caches."""
+    return self.lm.extend_step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B))
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Continues prompts.
@@ -144,4 +162,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 def _weights_of_tokens(batch: NestedDict) -> jax.Array:
   """Returns the weights [B, T] of a batch; a weight of a row, [B], is that of each of its tokens."""
   weights = batch['weights']
-  return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['labels'].shape)
+  return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['ids'].shape)
+
+
+def _without_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+  """Ids below zero that weigh nothing are padding; their vectors would be NaN, and 0 times NaN is no zero gradient."""
+  return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

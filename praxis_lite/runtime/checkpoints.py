@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
@@ -412,21 +412,21 @@ def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
 
 
 def restore_variables(
-  checkpointer: Checkpointer, partitioned: PartitionedTask, *, use_ema: bool = True, step: Step = None
+  checkpointer: Checkpointer, layout: StateLayout, *, use_ema: bool = True, step: Step = None
 ) -> tuple[NestedDict, jax.Array]:
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
   Args:
-    partitioned: the task on the mesh to restore onto, which need not be the one it was trained on.
+    layout: that of the task's state on the mesh to restore onto, which need not be the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint, or 'best'; None restores the newest.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.
   """
-  shapes = partitioned.state_shapes
+  shapes = layout.padded_shapes
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
-  state = checkpointer.restore(wanted, partitioned.unpadded_state_shapes, step=step)
+  state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
   return eval_variables(state, use_ema=use_ema), state.step
 
 

@@ -166,8 +166,8 @@ def write_record(
     'lost': lost,
     'config': encoded,
   }
-  _replace(directory / _TEXT, text)
-  _replace(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
+  replace_file(directory / _TEXT, text)
+  replace_file(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
   return ['the config differs from the recorded one:', *(f'  {line}' for line in shortened(changes))] if changes else []
 
 
@@ -270,7 +270,7 @@ def _printable(text: str) -> str:
 # -------------------------------------------------------------------- writing
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
   """Writes a file that appears complete or not at all."""
   handle, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')
   try:
