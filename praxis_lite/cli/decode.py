@@ -15,7 +15,7 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.experiment import ExperimentConfig
   from praxis_lite.runtime.inference import decode_prompts, run_decode
-  from praxis_lite.runtime.prompts import encode_prompt, task_with_sampler, tokenizer_of
+  from praxis_lite.runtime.prompts import chat_prompt, continued_text, encode_prompt, task_with_sampler, tokenizer_of
   from praxis_lite.runtime.vocabulary import with_vocabulary
 
   if not values.prompt:
@@ -38,12 +38,15 @@ def _run(values: flags.FlagValues) -> int:
   )
   config = ExperimentConfig(task, config.datasets, config.decode_datasets)
   prompts = [prompt for prompt in values.prompt for _ in range(values.num_samples)]
-  ids = [encode_prompt(tokenizer, prompt, '--prompt') for prompt in prompts]
+  if values.chat:
+    ids = [chat_prompt(tokenizer, prompt, values.system) for prompt in prompts]
+  else:
+    ids = [encode_prompt(tokenizer, prompt, '--prompt') for prompt in prompts]
   continuations = decode_prompts(config, job_log_dir, ids, step=values.step, seed=values.seed)
-  for i, (prompt, continuation) in enumerate(zip(prompts, continuations), 1):
+  for i, (prompt, known, continuation) in enumerate(zip(prompts, ids, continuations), 1):
     if len(prompts) > 1:
       print(f'----- sample {i} of {len(prompts)}')
-    print(prompt + tokenizer.decode(continuation))
+    print(tokenizer.decode(continuation) if values.chat else prompt + continued_text(tokenizer, known, continuation))
   return 0
 
 
@@ -64,6 +67,10 @@ def _flags() -> flags.FlagValues:
   number('temperature', None, f'{likeliest} Example: --temperature=0.8')
   integer('top_k', None, 'Sample from the k likeliest tokens. Example: --top_k=40')
   number('top_p', None, 'Sample from the fewest tokens whose probabilities reach p. Example: --top_p=0.95')
+  chat = "Each --prompt is a user's message, put into the tokenizer's chat template; the answer is printed."
+  flags.DEFINE_boolean('chat', False, f'{chat} Example: --chat', flag_values=values)
+  system = 'With --chat, the message of the system before it. Example: --system="Be brief."'
+  flags.DEFINE_string('system', None, system, flag_values=values)
   texts('stop', [], 'Token that ends a sample; may be repeated. Example: --stop=";"')
   return values
 

@@ -21,6 +21,8 @@ from praxis_lite.cli import (
   decode,
   evaluate,
   export,
+  export_hf,
+  import_hf,
   list_experiments,
   runs,
   show,
@@ -31,7 +33,10 @@ from praxis_lite.cli import (
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-_MODULES = (list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, completion)
+_MODULES = (
+  *(list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
+  completion,
+)
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.

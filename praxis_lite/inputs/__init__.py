@@ -2,6 +2,7 @@
 
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.grain_input import ArrayRecordInput, GrainInput, write_array_records
+from praxis_lite.inputs.hf_tokenizer import HfTokenizer
 from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
 from praxis_lite.inputs.random_access import ArrayInput, RandomAccessInput

@@ -59,6 +59,10 @@ class BaseTokenizer(Configurable):
     """Returns the ids of a text, without special ids around it."""
     return self.encode_documents([text.encode()])[0].ids.tolist()
 
+  def prompt_ids(self, text: str) -> list[int]:
+    """Returns the ids of a text that a model is to continue."""
+    return self.encode(text)
+
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of ids. Special ids are left out; invalid UTF-8 becomes U+FFFD."""
     raise NotImplementedError

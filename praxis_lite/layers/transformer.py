@@ -2,6 +2,7 @@
 
     pre-norm     x = x + attention(norm(x));  x = x + ff(norm(x))
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
+    hybrid       x = x + norm(attention(norm(x)));  x = x + norm(ff(norm(x)))
 
     TransformerLm: logits = softmax(final_norm(transformer(embedding(ids) + position(pos))))
 
@@ -11,6 +12,7 @@ B batch, T length, D model dims, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -38,8 +40,10 @@ class TransformerBlock(Layer):
     input_dims: D.
     hidden_dims: hidden dims of the feed-forward layer.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    norm_policy: 'pre' (as GPT-2 and LLaMA) or 'post' (as the original transformer and BERT).
-    norm_tpl: of the children `attention_norm` and `ff_norm`.
+    norm_policy: 'pre' (as GPT-2 and LLaMA), 'post' (as the original transformer and BERT), or 'primer_hybrid', which
+      normalizes what goes into a sublayer and what comes out of it (as Gemma 2).
+    norm_tpl: of the children `attention_norm` and `ff_norm`, and with 'primer_hybrid' `attention_out_norm` and
+      `ff_out_norm`.
     attention_tpl: of the child `attention`.
     ff_tpl: of the child `ff`.
     dropout_tpl: of the child `residual_dropout`, on what is added to the residual stream.
@@ -58,9 +62,12 @@ class TransformerBlock(Layer):
   dropout_tpl: Config = template(Dropout)
 
   def setup(self) -> None:
-    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post'))
+    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post', 'primer_hybrid'))
     heads = {field: getattr(self, field) for field in _HEADS}
-    self.create_children('attention_norm', 'ff_norm', template=self.norm_tpl.clone(dims=self.input_dims))
+    norms = ['attention_norm', 'ff_norm']
+    if self.norm_policy == 'primer_hybrid':
+      norms += ['attention_out_norm', 'ff_out_norm']
+    self.create_children(*norms, template=self.norm_tpl.clone(dims=self.input_dims))
     self.create_child('attention', self.attention_tpl.clone(input_dims=self.input_dims, **heads))
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
@@ -83,8 +90,11 @@ class TransformerBlock(Layer):
     return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT))
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    for norm, sublayer in ((self.attention_norm, attend), (self.ff_norm, self.ff)):
-      y_BTD = sublayer(norm(x_BTD) if self.norm_policy == 'pre' else x_BTD)
+    for name, sublayer in (('attention', attend), ('ff', self.ff)):
+      norm = getattr(self, f'{name}_norm')
+      y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
+      if self.norm_policy == 'primer_hybrid':
+        y_BTD = getattr(self, f'{name}_out_norm')(y_BTD)
       x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
       if self.norm_policy == 'post':
         x_BTD = norm(x_BTD)
@@ -97,18 +107,24 @@ class StackedTransformer(Layer):
   Attributes:
     layers_tpl: of each layer.
     num_layers: number of layers.
+    sliding_windows: the `sliding_window` of the attention of the first layers, and again from the first one on, so that
+      (4096, None) alternates; None: as `layers_tpl` says.
     remat, remat_save_names: what each layer keeps for the backward pass; see `repeat.py`.
   """
 
   layers_tpl: Config = template(TransformerBlock)
   num_layers: int = REQUIRED
+  sliding_windows: tuple[int | None, ...] | None = None
   remat: str = 'none'
   remat_save_names: tuple[str, ...] = ()
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    self.create_children('layers', templates=[self.layers_tpl] * self.num_layers)
+    templates = [self.layers_tpl.clone() for _ in range(self.num_layers)]
+    for block, window in zip(templates, itertools.cycle(self.sliding_windows or ())):
+      block.attention_tpl.sliding_window = window
+    self.create_children('layers', templates=templates)
 
   def __call__(self, x: T, **kwargs: Any) -> T:
     """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""

@@ -11,6 +11,7 @@ with the step, and a checkpoint holds the position in the input at its own step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -125,13 +126,17 @@ def run_train(
     decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
     watched = watched_metrics(settings, {program.split: program.metric_names() for program in evaluation})
     with contextlib.closing(Checkpointer(directory, read_only=True)) as saved:
-      is_restored = saved.latest_step() is not None
-    warm_start = WarmStart(settings.init_from, partitioned) if settings.init_from.path and not is_restored else None
+      is_imported = saved.latest_step() is not None and saved.has_variables_alone()
+      is_restored = saved.latest_step() is not None and not is_imported
+    init_from = settings.init_from
+    if is_imported and init_from.path is None:
+      init_from = dataclasses.replace(init_from, path=str(directory))
+    warm_start = WarmStart(init_from, partitioned) if init_from.path and not is_restored else None
     startup.mark('trace')
 
     # ---- where it starts: the first of these that applies
     #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-    #   2. variables of another run's checkpoint, and the input from its beginning
+    #   2. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
     #   3. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
       directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps

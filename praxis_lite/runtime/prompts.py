@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.inputs import BaseTokenizer
+from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 
 # Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
@@ -19,6 +19,9 @@ _LENGTH_MULTIPLE = 16
 def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
   """Returns the tokenizer of the first dataset that has one; None if none of them has."""
   for dataset in config.datasets:
+    template = getattr(dataset, 'tokenizer_tpl', None)
+    if isinstance(template, Config):  # The data need not be there.
+      return template.instantiate()
     tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
     if tokenizer is not None:
       return tokenizer
@@ -26,10 +29,34 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
 
 
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
-  """Returns the tokens of a prompt; raises UserError, which calls it `name`, if it is not text."""
+  """Returns the tokens of a text to continue; raises UserError, which calls it `name`, if it is not text."""
+  return _encoded(tokenizer.prompt_ids, prompt, name)
+
+
+def chat_prompt(tokenizer: BaseTokenizer, message: str, system: str | None = None) -> list[int]:
+  """Returns the tokens after which a chat model answers a user's message, by the tokenizer's chat template.
+
+  Args:
+    tokenizer: one with a chat template; raises UserError if it has none.
+    message: of the user.
+    system: of the system, before it.
+  """
+  if not isinstance(tokenizer, HfTokenizer):
+    raise UserError(f'a chat needs a tokenizer with a chat template, and this run has a {type(tokenizer).__name__}')
+  messages = [{'role': 'system', 'content': system}] if system else []
+  return tokenizer.chat_ids([*messages, {'role': 'user', 'content': message}])
+
+
+def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation: Sequence[int]) -> str:
+  """Returns the text that follows a prompt: some tokenizers drop the space at the beginning of what they decode."""
+  before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *continuation])
+  return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
+
+
+def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[int]:
   try:
     with located(f'{name}={prompt!r}'):
-      return tokenizer.encode(prompt)
+      return encode(prompt)
   except UnicodeEncodeError as error:  # A shell passed bytes that are not text.
     raise UserError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
 
@@ -78,7 +105,7 @@ def task_with_sampler(
   for text in stop:
     if tokenizer is None:
       raise UserError(f'{flag}stop={text!r} needs a dataset with a tokenizer, and there is none')
-    ids = encode_prompt(tokenizer, text, f'{flag}stop')
+    ids = _encoded(tokenizer.encode, text, f'{flag}stop')
     if len(ids) != 1:
       raise UserError(f'{flag}stop={text!r} is {len(ids)} tokens; a stop text must be one token')
     decoder.stop_ids = (*decoder.stop_ids, *ids)

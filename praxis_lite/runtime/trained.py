@@ -28,7 +28,7 @@ from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
-from praxis_lite.runtime.prompts import encode_prompt, prompt_batch, task_with_sampler, tokenizer_of
+from praxis_lite.runtime.prompts import continued_text, encode_prompt, prompt_batch, task_with_sampler, tokenizer_of
 from praxis_lite.runtime.run_config import Datasets, run_keys
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -201,7 +201,7 @@ class TrainedModel:
     decoded = self._by_row(tasks, batch, lambda task: task.decode_step, key).decoded
     ids = [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
     if all(isinstance(prompt, str) for prompt in prompts):
-      return [self._tokenizer().decode(row) for row in ids]
+      return [continued_text(self._tokenizer(), prompt, row) for prompt, row in zip(tokens, ids)]
     return ids
 
   def export(

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: language models in and out, with their tokenizers."""
