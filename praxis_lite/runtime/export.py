@@ -233,7 +233,8 @@ def _exported(
       raise
     reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
     raise ConfigError(
-      f'task.model: its {name} cannot be exported for any batch size ({reason}); choose one, such as batch_size=8'
+      f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
+      'choose a size, such as batch_size=8, or fewer platforms'
     ) from error
   return _Program(name, inputs, exported)
 
