@@ -30,13 +30,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite import call
 from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
 from praxis_lite.config import Config, Configurable, config_values, template
-from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, UnknownFieldError, UserError, did_you_mean
 from praxis_lite.mistakes import explained
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
@@ -445,13 +444,6 @@ class Layer(Configurable):
       mapping = known[field]
     return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
 
-  def activation_specs(self) -> Iterator[PartitionSpec]:
-    """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
-    for layer in self.descendants():
-      for field, mapping in layer._activation_mappings.items():
-        if (placement := layer._resolve(mapping, field)) is not None:
-          yield placement.spec
-
   @functools.cached_property
   def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
     """As of `_split_mappings`, once: `shard` needs them at every activation that is traced."""
@@ -542,9 +534,9 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     try:
       with jax.named_scope(self.name or type(self).__name__):
         return method(self, *args, **kwargs)
-    except UserError:
-      raise
     except (TypeError, ValueError, LookupError) as error:
+      if isinstance(error, UserError) and type(error) is not DataError:
+        raise  # It says where already.
       weights = {name: weight.shape for name, weight in self._weights.items()}
       explanation = explained(error, self, self.path_name, weights)
       if explanation is None:

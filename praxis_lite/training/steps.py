@@ -96,18 +96,13 @@ def train_step_single_learner(
 
 
 def gradient_norms(
-  jax_task: SingleTask,
-  states: TrainState[jax.Array],
-  prng_key: jax.Array,
-  inputs: NestedDict,
-  execution: Execution | None = None,
+  jax_task: SingleTask, states: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict, execution: Execution
 ) -> TrainStepOutput:
   """A train step that is not taken: its metrics are the norms of the gradients, and the state stays as it was.
 
   Arguments are those of `train_step_single_learner`. There is a norm for each trained variable, float32: a scalar, or
   [layers, 1, ...] with a norm for each repeated layer.
   """
-  execution = execution or Execution()
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   return TrainStepOutput(states, loss, learner.norms(gradients, execution.sum_parts), {}, {})
