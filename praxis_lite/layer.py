@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from praxis_lite import call
 from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
 from praxis_lite.config import Config, Configurable, config_values, template
-from praxis_lite.errors import ConfigError, UnknownFieldError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, UnknownFieldError, UserError, did_you_mean
 from praxis_lite.mistakes import explained
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
@@ -542,9 +542,9 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     try:
       with jax.named_scope(self.name or type(self).__name__):
         return method(self, *args, **kwargs)
-    except UserError:
-      raise
     except (TypeError, ValueError, LookupError) as error:
+      if isinstance(error, UserError) and type(error) is not DataError:
+        raise  # It says where already.
       weights = {name: weight.shape for name, weight in self._weights.items()}
       explanation = explained(error, self, self.path_name, weights)
       if explanation is None:

@@ -17,17 +17,17 @@ import jax
 import numpy as np
 
 from praxis_lite.config import Configurable
-from praxis_lite.errors import ConfigError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.importing import is_library, short_path
 
-# Modules whose TypeError, ValueError or IndexError is about the arrays that they were called with.
-_ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops'}
+# Packages and modules whose TypeError, ValueError or IndexError is about the arrays that they were called with.
+_ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops', 'praxis_lite.weighted'}
 # What Python's and NumPy's own code says about shapes; it has no frame in a traceback.
 _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|in its core dimension|cannot reshape')
 _MAX_OPERANDS = 8
 
 
-class ShapesError(UserError, TypeError, IndexError):
+class ShapesError(DataError, TypeError, IndexError):
   """Arrays of a call do not fit each other."""
 
 
@@ -47,7 +47,7 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
   """
   lines = dict(traceback.walk_tb(error.__traceback__))
   frames = list(lines)
-  own = [frame for frame in frames if _library(frame) not in _ARRAY_LIBRARIES]
+  own = [frame for frame in frames if not _handles_arrays(frame)]
   if not own:
     return None
   methods = [
@@ -60,7 +60,7 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
   if isinstance(error, KeyError):
     return _missing_entry(error, whose, own[-1], lines) if own[-1] is frames[-1] else None
   what = str(error).strip().partition('\n')[0].rstrip(' .:')
-  is_about_arrays = _library(frames[-1]) in _ARRAY_LIBRARIES or _ABOUT_SHAPES.search(what)
+  is_about_arrays = _handles_arrays(frames[-1]) or _ABOUT_SHAPES.search(what)
   if not is_about_arrays or isinstance(error, jax.errors.JAXTypeError):
     return None
   arrays = {name: value.shape for name, value in own[-1].f_locals.items() if _is_array(value)} | dict(weights)
@@ -100,8 +100,9 @@ def _calling_layers() -> Iterator[FrameType]:
     frame = frame.f_back
 
 
-def _library(frame: FrameType) -> str:
-  return str(frame.f_globals.get('__name__', '')).partition('.')[0]
+def _handles_arrays(frame: FrameType) -> bool:
+  module = str(frame.f_globals.get('__name__', ''))
+  return not _ARRAY_LIBRARIES.isdisjoint((module, module.partition('.')[0]))
 
 
 def _is_array(value: object) -> bool:

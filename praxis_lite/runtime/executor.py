@@ -78,7 +78,7 @@ def run_train(
   verify_numerics: bool = False,
   advise: Advice | None = None,
   hooks: Sequence[Hook] = (),
-  profile_steps: ProfiledSteps | None = None,
+  profile_steps: tuple[int, int] | None = None,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -110,6 +110,7 @@ def run_train(
     settings = task.train
     check_intervals(settings)
     check_hooks(hooks)
+    profiled = None if profile_steps is None else ProfiledSteps.parse(profile_steps)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
@@ -200,7 +201,7 @@ def run_train(
       tell_of_checkpoints()
 
     run = Run(task, directory, state, results, save=save, line=console.line)
-    profiling = [] if profile_steps is None else [to_close.enter_context(ProfileSteps(profile_steps))]
+    profiling = [] if profiled is None else [to_close.enter_context(ProfileSteps(profiled))]
     all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks])
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result

@@ -208,6 +208,11 @@ def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watc
   """Returns the metrics that a config names; `splits` and errors are those of `watched_metric`."""
   early, best, stopping = settings.early_stopping, None, None
   if early.patience is not None:
+    if settings.eval_interval_steps is None:
+      raise ConfigError(
+        'task.train.early_stopping.patience is set, but there is no evaluation before the end; set '
+        'task.train.eval_interval_steps'
+      )
     stopping = best = watched_metric('task.train.early_stopping.metric', early.metric, early.mode, splits)
   if settings.best_metric is not None:
     best = watched_metric('task.train.best_metric', settings.best_metric, settings.best_metric_mode, splits)
@@ -247,7 +252,8 @@ class EarlyStopping(Hook):
         waited += 1
     if self._settings.patience is not None and waited >= self._settings.patience:
       than = 'has not been a number' if best is None else f'has not improved on {best:.5g}, of step {best_step},'
-      run.stop(f'stopping early: {self._watched.path} {than} in {waited} evaluations')
+      better = 'lower' if self._watched.mode == 'min' else 'higher'
+      run.stop(f'stopping early: {self._watched.path} {than} in {waited} evaluations ({better} is better)')
 
 
 class KeepBest(Hook):

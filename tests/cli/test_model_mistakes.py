@@ -141,6 +141,12 @@ MISTAKES = {
     "  def compute_predictions(self, batch): return self.wide(batch['x'])[:, 0]",
     r'^wide \(Scale\.__call__\): .*ncompatible shapes for broadcasting: .*; x_BD \[\d, 6\], s \[7\] \(own\.py:18\)$',
   ),
+  'weights': (
+    LOSS,
+    "return {'loss': weighted_mean(predictions[:, None], batch['weights'])}, {}",
+    r'^Mine\.compute_loss: weighted_mean: values \(\d, 1\) have weights \(\d,\); each value needs one of its own; '
+    r'predictions \[\d\] \(own\.py:36\)$',
+  ),
   'rank': (
     LOSS,
     'B, T = predictions.shape',
