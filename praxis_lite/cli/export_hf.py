@@ -15,11 +15,9 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.hf.runs import export_run
 
-  size = int(values.max_file_gb * 10**9)
-  for line in export_run(
-    config, job_log_dir, values.out, step=values.step, dtype=values.dtype, max_file_bytes=max(size, 1)
-  ):
-    print(line, flush=True)
+  size = max(1, int(values.max_file_gb * 10**9))
+  files = export_run(config, job_log_dir, values.out, step=values.step, dtype=values.dtype, max_file_bytes=size)
+  print(f'{values.out}: {", ".join(files)}')
   return 0
 
 

@@ -107,7 +107,9 @@ def read_config(folder: str | os.PathLike[str]) -> HfConfig:
   """Returns config.json of a folder; raises ConfigError if there is none, or it is no JSON object."""
   path = os.path.join(folder, CONFIG_FILE)
   if not os.path.isdir(folder):
-    raise ConfigError(f'{folder} is no folder; expected that of a checkpoint, with config.json and *.safetensors')
+    raise ConfigError(
+      f'{folder} is no folder; expected that of a checkpoint, as `hf download NAME --local-dir DIR` makes it'
+    )
   if not os.path.isfile(path):
     raise ConfigError(f'{folder} has no {CONFIG_FILE}; expected the folder of a Hugging Face checkpoint')
   return HfConfig(read_json(path), path)

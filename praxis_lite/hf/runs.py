@@ -61,8 +61,8 @@ def import_run(
   *,
   overrides: Sequence[str] = (),
   devices: Sequence[jax.Device] | None = None,
-) -> Iterator[str]:
-  """Makes a run directory of a checkpoint; yields lines about it.
+) -> list[str]:
+  """Makes a run directory of a checkpoint; returns lines about it.
 
   Args:
     folder: of the checkpoint, with config.json and *.safetensors.
@@ -104,10 +104,10 @@ def import_run(
     write_record(directory, config, mesh=mesh.shape)
   size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
-  yield f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}'
+  lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
   if not {TOKENIZER_FILE, _SENTENCEPIECE_FILE} & {*copied}:
-    yield "there is no tokenizer beside it; set 'datasets[*].tokenizer_tpl' to train on text"
-  yield f'step 0: saved in {directory / "checkpoints"}'
+    lines.append('there is no tokenizer beside it; set datasets[*].tokenizer_tpl to decode and train on text')
+  return [*lines, f'step 0: saved in {directory / "checkpoints"}']
 
 
 def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) -> ExperimentConfig:
@@ -171,8 +171,8 @@ def export_run(
   dtype: str | None = None,
   devices: Sequence[jax.Device] | None = None,
   max_file_bytes: int = MAX_FILE_BYTES,
-) -> Iterator[str]:
-  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer it was imported with; yields lines.
+) -> list[str]:
+  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer it was imported with.
 
   Args:
     config: configs of the run, which need not have been imported: any model that a family of transformers computes.
@@ -182,6 +182,9 @@ def export_run(
     dtype: dtype to write, such as 'bfloat16'; None: as in the checkpoint.
     devices: the devices to restore it on; all by default.
     max_file_bytes: size of a file from which on there are several.
+
+  Returns:
+    The names of the files.
 
   Raises:
     UserError: the model is of no such family, there is no such checkpoint, or `out` is not usable.
@@ -212,7 +215,7 @@ def export_run(
   with _appears_complete(target) as folder:
     files = write_checkpoint(folder, values, variables, found, max_file_bytes)
     files += _copy_files(directory / ASSETS, folder, _TOKENIZER_FILES)
-  yield f'step {step} as {family.model_type}, in {target}: {", ".join(files)}'
+  return files
 
 
 def _as_saved(saved: dict[str, Any], dtype: str | None) -> Callable[..., jax.ShapeDtypeStruct]:

@@ -18,10 +18,11 @@ _LENGTH_MULTIPLE = 16
 
 def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
   """Returns the tokenizer of the first dataset that has one; None if none of them has."""
-  for dataset in config.datasets:
+  for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
     if isinstance(template, Config):  # The data need not be there.
-      return template.instantiate()
+      with located(f'datasets[{i}].tokenizer_tpl'):
+        return template.instantiate()
     tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
     if tokenizer is not None:
       return tokenizer

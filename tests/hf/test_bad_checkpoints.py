@@ -130,7 +130,7 @@ def test_quantized_tensors_are_refused_when_they_are_read(tmp_path):
   [
     (['import-hf'], 'the folder of the checkpoint is missing, as in praxis-lite import-hf llama/ --job_log_dir=runs/1'),
     (['import-hf', 'x'], '--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1'),
-    (['import-hf', 'nowhere', '--job_log_dir=run'], 'nowhere is no folder; expected that of a checkpoint, with'),
+    (['import-hf', 'nowhere', '--job_log_dir=run'], 'nowhere is no folder; expected that of a checkpoint, as'),
     (['import-hf', '.', '--job_log_dir=run'], '. has no config.json; expected the folder of a Hugging Face checkpoint'),
     (['export-hf', '--job_log_dir=run'], '--out is missing: name the folder to write, as in --out=exported/llama'),
     (['export-hf', '--job_log_dir=run', '--out=o', '--dtype=int8'], 'flag --dtype=int8'),
