@@ -16,7 +16,7 @@ It is a pure function that runs inside jit; the model is in the program twice, o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,7 @@ class Sampler(Configurable):
       after_BT = jnp.take_along_axis(decoded.ids, place_BT - prompt_lengths_B[:, None], axis=1, mode='clip')
       return for_step(jnp.where(place_BT < prompt_lengths_B[:, None], in_prompt_BT, after_BT), kept_B)
 
-    def unfinished(steps: int) -> Callable[[_Carry[Caches]], jax.Array]:
+    def unfinished(steps: int) -> Callable[[tuple[Any, ...]], jax.Array]:
       return lambda carry: (carry[0] < steps) & ~jnp.all(carry[-1])
 
     def extend(carry: _Carry[Caches]) -> _Carry[Caches]:

@@ -16,6 +16,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput
+from praxis_lite.models import BaseModel, LanguageModel
 from praxis_lite.runtime.checkpoints import Checkpointer, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
@@ -97,14 +98,19 @@ def decode_prompts(
   batch = {'ids': np.stack([np.pad(p, (0, width - len(p))) for p in prompts]), 'prompt_lengths': lengths}
   source = ArrayInput(name='prompts', arrays=batch, batch_size=len(prompts))
   model = _restore(config, job_log_dir, devices, step, seed, [source], 'decode')
-  most = int(lengths.max()) + getattr(getattr(model.tasks.task.model, 'decoder', None), 'max_decode_steps', 0)
-  context = getattr(model.tasks.task.model, 'context', None)
-  if context is not None and most > context and is_primary_process():
-    note = f'note: the model sees {context} tokens at once: past that, only the last {context} of up to {most}'
-    print(note, file=sys.stderr, flush=True)
+  _note_cropping(model.tasks.jax_task.model, int(lengths.max()))
   decode_step = model.tasks.taking(source).decode_step
   decoded = jax.device_get(decode_step(model.variables, model.key, model.step, source.get_next()).decoded)
   return [ids[:length].tolist() for ids, length in zip(decoded['ids'], decoded['lengths'])]
+
+
+def _note_cropping(model: BaseModel, prompt_length: int) -> None:
+  """Says on the console if a language model does not see all tokens of its longest prompt and continuation."""
+  if not isinstance(model, LanguageModel) or model.context is None or not is_primary_process():
+    return
+  seen, most = model.context, prompt_length + model.decoder.max_decode_steps - 1
+  if most > seen:
+    print(f'note: the model sees {seen} tokens at once; of up to {most}, the last {seen}', file=sys.stderr)
 
 
 class _RestoredModel(NamedTuple):
