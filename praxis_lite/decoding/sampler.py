@@ -197,7 +197,7 @@ class Sampler(Configurable):
       after_BT = jnp.take_along_axis(decoded.ids, place_BT - prompt_lengths_B[:, None], axis=1, mode='clip')
       return prompt_step(jnp.where(place_BT < prompt_lengths_B[:, None], in_prompt_BT, after_BT), kept_B)
 
-    def unfinished(steps: int) -> Callable[[_Carry[Any]], jax.Array]:
+    def unfinished(steps: int) -> Callable[[tuple[Any, ...]], jax.Array]:
       return lambda carry: (carry[0] < steps) & ~jnp.all(carry[-1])
 
     def extend(carry: _Carry[Caches]) -> _Carry[Caches]:

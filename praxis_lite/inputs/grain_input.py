@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import math
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,13 +20,17 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
+from absl import flags
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError, DataError, UserError
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
+
+# Of an endless stream, a pipeline goes on for so many epochs before another one is opened.
+_MANY_EPOCHS = 1_000_000
 
 PartT = TypeVar('PartT', covariant=True)
 
@@ -47,6 +50,8 @@ def import_grain() -> ModuleType:
     import grain
   except ImportError:
     raise ConfigError('Grain is not installed; pip install praxis_lite[grain]') from None
+  if not flags.FLAGS.is_parsed():  # Grain reads flags of its own, which have their defaults in a program without any.
+    flags.FLAGS.mark_as_parsed()
   return grain
 
 
@@ -107,9 +112,9 @@ class GrainInput(StreamedInput):
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'num_examples': self.num_examples}
 
-  def order_seed(self, epoch: int) -> int:
-    """Returns a seed of 32 bits for the order of an epoch."""
-    return int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+  def last_epoch(self, epoch: int) -> int:
+    """Returns up to which epoch, and not including it, a pipeline that begins in `epoch` goes on."""
+    return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
 
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
     """Yields the parts of a source in order. The threads or processes that read ahead end with the generator."""
@@ -152,10 +157,11 @@ class ArrayRecordInput(GrainInput):
     return self._parse(self._source.__getitems__([0]))
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
-    if position >= self.num_examples:
+    if not self.num_examples:
       return
-    seed = self.order_seed(epoch) if self.shuffle else None
-    yield from self.parts(_RecordGroups(self._source, seed, position, count, start, stop, self._parse))
+    epochs = range(epoch, self.last_epoch(epoch))
+    seed = self.seed if self.shuffle else None
+    yield from self.parts(_RecordGroups(self._source, epochs, seed, position, count, start, stop, self._parse))
 
   @functools.cached_property
   def _parse(self) -> Callable[[Sequence[bytes]], Rows]:
@@ -176,9 +182,13 @@ class ArrayRecordInput(GrainInput):
 
 @dataclasses.dataclass(frozen=True)
 class _RecordGroups:
-  """Groups of `count` records from `position` on; of each, how many there are, and the examples [start, stop)."""
+  """Groups of `count` records of epochs, from `position` of the first on; the last of each epoch is less, or empty.
+
+  Of each group, how many records it has, and the examples [start, stop) of them.
+  """
 
   source: Any
+  epochs: range
   seed: int | None
   position: int
   count: int
@@ -187,18 +197,32 @@ class _RecordGroups:
   parse: Callable[[Sequence[bytes]], Rows]
 
   def __len__(self) -> int:
-    return math.ceil((len(self.source) - self.position) / self.count)
+    return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
+
+  def _groups_of(self, position: int) -> int:
+    """How many groups an epoch has from a position on."""
+    return max(len(self.source) - position, 0) // self.count + 1
+
+  @property
+  def _in_first_epoch(self) -> int:
+    return self._groups_of(self.position)
 
   def __getitem__(self, number: int) -> tuple[int, Rows | None]:
-    first, size = self.position + number * self.count, len(self.source)
-    available = min(self.count, size - first)
+    size = len(self.source)
+    if number < self._in_first_epoch:
+      epoch, first = self.epochs[0], self.position + number * self.count
+    else:
+      later, number = divmod(number - self._in_first_epoch, self._groups_of(0))
+      epoch, first = self.epochs[1 + later], number * self.count
+    available = max(min(self.count, size - first), 0)
     places = range(first + self.start, first + min(self.stop, available))
     if not places:
       return available, None
     indices = list(places)
     if self.seed is not None:
       shuffled = import_grain().experimental.index_shuffle
-      indices = [shuffled(i, max_index=size - 1, seed=self.seed, rounds=4) for i in places]
+      seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+      indices = [shuffled(i, max_index=size - 1, seed=seed, rounds=4) for i in places]
     return available, self.parse(self.source.__getitems__(indices))
 
 
@@ -210,7 +234,12 @@ class ParseEach:
   where: str
 
   def __call__(self, records: Sequence[Any]) -> Rows:
-    examples = [self.parse_fn(record) for record in records]
+    try:
+      examples = [self.parse_fn(record) for record in records]
+    except UserError:
+      raise
+    except Exception as e:
+      raise DataError(f'{self.where}: it failed on a record: {type(e).__name__}: {e}') from e
     if not isinstance(examples[0], Mapping):
       raise DataError(f'{self.where}: expected it to return a dict of arrays, got {type(examples[0]).__name__}')
     try:
@@ -272,8 +301,9 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
     writer.close()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(worker: int, num_workers: int) -> None:
   """Has the system end this worker when the process that started it is killed, which could not tell it to stop."""
+  del worker, num_workers
   if sys.platform == 'linux':
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

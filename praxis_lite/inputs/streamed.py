@@ -25,12 +25,14 @@ class StreamedInput(BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._pipeline: tuple[_Request, Groups] | None = None
+    self._end: tuple[int, int] | None = None  # The end of the last epoch that was read to its end.
     self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
     """Yields what `read` returns for `count` examples from `position` on, then for the next `count`, and so on.
 
-    It ends after the last group of the epoch. Closing it ends its threads and processes.
+    A group of less than `count`, of none if need be, ends an epoch. After it the next epoch may follow, from its
+    beginning. Closing the pipeline ends its threads and processes.
     """
     raise NotImplementedError
 
@@ -56,16 +58,38 @@ class StreamedInput(BaseInput):
       available += n
     return concatenate_rows(parts), available
 
+  def get_next(self) -> Rows:
+    try:
+      return super().get_next()
+    except StopIteration:
+      self.close()
+      raise
+
+  def close(self) -> None:
+    if self._pipeline is not None:
+      self._pipeline[1].close()
+    # A chunk may be in memory that is shared with a process of the pipeline.
+    self._pipeline = self._chunk = None
+
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     """Reads a group from the pipeline that is at `position` already, or from a new one."""
+    if (epoch, position) == self._end:
+      return None, 0
     request = (epoch, position, count, start, stop)
     at, groups = self._pipeline or (None, None)
-    if groups is None or at != request:
+    self._pipeline = None  # After an error the next read opens a new one.
+    group = next(groups, None) if groups is not None and at == request else None
+    if group is None:
       if groups is not None:
         groups.close()
       groups = self.pipeline(*request)
-    self._pipeline = None  # After an error the next read opens a new one.
-    available, rows = next(groups, (0, None))
-    if available:
-      self._pipeline = ((epoch, position + available, count, start, stop), groups)
+      group = next(groups, (0, None))
+    available, rows = group
+    if available < count:
+      self._end = (epoch, position + available)
+      epoch, position = epoch + 1, 0
+    else:
+      position += count
+    assert groups is not None
+    self._pipeline = ((epoch, position, count, start, stop), groups)
     return rows, available

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -96,23 +96,23 @@ class TableInput(GrainInput):
     groups, _ = self._groups
     if not groups:
       raise DataError(f'{self.label}.path: there are no rows in {self.path!r}')
-    return self._convert(_read_group(*groups[0], self._columns, self._convert.where).slice(0, 1))
+    return self._convert(_read_group(groups[0], self._columns, self._convert.where).slice(0, 1))
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
     groups, sizes = self._groups
-    order = permutation(len(groups), self.seed, epoch) if self.shuffle else np.arange(len(groups))
-    chunks = [order[i : i + self.mixed_groups] for i in range(0, len(order), self.mixed_groups)]
-    ends = np.cumsum([sizes[chunk].sum() for chunk in chunks])
-    first = int(np.searchsorted(ends, position, side='right'))
-    if first >= len(chunks):
+    if not groups:
       return
-    seeds: list[tuple[int, ...] | None] = [(self.seed, epoch, i) if self.shuffle else None for i in range(len(chunks))]
-    named = [[groups[i] for i in chunk] for chunk in chunks]
-    source = _Chunks(named[first:], seeds[first:], self._columns, self._convert)
+    epochs = range(epoch, self.last_epoch(epoch))
+    chunks = _Chunks(
+      groups, epochs, self.seed if self.shuffle else None, self.mixed_groups, self._columns, self._convert
+    )
+    ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.of_epoch(epoch)])
+    # A position at the end is in the last chunk, behind its rows.
+    first = min(int(np.searchsorted(ends, position, side='right')), len(ends) - 1)
     at = position - (int(ends[first - 1]) if first else 0)
-    taken = 0
+    left, taken = int(ends[-1]) - position, 0
     parts: list[Rows] = []
-    for chunk in self.parts(source):
+    for chunk in self.parts(dataclasses.replace(chunks, first=first)):
       size = len(chunk['weights'])
       while at < size:
         n = min(size - at, count - taken)
@@ -120,13 +120,14 @@ class TableInput(GrainInput):
         if low < high:
           own = slice(at + low, at + high)
           parts.append(jax.tree.map(lambda x, own=own: x[own], chunk))
-        at, taken = at + n, taken + n
+        at, taken, left = at + n, taken + n, left - n
         if taken == count:
           yield count, concatenate_rows(parts)
           taken, parts = 0, []
       at = 0
-    if taken:
-      yield taken, concatenate_rows(parts)
+      if not left:
+        yield taken, concatenate_rows(parts)
+        left, taken, parts = int(ends[-1]), 0, []
 
   @functools.cached_property
   def _convert(self) -> _Converter:
@@ -147,24 +148,37 @@ def _column_of(name: str, feature: Feature) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-  """Chunks of groups; the rows of each in the order that its seeds give, or as stored."""
+  """The chunks of epochs, from number `first` of the first epoch on, each as rows in their order."""
 
-  groups: list[list[_Group]]
-  seeds: list[tuple[int, ...] | None]
+  groups: list[_Group]
+  epochs: range
+  seed: int | None
+  groups_of_chunk: int
   columns: tuple[str, ...] | None
-  convert: Callable[[pa.Table], Rows]
+  convert: _Converter
+  first: int = 0
+
+  @property
+  def _per_epoch(self) -> int:
+    return math.ceil(len(self.groups) / self.groups_of_chunk)
 
   def __len__(self) -> int:
-    return len(self.groups)
+    return len(self.epochs) * self._per_epoch - self.first
+
+  def of_epoch(self, epoch: int) -> list[np.ndarray]:
+    """Returns the numbers of the groups of each chunk."""
+    order = np.arange(len(self.groups)) if self.seed is None else permutation(len(self.groups), self.seed, epoch)
+    return [order[i : i + self.groups_of_chunk] for i in range(0, len(order), self.groups_of_chunk)]
 
   def __getitem__(self, number: int) -> Rows:
-    where = getattr(self.convert, 'where', '')
-    rows = concatenate_rows([self.convert(_read_group(*g, self.columns, where)) for g in self.groups[number]])
+    later, number = divmod(self.first + number, self._per_epoch)
+    epoch = self.epochs[later]
+    tables = [_read_group(self.groups[i], self.columns, self.convert.where) for i in self.of_epoch(epoch)[number]]
+    rows = concatenate_rows([self.convert(table) for table in tables])
     assert rows is not None
-    seeds = self.seeds[number]
-    if seeds is None:
+    if self.seed is None:
       return rows
-    order = permutation(len(rows['weights']), *seeds)
+    order = permutation(len(rows['weights']), self.seed, epoch, number)
     return jax.tree.map(lambda x: x[order], rows)
 
 
@@ -216,9 +230,9 @@ class _Converter:
 # -------------------------------------------------------------------- files
 
 
-def _read_group(file: str, number: int, columns: tuple[str, ...] | None, where: str) -> pa.Table:
+def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> pa.Table:
   """Returns a group of a file; raises DataError if it cannot be read, or a column is missing."""
-  pa = import_pyarrow()
+  pa, (file, number) = import_pyarrow(), group
   try:
     if _is_parquet(file):
       with pa.parquet.ParquetFile(file, memory_map=True) as opened:

@@ -52,7 +52,8 @@ class TextInput(RandomAccessInput):
     tokenizer_tpl: config of the tokenizer; the built one is `tokenizer`.
     packing: 'concat' cuts one stream of all documents into rows; 'packed' gives each document segments of its own,
       which do not attend to each other; 'windows' is 'concat' where the order is not shuffled, and where it is, takes
-      rows from random places of that stream, independent of each other, as many an epoch. See `packing.py`.
+      rows from random places of that stream, independent of each other: without an end, or as many in each of
+      `num_epochs` as 'concat' has. See `packing.py`.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
@@ -128,13 +129,24 @@ class TextInput(RandomAccessInput):
   def rows(self, indices: np.ndarray) -> Rows:
     return self._corpus.rows.rows(indices)
 
+  def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    if not self._samples or self.num_epochs is not None:
+      return super().read(epoch, position, count, start, stop)
+    # Random places have no end, and so no short batch at the end of an epoch.
+    places = np.arange(position + start, position + min(stop, count))
+    return self.rows_at(epoch, places) if len(places) else None, count
+
   def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
-    if self.packing != 'windows' or not self.shuffle:
+    if not self._samples:
       return super().rows_at(epoch, places)
     stream = self._corpus.rows
-    num_starts = len(stream.tokens) - self.seq_len
     u = uniform((self.seed,), epoch * self.num_examples + places)
-    return stream.windows(np.floor(u * num_starts).astype(np.int64))
+    return stream.windows(np.floor(u * (len(stream.tokens) - self.seq_len)).astype(np.int64))
+
+  @property
+  def _samples(self) -> bool:
+    """Whether rows are at random places of the text."""
+    return self.packing == 'windows' and bool(self.shuffle)
 
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packing': self.packing}

@@ -73,12 +73,12 @@ class BaseTFInput(StreamedInput):
       except tf.errors.OpError as e:
         raise DataError(self.explain(e)) from None
       available = int(n)
-      if not available:
-        return
       rows = None
       if available > start:
         rows = canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label)
       yield available, rows
+      if available < count:
+        return
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
     """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""

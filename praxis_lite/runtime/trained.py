@@ -22,7 +22,7 @@ from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
-from praxis_lite.models.base import BaseModel
+from praxis_lite.models import BaseModel, LanguageModel
 from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.export import ExportSettings, export_model
@@ -285,16 +285,14 @@ class TrainedModel:
       self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh)
     return self._tasks_by_sampler[name]
 
-  def _note_what_is_not_seen(self, model: Any, prompt_length: int) -> None:
+  def _note_what_is_not_seen(self, model: BaseModel, prompt_length: int) -> None:
     """Prints, once, that a language model does not see all tokens of what it continues."""
-    context = getattr(model, 'context', None)
-    if context is None or self._has_noted or not is_primary_process():
+    if not isinstance(model, LanguageModel) or model.context is None or self._has_noted or not is_primary_process():
       return
-    most = prompt_length + model.decoder.max_decode_steps
-    if most > context:
+    seen, most = model.context, prompt_length + model.decoder.max_decode_steps - 1
+    if most > seen:
       self._has_noted = True
-      note = f'note: the model sees {context} tokens at once: past that, only the last {context} of up to {most}'
-      print(note, file=sys.stderr, flush=True)
+      print(f'note: the model sees {seen} tokens at once; of up to {most}, the last {seen}', file=sys.stderr)
 
   def _tokenizer(self) -> BaseTokenizer:
     if self.tokenizer is None:

@@ -21,6 +21,7 @@ from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import partition_spmd_model
+from praxis_lite.trees import leaves
 
 pytestmark = pytest.mark.slow
 
@@ -254,6 +255,19 @@ def test_bfloat16_computes_near_float32_from_float32_weights():
   (metrics, _), _ = evaluate(half, variables, batch())
   assert metrics['loss'][0].dtype == np.float32
   np.testing.assert_allclose(metrics['loss'][0], expected['loss'][0], rtol=0.02)
+
+
+@pytest.mark.parametrize('style', ['gpt2', 'llama'])
+def test_biases_are_off_and_on_by_one_field(style):
+  def biases(use_bias):
+    variables = leaves(config(style=style).set(use_bias=use_bias).instantiate().abstract_init())
+    return {path[-2] for path in variables if path[-1] in ('b', 'bias')}
+
+  assert biases(False) == set()
+  linears = {'query', 'key', 'value', 'out', 'up', 'down'}
+  norms = {'attention_norm', 'ff_norm', 'final_norm'}
+  assert biases(True) == (linears | norms if style == 'gpt2' else linears | {'gate'})
+  assert biases(None) == (biases(True) if style == 'gpt2' else set())
 
 
 # ------------------------------------------------------------------ decoding
