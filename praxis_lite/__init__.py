@@ -16,9 +16,9 @@ if TYPE_CHECKING:
   from praxis_lite.layer import ActivationSplit, Layer, SplitMapping, WeightSplit
   from praxis_lite.learning import Learner
   from praxis_lite.models import BaseModel
-  from praxis_lite.runtime import simulate_cpu_devices
+  from praxis_lite.runtime import open_run, simulate_cpu_devices
   from praxis_lite.task import SingleTask
-  from praxis_lite.training import partition_spmd_model
+  from praxis_lite.training import partition_spmd_model, unpadded
   from praxis_lite.weights import WeightHParams, WeightInit
 
 _EXPORTS = {
@@ -27,9 +27,9 @@ _EXPORTS = {
   'layer': ('ActivationSplit', 'Layer', 'SplitMapping', 'WeightSplit'),
   'learning': ('Learner',),
   'models': ('BaseModel',),
-  'runtime': ('simulate_cpu_devices',),
+  'runtime': ('open_run', 'simulate_cpu_devices'),
   'task': ('SingleTask',),
-  'training': ('partition_spmd_model',),
+  'training': ('partition_spmd_model', 'unpadded'),
   'weights': ('WeightHParams', 'WeightInit'),
 }
 

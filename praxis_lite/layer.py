@@ -24,6 +24,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from praxis_lite.mistakes import explained
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
-from praxis_lite.trees import NestedDict, Path, map_with_path, path_name
+from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, path_name
 from praxis_lite.weights import (
   DeclaredSplit,
   SplitDimsMapping,
@@ -266,6 +267,10 @@ class Layer(Configurable):
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path_name}>'
 
+  def __str__(self) -> str:
+    """The tree of this layer: each layer with its number of parameters, each variable with its shape and dtype."""
+    return '\n'.join(_tree_lines(self, self.path_name, self.abstract_init()))
+
   # ---------------------------------------------------------------- variables
 
   def abstract_init(self) -> NestedDict:
@@ -306,7 +311,9 @@ class Layer(Configurable):
     """Calls a method of this layer as a pure function.
 
     Args:
-      variables: this layer's variables, of the structure of `abstract_init()`.
+      variables: this layer's variables, of the structure and shapes of `abstract_init()`. The variables of a padded
+        train state are refused: nothing tells padding from the weights of a larger model, and outside of a step XLA's
+        faults on meshes are not guarded against. `praxis_lite.unpadded(task, state)` has them in their true shapes.
       *args, **kwargs: arguments of the method.
       key: PRNG key; may be None where nothing is drawn.
       do_eval: evaluate instead of train (no dropout, moving statistics); by default as in the enclosing call, or train.
@@ -316,8 +323,13 @@ class Layer(Configurable):
 
     Returns:
       The method's result and the call's `SideOutputs`.
+
+    Raises:
+      ConfigError: a variable has another shape than the layer declares; checked where a user calls, not within a call.
     """
     outer = call.current_frame()
+    if outer is None and surroundings is None:
+      self._check_shapes(variables)
     if do_eval is None:
       do_eval = outer is not None and outer.do_eval
     if surroundings is None:
@@ -328,6 +340,21 @@ class Layer(Configurable):
     with call.entered(frame):
       outputs = getattr(self, method)(*args, **kwargs)
     return outputs, frame.side_outputs()
+
+  def _check_shapes(self, variables: NestedDict) -> None:
+    if manual_axes():  # Inside a `shard_map` of the user, variables are parts.
+      return
+    for path, shape in self._declared_shapes.items():
+      given = getattr(lookup(variables, path), 'shape', shape)
+      if given != shape:
+        larger = len(given) == len(shape) and all(g >= d for g, d in zip(given, shape))
+        padded = '; if it is the padded state of a mesh, pass unpadded(task, state).mdl_vars' if larger else ''
+        name = path_name((*self._path, *path))
+        raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
+
+  @functools.cached_property
+  def _declared_shapes(self) -> dict[Path, tuple[int, ...]]:
+    return {path: weight.full_shape for path, weight in leaves(self.abstract_init()).items()}
 
   def absorb(self, side: SideOutputs) -> None:
     """In a call: takes over the side outputs of `self.apply(...)`, which an enclosing layer has run in a transform."""
@@ -448,6 +475,18 @@ class Layer(Configurable):
     if mapping is None or self.mesh_axis_names is None:
       return None
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
+
+
+def _tree_lines(layer: Layer, name: str, tree: NestedDict) -> Iterator[str]:
+  """Yields the lines of `Layer.__str__`. `tree` declares the layer's variables, stacked as in the layer printed."""
+  count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(layer).__name__
+  yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
+  for key in layer._weights:
+    weight: WeightHParams = tree[key]
+    shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
+    yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
+  for key, child in layer.children():
+    yield from (f'  {line}' for line in _tree_lines(child, key, tree.get(key, {})))
 
 
 class Theta:

@@ -12,7 +12,10 @@ registry.get('path/to/file.py:MyExperiment')          a file
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
+import glob
 import importlib.util
 import os
 import pkgutil
@@ -101,9 +104,38 @@ def get(name: str) -> type[BaseExperiment]:
   raise UserError(_not_found(name, problems))
 
 
+def load_module(name: str) -> str:
+  """Imports a module, or the module in `path/to/file.py`, and returns the name it is imported by.
+
+  Raises:
+    UserError: there is none, or it raises while it is imported.
+  """
+  return (_load_file(name) if name.endswith('.py') else import_module(_canonical(name))).__name__
+
+
 def names() -> list[str]:
   """Returns the full names of the registered experiments, sorted. Call `load_all` first to have all of `PACKAGES`."""
   return sorted(_entries)
+
+
+def names_in_sources() -> list[str]:
+  """Returns the short names of the experiments in the sources of `PACKAGES`, sorted; nothing is imported.
+
+  Finds classes with the decorator `register`, at the top level of a module: enough for a shell that completes names.
+  """
+  found: set[str] = set()
+  for folder in (os.path.join(os.path.dirname(__file__), 'experiments'), os.path.abspath(_OWN)):
+    for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
+      module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
+      with contextlib.suppress(OSError, SyntaxError, ValueError), open(file, encoding='utf-8') as source:
+        tree = ast.parse(source.read())
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        found |= {f'{module}.{c.name}' for c in classes if any(map(_registers, c.decorator_list))}
+  return sorted(found)
+
+
+def _registers(decorator: ast.expr) -> bool:
+  return ast.unparse(decorator).rpartition('.')[2] == 'register'
 
 
 def full_name(experiment: type) -> str:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.layer import Layer, SplitMapping, WeightSplit
+from praxis_lite.layers import Repeat
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 KEY = jax.random.key(0)
@@ -692,3 +693,29 @@ def test_a_failed_call_leaves_nothing_behind():
     layer.apply(variables, 'not an array')
   y, side = layer.apply(variables, x_BD())
   assert y.shape == (2, 3) and not side.updates
+
+
+def test_printing_a_layer_shows_its_tree_with_shapes_and_counts():
+  class Norm(Layer):
+    def setup(self):
+      self.create_variable('scale', WeightHParams((4,)))
+      self.create_variable('mean', WeightHParams((), dtype=jnp.bfloat16), trainable=False)
+
+  class Block(Layer):
+    def setup(self):
+      self.create_variable('w', WeightHParams((4, 5)))
+      self.create_children('norm', templates=[Config(Norm)])
+
+  class Model(Layer):
+    def setup(self):
+      self.create_child('blocks', Config(Repeat, num_layers=3, layers_tpl=Config(Block)))
+
+  assert str(Config(Model).instantiate()).splitlines() == [
+    'Model, 75 parameters',
+    '  blocks: Repeat, 75 parameters',
+    '    layers: Block, 75 parameters',
+    '      w: 3 x 4 x 5 float32',
+    '      norm_0: Norm, 15 parameters',
+    '        scale: 3 x 4 float32',
+    '        mean: 3 bfloat16, not trainable',
+  ]

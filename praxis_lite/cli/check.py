@@ -37,7 +37,7 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'check',
-  'report problems in the shardings of an experiment, from shapes alone',
+  'report problems in the shardings, from shapes alone',
   "look for mistakes in an experiment's shardings, from shapes alone: unknown and unused mesh axes, large replicated "
   'weights, padding, products whose operands do not fit, rules and patterns without effect. Exits with 1 on errors.',
   "praxis-lite check --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(2,16,4)'",

@@ -5,8 +5,9 @@ Experiments, configs and JAX are imported inside functions, so that help is prin
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
@@ -25,6 +26,7 @@ class Command(NamedTuple):
     summary, description: a line for the list of commands, and a paragraph for its help.
     flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
+    bare: name of the flag that an argument without a flag sets; '' if there may be none.
   """
 
   name: str
@@ -33,16 +35,21 @@ class Command(NamedTuple):
   example: str
   flags: flags.FlagValues
   run: Callable[[flags.FlagValues], int]
+  bare: str = ''
 
 
 def experiment_flags() -> flags.FlagValues:
-  """Returns the flags of all commands on an experiment."""
+  """Returns the flags of all commands on an experiment, or on the run of one."""
   values = flags.FlagValues()
   classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
   flags.DEFINE_string('exp', None, f'Experiment: {classes}. Example: --exp=lm.StdlibLm', flag_values=values)
   override = 'Override a field of the config, by its path in the output of show; may be repeated.'
   example = 'Example: --set task.train.num_train_steps=100'
   flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
+  directory = 'Directory of a run; without --exp, the config that it records is used. Example: --job_log_dir=runs/1'
+  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
+  trust = 'Module or file whose code the recorded config may name; may be repeated. Example: --trust=my_layers.py'
+  flags.DEFINE_multi_string('trust', [], trust, flag_values=values)
   traced = 'After a mistake, print where in the code it was found. Example: --traceback'
   flags.DEFINE_boolean('traceback', False, traced, flag_values=values)
   simulate = 'Simulate this many CPU devices. Example: --devices=8'
@@ -51,13 +58,11 @@ def experiment_flags() -> flags.FlagValues:
 
 
 def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
-  """Returns the flags of all commands on a run: those on an experiment, its directory and the compilation cache.
+  """Returns the flags of all commands that run an experiment: those on one, and the compilation cache.
 
   `seed` is the help of --seed; without it the command has no such flag. If it `restores` a checkpoint, it has --step.
   """
   values = experiment_flags()
-  directory = 'Directory of checkpoints and logs. Example: --job_log_dir=runs/1'
-  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache'
   flags.DEFINE_boolean('compilation_cache', True, cache, flag_values=values)
   if seed:  # JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones.
@@ -97,25 +102,67 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   return config, values.job_log_dir
 
 
-def configured_experiment(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns the configs of --exp with every --set applied; raises UserError if one of them is missing or not valid."""
-  from praxis_lite import registry
-  from praxis_lite.config.overrides import apply_overrides
-  from praxis_lite.experiment import configure
+def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
+  """Returns the configs of --exp, or those that the run in --job_log_dir records, with overrides applied.
 
-  if not values.exp:
-    raise UserError('--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them')
-  config = configure(registry.get(values.exp))
-  apply_overrides(config.roots(), values.set)
+  Args:
+    overrides: in place of the values of --set.
+
+  Raises:
+    UserError: there are none, or one of the flags is not valid.
+  """
+  from praxis_lite.config.overrides import apply_overrides
+
+  if values.exp:
+    from praxis_lite import registry
+    from praxis_lite.experiment import configure
+
+    config = configure(registry.get(values.exp))
+  else:
+    config = _recorded(values)
+  apply_overrides(config.roots(), values.set if overrides is None else overrides)
   return config
+
+
+def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> list[str]:
+  """Returns the flags that give another process the configs of `configured_experiment`."""
+  trust = [f'--trust={module}' for module in values.trust]
+  named = [f'--exp={values.exp}'] if values.exp else [f'--job_log_dir={values.job_log_dir}', *trust]
+  return [*named, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
+
+
+def _recorded(values: flags.FlagValues) -> ExperimentConfig:
+  """Returns the configs that the run in --job_log_dir records; says on stderr what of them could not be recorded."""
+  if not values.job_log_dir:
+    raise UserError(
+      '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
+      'Or name the directory of a run, as in --job_log_dir=runs/1'
+    )
+  from praxis_lite.runtime.record import has_record, read_record
+
+  if not has_record(values.job_log_dir):
+    raise UserError(
+      f'--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
+      f'{values.job_log_dir} records none'
+    )
+  record = read_record(values.job_log_dir, trusted=values.trust)
+  for path, reason in record.lost.items():
+    print(f'not recorded: {reason if reason.startswith(path) else f"{path}: {reason}"}', file=sys.stderr)
+  return record.config
+
+
+def own_flags(values: flags.FlagValues) -> list[flags.Flag]:
+  """Returns the flags that are defined, each once, in order."""
+  return [flag for name, flag in values._flags().items() if flag.name == name]
 
 
 def help_text(command: Command) -> str:
   """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
-  lines = [f'praxis-lite {command.name} [--flags]', '']
+  bare = f' {command.bare.upper()}' if command.bare else ''
+  lines = [f'praxis-lite {command.name}{bare} [--flags]', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
-  flag_list = [flag for name, flag in command.flags._flags().items() if flag.name == name]
+  flag_list = own_flags(command.flags)
   heads = [f'--[no]{flag.name}' if isinstance(flag, flags.BooleanFlag) else f'--{flag.name}' for flag in flag_list]
   indent = max(map(len, heads)) + 4
   for head, flag in zip(heads, flag_list):

@@ -11,8 +11,10 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runtime.inference import run_eval
+  from praxis_lite.runtime.record import changes_named
 
-  run_eval(config, job_log_dir, step=values.step)
+  with changes_named(job_log_dir, config):
+    run_eval(config, job_log_dir, step=values.step)
   return 0
 
 
@@ -20,7 +22,7 @@ COMMAND = Command(
   'eval',
   'evaluate a checkpoint',
   'evaluate a checkpoint on all evaluation data of the experiment, on the mesh it was trained on or any other.',
-  'praxis-lite eval --exp=lm.StdlibLmTiny --job_log_dir=runs/1',
+  'praxis-lite eval --job_log_dir=runs/1',
   run_flags(restores=True),
   _run,
 )

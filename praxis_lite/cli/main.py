@@ -15,11 +15,29 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from praxis_lite.cli import check, decode, evaluate, list_experiments, show, train, verify
+from praxis_lite.cli import (
+  check,
+  completion,
+  decode,
+  evaluate,
+  export,
+  export_hf,
+  import_hf,
+  list_experiments,
+  runs,
+  show,
+  sweep,
+  train,
+  verify,
+)
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
 
-_COMMANDS = {m.COMMAND.name: m.COMMAND for m in (list_experiments, show, check, verify, train, evaluate, decode)}
+_MODULES = (
+  *(list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
+  completion,
+)
+COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.
 _NOT_ON_WINDOWS = ('verify', 'train', 'eval', 'decode')
@@ -46,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
   """Runs one command and returns its exit code; 2 after a user's mistake, which is printed on stderr in one line."""
   name, *arguments = argv or ['--help']
   if name in ('--help', '-h', '-help', 'help', '--helpfull'):
-    width = max(map(len, _COMMANDS))
-    print(_USAGE.format(commands='\n'.join(f'  {c.name:<{width}}  {c.summary}' for c in _COMMANDS.values())), end='')
+    width = max(map(len, COMMANDS))
+    print(_USAGE.format(commands='\n'.join(f'  {c.name:<{width}}  {c.summary}' for c in COMMANDS.values())), end='')
     return 0
   if name == '--version':
     from importlib.metadata import version
@@ -56,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
   is_traced = '--traceback' in arguments
   try:
-    if name not in _COMMANDS:
-      raise UserError(f"no command '{name}'.{did_you_mean(name, _COMMANDS)} Commands: {', '.join(_COMMANDS)}.")
-    command = _COMMANDS[name]
+    if name not in COMMANDS:
+      raise UserError(f"no command '{name}'.{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}.")
+    command = COMMANDS[name]
     if any(a in ('--help', '-h', '-help', '--helpfull') for a in arguments):
       print(help_text(command), end='')
       return 0
@@ -68,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
       )
     values = copy.deepcopy(command.flags)  # Parsing changes them, and main may be called again.
     rest = values([f'praxis-lite {name}', *arguments])[1:]
+    if rest and command.bare and not values[command.bare].present:
+      values[command.bare].parse(rest.pop(0))
     if rest:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value')
     return command.run(values)

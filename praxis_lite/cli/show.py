@@ -1,4 +1,4 @@
-"""`praxis-lite show`: prints an experiment's config and parameter table, from shapes alone, without a device."""
+"""`praxis-lite show`: prints a summary of an experiment or run, its config and its parameters, from shapes alone."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from praxis_lite.errors import UserError
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.config.json import to_json
-  from praxis_lite.config.text import to_text
+  from praxis_lite.config.text import diff_texts, to_text, to_text_of_changes
   from praxis_lite.runtime.distributed import leave_accelerators_alone
 
-  if values.html == '':
-    raise UserError('--html is empty: name a file, as in --html=sharding.html')
+  for flag, example in (('html', 'a file, as in --html=sharding.html'), ('diff', 'an experiment or a run')):
+    if values[flag].value == '':
+      raise UserError(f'--{flag} is empty: name {example}')
   leave_accelerators_alone()
   config = configured_experiment(values)
+  roots = config.roots()
+  if values.diff:
+    lines = diff_texts(to_text(roots), _text_of(values.diff))
+    print('\n'.join(lines) if lines else 'their configs are equal')
+    return 0
   if values.json:
-    print(to_json(config.roots()))
+    print(to_json(roots))
     return 0
   if values.sharding or values.html:
     from praxis_lite.explain import check, explain_task, format_report
@@ -31,14 +37,15 @@ def _run(values: flags.FlagValues) -> int:
     if values.html:
       from praxis_lite.explain.page import write_page
 
-      print(f'wrote {write_page(values.html, report, values.exp, check(config))}')
+      print(f'wrote {write_page(values.html, report, values.exp or values.job_log_dir, check(config))}')
     return 0
-  parts = []
-  if values.config:
-    parts.append(to_text(config.roots()).rstrip())
-  if values.parameters:
-    from praxis_lite.explain import format_parameter_table, parameter_table
 
+  from praxis_lite.explain import format_parameter_table, parameter_table, summarize
+
+  parts = [summarize(config)] if values.summary else []
+  if values.config:
+    parts.append(to_text(roots) if values.all else to_text_of_changes(roots))
+  if values.parameters:
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
@@ -46,11 +53,25 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
+def _text_of(name: str) -> str:
+  """Returns the config of an experiment, or that which a run recorded, as text."""
+  from praxis_lite import registry
+  from praxis_lite.config.text import to_text
+  from praxis_lite.experiment import configure
+  from praxis_lite.runtime.record import has_record, read_record
+
+  return read_record(name).text if has_record(name) else to_text(configure(registry.get(name)).roots())
+
+
 def _flags() -> flags.FlagValues:
   values = experiment_flags()
   switch = functools.partial(flags.DEFINE_boolean, flag_values=values)
-  switch('config', True, 'Print the config. Example: --noconfig')
+  switch('summary', True, 'Print the summary. Example: --nosummary')
+  switch('config', True, 'Print the fields of the config that differ from the defaults. Example: --noconfig')
+  switch('all', False, 'Print all fields of the config. Example: --all')
   switch('parameters', True, 'Print the parameter table. Example: --noparameters')
+  other = 'Print instead how the config differs from that of another experiment or run: its value -> that of the other.'
+  flags.DEFINE_string('diff', None, f'{other} Example: --diff=runs/1', flag_values=values)
   switch('json', False, 'Print the config as JSON instead. Example: --json')
   split = 'Print instead how each parameter, optimizer slot, activation and input is split, and why.'
   switch('sharding', False, f'{split} Example: --sharding')
@@ -61,9 +82,10 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'show',
-  'print the config and parameters of an experiment, from shapes alone',
-  "print an experiment's config, and for each parameter its path, shape, split over the mesh, shape on each device, "
-  'padding and bytes, with totals. Works for models of any size: no arrays are allocated.',
+  'print the config and parameters, from shapes alone',
+  'print a summary of an experiment or run; the fields of its config that differ from the defaults of their classes; '
+  'and for each parameter its path, shape, split over the mesh, shape on each device, padding and bytes, with totals. '
+  'Works for models of any size: no arrays are allocated.',
   "praxis-lite show --exp=lm_sizes.Llama8B --set 'task.ici_mesh_shape=(1,8,8)'",
   _flags(),
   _run,

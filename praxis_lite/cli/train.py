@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run, experiment_arguments, run_flags
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _run(values: flags.FlagValues) -> int:
 
   is_new = not glob.glob(os.path.join(glob.escape(job_log_dir), 'checkpoints', '[0-9]*'))
   if values.verify and is_new and is_worth_verifying(config.task):
-    verify_first(values.exp, values.set, enabled=values.process_id in (None, 0))
+    verify_first(experiment_arguments(values), enabled=values.process_id in (None, 0))
 
   from praxis_lite.runtime.distributed import initialize_distributed
   from praxis_lite.runtime.executor import run_train
@@ -36,7 +36,7 @@ def _run(values: flags.FlagValues) -> int:
   result = run_train(
     config,
     job_log_dir,
-    seed=values.seed,
+    seed=_seed(values),
     restore_input=values.restore_input,
     verify_numerics=values.verify_numerics,
     advise=_warnings,
@@ -44,6 +44,14 @@ def _run(values: flags.FlagValues) -> int:
   )
   # As shells report a process that a signal has ended, so that `train && eval` goes no further.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
+
+
+def _seed(values: flags.FlagValues) -> int:
+  """Returns --seed; where it is not given, the seed that the run records."""
+  from praxis_lite.runtime.record import has_record, read_record
+
+  is_recorded = not values['seed'].present and has_record(values.job_log_dir)
+  return read_record(values.job_log_dir).seed if is_recorded else values.seed
 
 
 def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[str]:
@@ -96,8 +104,9 @@ def _flags() -> flags.FlagValues:
 COMMAND = Command(
   'train',
   'train an experiment, or resume its training',
-  'train an experiment. If job_log_dir has checkpoints, training resumes from the newest, on any mesh. Ctrl-C and '
-  'SIGTERM end it after a step, with a checkpoint; the exit code is then 130 or 143.',
+  'train an experiment. If job_log_dir has checkpoints, training resumes from the newest, on any mesh; the run '
+  'records its config, so --exp can be left out then. Ctrl-C and SIGTERM end it after a step, with a checkpoint; the '
+  'exit code is then 130 or 143.',
   'praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --set task.train.num_train_steps=20 --devices=8',
   _flags(),
   _run,

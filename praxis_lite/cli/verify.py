@@ -32,19 +32,18 @@ def is_worth_verifying(config: Config[SingleTask]) -> bool:
   return is_long and math.prod(config.instantiate().mesh_sizes().values()) > 1
 
 
-def verify_first(experiment: str, overrides: Sequence[str], *, enabled: bool = True) -> None:
+def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
   """Verifies the gradients of an experiment in a process of its own, which leaves the accelerators alone.
 
   Prints a line with the result, or why there is none, if `enabled`.
 
   Args:
-    experiment, overrides: the values of --exp and --set.
+    experiment: the flags that name it, as of `experiment_arguments`.
 
   Raises:
     UserError: a gradient is wrong; the message names the variable.
   """
-  command = [sys.executable, '-m', 'praxis_lite.cli.main', 'verify', '--quick', '--search_seconds=0']
-  command += [f'--exp={experiment}', *(f'--set={override}' for override in overrides)]
+  command = [sys.executable, '-m', 'praxis_lite', 'verify', '--quick', '--search_seconds=0', *experiment]
   xla_flags = re.sub(r'--xla_force_host_platform_device_count=\d+', '', os.environ.get('XLA_FLAGS', ''))
   environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags}
   try:
@@ -57,7 +56,7 @@ def verify_first(experiment: str, overrides: Sequence[str], *, enabled: bool = T
     wrong = next(line for line in lines if line.startswith('wrong: ')).removeprefix('wrong: ')
     raise UserError(
       f'on this mesh it does not compute what it computes on one device: {wrong}. `praxis-lite verify '
-      f'--exp={experiment}` looks for mappings that are right; --noverify trains all the same'
+      f'{experiment[0]}` looks for mappings that are right; --noverify trains all the same'
     )
   if enabled:
     is_right = done is not None and done.returncode == 0

@@ -167,7 +167,8 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
   if isinstance(fn_or_cls, Config):
     base = fn_or_cls
     return dataclasses.field(default_factory=lambda: base.clone(**fields))
-  return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **fields))
+  # Each config gets configs of its own in its fields: editing one would change the others, and the default.
+  return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **_copy_nested(fields)))
 
 
 instantiate = Config.instantiate
@@ -255,7 +256,7 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
   return hints
 
 
-def _copy_nested(value: object) -> object:
+def _copy_nested(value: Any) -> Any:
   if isinstance(value, (Config, list, dict)):
     memo: dict[int, Any] = {}
     _share_arrays(value, memo)

@@ -71,6 +71,37 @@ def get_by_path(root: object, path: str) -> object:
   return value
 
 
+def alternatives(override: str) -> list[str]:
+  """Returns the overrides that `path=a,b,c` stands for, in a sweep: one for each of its values.
+
+  Commas outside of brackets and quotes separate the values, so a tuple among them has its parentheses, and a text with
+  a comma its quotes: `task.ici_mesh_shape=(1,2),(2,1)` has two values.
+
+  Raises:
+    ConfigError: there is no `=`, or a value is empty.
+  """
+  override = override.strip()
+  segments, rest = _parse(override)
+  if not rest.startswith('=') or not segments:
+    raise ConfigError(f'{override!r} is not an override; write path=value, or path=value,value to vary it')
+  path, values, depth, quote = override[: len(override) - len(rest)], [''], 0, ''
+  for character in rest[1:]:
+    if character == ',' and not depth and not quote:
+      values.append('')
+      continue
+    values[-1] += character
+    if quote:
+      quote = '' if character == quote else quote
+    elif character in '"\'':
+      quote = character
+    else:
+      depth += (character in '([{') - (character in ')]}')
+  values = [value.strip() for value in values]
+  if len(values) > 1 and not all(values):
+    raise ConfigError(f'{override!r}: a value between commas is empty; write a tuple as (a, b)')
+  return [f'{path.strip()}={value}' for value in values]
+
+
 # -------------------------------------------------------------------- paths
 
 

@@ -45,6 +45,14 @@ def to_text(config: object, name: str = '') -> str:
   return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True))
 
 
+def to_text_of_changes(config: object, name: str = '') -> str:
+  """Returns the lines of `to_text` that differ from the defaults of the classes in it.
+
+  A config whose class is not the default one has a line with its class, and those that differ from its own defaults.
+  """
+  return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True, changes_only=True))
+
+
 def diff(old: object, new: object, name: str = '') -> list[str]:
   """Returns the differences of two configs, a line each, in the order of the dumps; equal configs have none.
 
@@ -52,7 +60,27 @@ def diff(old: object, new: object, name: str = '') -> list[str]:
   + task.model.norm_tpl.scale = 1.0      only in `new`
   - task.model.dropout = 0.1             only in `old`
   """
-  before, after = dict(_entries(old, name, is_root=True)), dict(_entries(new, name, is_root=True))
+  return _diff(dict(_entries(old, name, is_root=True)), dict(_entries(new, name, is_root=True)))
+
+
+def diff_texts(old: str, new: str) -> list[str]:
+  """Returns what `diff` does, from two dumps of `to_text`."""
+  return _diff(_entries_of(old), _entries_of(new))
+
+
+def fields_of(text: str) -> dict[str, str]:
+  """Returns the right sides of the lines of a dump by their paths: values of fields, and classes of configs."""
+  return {path: value for path, (_, value) in _entries_of(text).items()}
+
+
+_LINE = re.compile(r'(?P<path>.*?)(?P<sign> = |: )(?P<rest>.*)')
+
+
+def _entries_of(text: str) -> dict[str, _Entry]:
+  return {m['path']: (m['sign'], m['rest']) for m in map(_LINE.match, text.splitlines()) if m}
+
+
+def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str]:
   lines = []
   for path in _merged(list(before), list(after)):
     if path not in before:
@@ -136,12 +164,20 @@ def _line(path: str, entry: _Entry) -> str:
   return f'{path}{entry[0]}{entry[1]}' if path else entry[1]
 
 
-def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[str, _Entry]]:
-  """Yields (path, right side) of the lines of `value`."""
-  children: object
+def _entries(
+  value: object, path: str, is_root: bool = False, changes_only: bool = False, default: object = None
+) -> Iterator[tuple[str, _Entry]]:
+  """Yields (path, right side) of the lines of `value`; with `changes_only`, of those that differ from `default`."""
+  children: Iterable[tuple[Any, object]]
+  defaults: Mapping[Any, object] = {}
   if isinstance(value, Config):
-    yield path, (': ', dotted_name(target(value)))
+    of_default_class = isinstance(default, Config) and target(default) is target(value)
+    if not of_default_class:
+      yield path, (': ', dotted_name(target(value)))
     children = config_values(value).items()
+    if changes_only:
+      defaults = config_values(default if isinstance(default, Config) and of_default_class else Config(target(value)))
+      children = [(key, child) for key, child in children if not _same_lines(child, defaults.get(key))]
   elif type(value) is dict and value and (all(map(_is_plain_key, value)) or _holds_config(value)):
     children = value.items() if is_root else sorted(value.items(), key=lambda item: format_value(item[0]))
   elif isinstance(value, (list, tuple)) and _holds_config(value):
@@ -150,7 +186,11 @@ def _entries(value: object, path: str, is_root: bool = False) -> Iterator[tuple[
     yield path, (' = ', format_value(value))
     return
   for key, child in children:
-    yield from _entries(child, child_path(path, key))
+    yield from _entries(child, child_path(path, key), changes_only=changes_only, default=defaults.get(key))
+
+
+def _same_lines(value: object, other: object) -> bool:
+  return list(_entries(value, '')) == list(_entries(other, ''))
 
 
 def _is_plain_key(key: object) -> bool:

@@ -1,3 +1,3 @@
 """Decoding: from a model that predicts the next token to whole sequences."""
 
-from praxis_lite.decoding.sampler import Decoded, ExtendStep, Sampler, sample_tokens
+from praxis_lite.decoding.sampler import Decoded, ExtendStep, Sampler, prompt_step, sample_tokens

@@ -10,4 +10,5 @@ from praxis_lite.explain.explanation import (
   format_report,
 )
 from praxis_lite.explain.report import explain, explain_task, parameter_table
+from praxis_lite.explain.summary import summarize
 from praxis_lite.explain.visualize import draw_sharding, visualize_sharding

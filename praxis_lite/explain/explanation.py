@@ -85,6 +85,7 @@ class Explanation:
     remarks: what else is worth knowing.
     owner: of an optimizer slot, the variable it belongs to.
     trainable: of a variable, whether an optimizer may change it.
+    frozen: of a trainable variable, whether the task's learner leaves it as it is.
     per_device: whether the shape is that of one device's part, as inside `shard_map`.
   """
 
@@ -96,6 +97,7 @@ class Explanation:
   remarks: tuple[str, ...] = ()
   owner: str = ''
   trainable: bool = True
+  frozen: bool = False
   per_device: bool = False
 
   @property
@@ -263,10 +265,9 @@ def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str,
   lines = _aligned([header, *body], right={6, 7})
   rule = '-' * len(lines[0])
   count = sum(math.prod(e.shape) for e in rows)
-  trainable = sum(math.prod(e.shape) for e in rows if e.trainable)
   stored = sum(math.prod(e.padded_shape) for e in rows)
   totals = [
-    f'{count:,} parameters ({trainable:,} trainable), {format_bytes(sum(e.bytes for e in rows))}',
+    f'{format_counts(rows)}, {format_bytes(sum(e.bytes for e in rows))}',
     f'mesh {format_mesh(mesh_sizes)}: {format_bytes(sum(e.bytes_per_device for e in rows))} of parameters on each, '
     f'{(stored - count) / max(count, 1):.2%} of it padding',
   ]
@@ -296,6 +297,16 @@ def _aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
 
 
 # ---------------------------------------------------------------- text
+
+
+def format_counts(variables: Sequence[Explanation]) -> str:
+  """'5,916 parameters, all trained', or how many are trained, frozen by the learner, and updated by layers."""
+  counts = dict.fromkeys(('trained', 'frozen', 'not trainable'), 0)
+  for e in variables:
+    counts['frozen' if e.frozen else 'trained' if e.trainable else 'not trainable'] += math.prod(e.shape)
+  total = f'{sum(counts.values()):,} parameters'
+  parts = [f'{count:,} {what}' for what, count in counts.items() if count or what == 'trained']
+  return f'{total}, {"all trained" if len(parts) == 1 else ", ".join(parts)}'
 
 
 def format_shape(shape: Sequence[int]) -> str:

@@ -92,13 +92,17 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
     ShardingError: a mapping does not fit its variable or the mesh.
   """
   placements = leaves_by_path(place_task_variables(jax_task, mesh_sizes))
+  weights = jax_task.model.abstract_init()
+  learner = jax_task.learner.bind(weights)
   found = []
-  for path, weight in leaves_by_path(jax_task.model.abstract_init()).items():
-    struct, placement, trainable = weight.as_struct(), placements[path], weight.trainable
-    dims = dimensions(struct.shape, placement, mesh_sizes)
-    remarks = placement.remarks if trainable else (*placement.remarks, 'not trained by the optimizer')
-    dtype = np.dtype(struct.dtype)
-    found.append(Explanation(path_name(path), Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable))
+  for path, weight in leaves_by_path(weights).items():
+    struct, placement = weight.as_struct(), placements[path]
+    dims, remarks = dimensions(struct.shape, placement, mesh_sizes), placement.remarks
+    frozen = weight.trainable and not learner.is_trained(path)
+    if frozen or not weight.trainable:
+      remarks = (*remarks, 'frozen by task.train.learner' if frozen else 'not trained by the optimizer')
+    name, dtype, trainable = path_name(path), np.dtype(struct.dtype), weight.trainable
+    found.append(Explanation(name, Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable, frozen=frozen))
   return found
 
 

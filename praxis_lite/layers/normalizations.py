@@ -54,15 +54,24 @@ class Norm(Layer):
 
 
 class RMSNorm(Norm):
-  """y = x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019)."""
+  """y = x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019).
+
+  Attributes:
+    zero_centered: multiply by 1 + scale instead, where the scale begins at 0 (Gemma).
+  """
+
+  zero_centered: bool = False
 
   def setup(self) -> None:
-    self._declare(scale=1.0)
+    self._declare(scale=0.0 if self.zero_centered else 1.0)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
     x32 = x.astype(jnp.float32)
-    return self._output(x32 * _inverse_root_mean_square(x32, -1, self.epsilon))
+    y = x32 * _inverse_root_mean_square(x32, -1, self.epsilon)
+    if self.zero_centered:
+      return self.shard((y * (1.0 + self.theta.scale.astype(jnp.float32))).astype(self.fprop_dtype))
+    return self._output(y)
 
 
 class LayerNorm(Norm):

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.config import REQUIRED, Config, Configurable, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, WeightSplit
 from praxis_lite.layers.embeddings import embedding_weight, lookup
@@ -66,6 +66,50 @@ class LearnedPositions(Layer):
     return self.shard(lookup(self.theta.w, jnp.maximum(pos_BT, 0)))
 
 
+class LinearRotaryScaling(Configurable):
+  """Positions count 1 / factor: rates / factor (Chen et al., 2023).
+
+  Attributes:
+    factor: how many times longer the context is than the one trained on first.
+  """
+
+  factor: float = REQUIRED
+
+  def __call__(self, rates_h: jax.Array) -> jax.Array:
+    """Returns the rates of the longer context."""
+    return rates_h / self.factor
+
+
+class Llama3RotaryScaling(LinearRotaryScaling):
+  """Slow rates are divided by `factor`, fast ones stay, and those between are interpolated, as in Llama 3.1.
+
+      turns = original_max_len * rate / 2 pi                       of a pair within the original context
+      kept  = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor), cut to [0, 1]
+      rate  = kept * rate + (1 - kept) * rate / factor
+
+  Attributes:
+    original_max_len: length of the context trained on first.
+    low_freq_factor: pairs that turn less often than this are slow.
+    high_freq_factor: pairs that turn more often than this are fast.
+  """
+
+  original_max_len: int = REQUIRED
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+
+  def __post_init__(self) -> None:
+    if not self.low_freq_factor < self.high_freq_factor:
+      raise ConfigError(
+        f'Llama3RotaryScaling: low_freq_factor, {self.low_freq_factor}, must be less than high_freq_factor, '
+        f'{self.high_freq_factor}'
+      )
+
+  def __call__(self, rates_h: jax.Array) -> jax.Array:
+    turns_h = self.original_max_len * rates_h / (2 * math.pi)
+    kept_h = jnp.clip((turns_h - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+    return kept_h * rates_h + (1 - kept_h) * rates_h / self.factor
+
+
 class RotaryPositions(Layer):
   """Rotates pairs of dims by angles that grow with the position: q . k depends on offsets alone (Su et al., 2021).
 
@@ -76,15 +120,19 @@ class RotaryPositions(Layer):
   Attributes:
     dims: H, even.
     max_timescale: the base of the wavelengths.
+    scaling_tpl: of a function of the rates 1 / max_timescale^(i / h), for contexts longer than those trained on first;
+      None leaves them as they are.
     activation_split_dims_mapping: `out`, [B, T, N, H].
   """
 
   dims: int = REQUIRED
   max_timescale: float = 10_000.0
+  scaling_tpl: Config | None = None
 
   def setup(self) -> None:
     if self.dims % 2:
       raise ConfigError(f'{self.path_name}.dims: rotary positions rotate pairs of dims, and {self.dims} is odd')
+    self.scaling: LinearRotaryScaling | None = None if self.scaling_tpl is None else self.scaling_tpl.instantiate()
 
   def __call__(self, x_BTNH: jax.Array, pos_BT: jax.Array | None = None) -> jax.Array:
     """Returns `x_BTNH` rotated, in its dtype.
@@ -97,6 +145,8 @@ class RotaryPositions(Layer):
       pos_BT = jnp.arange(x_BTNH.shape[1])[None]
     half = self.dims // 2
     rates_h = self.max_timescale ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    if self.scaling is not None:
+      rates_h = self.scaling(rates_h)
     angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * rates_h
     sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
     first, second = jnp.split(x_BTNH, 2, axis=-1)

@@ -2,6 +2,7 @@
 
     pre-norm     x = x + attention(norm(x));  x = x + ff(norm(x))
     post-norm    x = norm(x + attention(x));  x = norm(x + ff(x))
+    hybrid       x = x + norm(attention(norm(x)));  x = x + norm(ff(norm(x)))
 
     TransformerLm: logits = softmax(final_norm(transformer(embedding(ids) + position(pos))))
 
@@ -11,13 +12,14 @@ B batch, T length, D model dims, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.config import REQUIRED, Config, field_names, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.attention import MultiHeadAttention
@@ -38,8 +40,10 @@ class TransformerBlock(Layer):
     input_dims: D.
     hidden_dims: hidden dims of the feed-forward layer.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    norm_policy: 'pre' (as GPT-2 and LLaMA) or 'post' (as the original transformer and BERT).
-    norm_tpl: of the children `attention_norm` and `ff_norm`.
+    norm_policy: 'pre' (as GPT-2 and LLaMA), 'post' (as the original transformer and BERT), or 'primer_hybrid', which
+      normalizes what goes into a sublayer and what comes out of it (as Gemma 2).
+    norm_tpl: of the children `attention_norm` and `ff_norm`, and with 'primer_hybrid' `attention_out_norm` and
+      `ff_out_norm`.
     attention_tpl: of the child `attention`.
     ff_tpl: of the child `ff`.
     dropout_tpl: of the child `residual_dropout`, on what is added to the residual stream.
@@ -58,9 +62,12 @@ class TransformerBlock(Layer):
   dropout_tpl: Config = template(Dropout)
 
   def setup(self) -> None:
-    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post'))
+    check_choice(f'{self.path_name}.norm_policy', self.norm_policy, ('pre', 'post', 'primer_hybrid'))
     heads = {field: getattr(self, field) for field in _HEADS}
-    self.create_children('attention_norm', 'ff_norm', template=self.norm_tpl.clone(dims=self.input_dims))
+    norms = ['attention_norm', 'ff_norm']
+    if self.norm_policy == 'primer_hybrid':
+      norms += ['attention_out_norm', 'ff_out_norm']
+    self.create_children(*norms, template=self.norm_tpl.clone(dims=self.input_dims))
     self.create_child('attention', self.attention_tpl.clone(input_dims=self.input_dims, **heads))
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
@@ -83,8 +90,11 @@ class TransformerBlock(Layer):
     return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT))
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    for norm, sublayer in ((self.attention_norm, attend), (self.ff_norm, self.ff)):
-      y_BTD = sublayer(norm(x_BTD) if self.norm_policy == 'pre' else x_BTD)
+    for name, sublayer in (('attention', attend), ('ff', self.ff)):
+      norm = getattr(self, f'{name}_norm')
+      y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
+      if self.norm_policy == 'primer_hybrid':
+        y_BTD = getattr(self, f'{name}_out_norm')(y_BTD)
       x_BTD = self.shard(x_BTD + self.residual_dropout(y_BTD))
       if self.norm_policy == 'post':
         x_BTD = norm(x_BTD)
@@ -97,18 +107,24 @@ class StackedTransformer(Layer):
   Attributes:
     layers_tpl: of each layer.
     num_layers: number of layers.
+    sliding_windows: the `sliding_window` of the attention of the first layers, and again from the first one on, so that
+      (4096, None) alternates; None: as `layers_tpl` says.
     remat, remat_save_names: what each layer keeps for the backward pass; see `repeat.py`.
   """
 
   layers_tpl: Config = template(TransformerBlock)
   num_layers: int = REQUIRED
+  sliding_windows: tuple[int | None, ...] | None = None
   remat: str = 'none'
   remat_save_names: tuple[str, ...] = ()
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    self.create_children('layers', templates=[self.layers_tpl] * self.num_layers)
+    templates = [self.layers_tpl.clone() for _ in range(self.num_layers)]
+    for block, window in zip(templates, itertools.cycle(self.sliding_windows or ())):
+      block.attention_tpl.sliding_window = window
+    self.create_children('layers', templates=templates)
 
   def __call__(self, x: T, **kwargs: Any) -> T:
     """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
@@ -150,6 +166,7 @@ class TransformerLm(Layer):
     num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
     hidden_dims: hidden dims of the feed-forward layers; None: 4 D.
+    use_bias: whether all layers that may have biases, but the softmax, have them; None: as their templates say.
     embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
     position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
     dropout_tpl: of the child `embedding_dropout`.
@@ -166,6 +183,7 @@ class TransformerLm(Layer):
   num_kv_heads: int | None = None
   dims_per_head: int | None = None
   hidden_dims: int | None = None
+  use_bias: bool | None = None
   embedding_tpl: Config | None = None
   position_tpl: Config | None = None
   dropout_tpl: Config = template(Dropout)
@@ -184,9 +202,14 @@ class TransformerLm(Layer):
     hidden_dims, heads = self.hidden_dims, {field: getattr(self, field) for field in _HEADS}
     transformer.layers_tpl.set(input_dims=D, hidden_dims=4 * D if hidden_dims is None else hidden_dims, **heads)
     transformer.layers_tpl.attention_tpl.causal = True
+    block = transformer.layers_tpl
+    final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
+    for config in (block.attention_tpl, block.ff_tpl, block.norm_tpl, final_norm):
+      if self.use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
+        config.use_bias = self.use_bias
     self.create_child('transformer', transformer)
-    if self.final_norm_tpl is not None:
-      self.create_child('final_norm', self.final_norm_tpl.clone(dims=D))
+    if final_norm is not None:
+      self.create_child('final_norm', final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
     if self.embedding_tpl is None and not isinstance(self.softmax, SharedEmbeddingSoftmax):
       raise ConfigError(
@@ -252,7 +275,12 @@ class TransformerLm(Layer):
   def _normalize(self, x_BTD: jax.Array) -> jax.Array:
     return x_BTD if self.final_norm_tpl is None else self.final_norm(x_BTD)
 
+  @property
+  def max_positions(self) -> int | None:
+    """How many positions the model has; None for any number."""
+    return None if self.position_tpl is None else getattr(self.position, 'max_len', None)
+
   def _check_length(self, length: int) -> None:
-    most = None if self.position_tpl is None else getattr(self.position, 'max_len', None)
+    most = self.max_positions
     if most is not None and length > most:
       raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')

@@ -40,6 +40,14 @@ class BaseModel(Layer, Generic[PredictionsT]):
     """Returns metrics and per-example outputs of `compute_loss` for a batch."""
     return self.compute_loss(self.compute_predictions(batch), batch)
 
+  def predict(self, batch: NestedDict) -> Any:
+    """Returns what a user of the trained model wants to know of a batch: a tree of arrays, the batch as dimension 0.
+
+    By default that is the result of `compute_predictions`. Models whose predictions need the labels, or hold more than
+    a user wants, define it.
+    """
+    return self.compute_predictions(batch)
+
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
     """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.
 

@@ -66,15 +66,16 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
     }
     return metrics, {'loss': predictions.xent, 'prediction': predicted}
 
-  def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
-    """Returns each example's `prediction` and `probabilities`, [B, V]; the batch needs no labels.
-
-    Its metric is `confidence`, the mean probability of the predictions.
-    """
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns each example's `prediction`, [B] int32, and `probabilities`, [B, V]; the batch needs no labels."""
     probabilities = jax.nn.softmax(self.softmax.get_logits(self._features(batch)))
-    predicted = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
-    confidence = weighted_mean(jnp.max(probabilities, axis=-1), self._leaf(batch, 'weights'))
-    return {'confidence': confidence}, {'prediction': predicted, 'probabilities': probabilities}
+    return {'prediction': jnp.argmax(probabilities, axis=-1).astype(jnp.int32), 'probabilities': probabilities}
+
+  def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
+    """Returns what `predict` does; the metric is `confidence`, the mean probability of the predictions."""
+    predictions = self.predict(batch)
+    confidence = weighted_mean(jnp.max(predictions['probabilities'], axis=-1), self._leaf(batch, 'weights'))
+    return {'confidence': confidence}, predictions
 
   def _features(self, batch: NestedDict) -> jax.Array:
     x, weights = self._leaf(batch, self.input_name), self._leaf(batch, 'weights')

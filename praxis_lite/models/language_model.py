@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.decoding import Sampler
+from praxis_lite.decoding import Sampler, prompt_step
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
@@ -25,6 +25,7 @@ from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
+_PASSED_ON = (*_SIZES, 'use_bias')
 
 
 class LanguageModel(BaseModel[SoftmaxOutput]):
@@ -33,6 +34,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   Attributes:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head, hidden_dims: sizes of the network, set
       here or in `lm_tpl`; None: as in `lm_tpl`.
+    use_bias: whether the network has biases, set here or in `lm_tpl`; None: as in `lm_tpl`.
     lm_tpl: of the network, the child `lm`.
     packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
       padding only at its end, and `segment_ids` are ignored; attention then needs only the causal mask.
@@ -47,6 +49,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   num_kv_heads: int | None = None
   dims_per_head: int | None = None
   hidden_dims: int | None = None
+  use_bias: bool | None = None
   lm_tpl: Config = template(TransformerLm)
   packed: bool = True
   tokens_are_bytes: bool = False
@@ -55,10 +58,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def setup(self) -> None:
     lm = self.lm_tpl.clone()
-    for name in _SIZES:
-      own, there = getattr(self, name), getattr(lm, name)
+    for name in _PASSED_ON:
+      own = getattr(self, name)
       if own is None:
         continue
+      there = getattr(lm, name)
       if there is not None and there is not REQUIRED and there != own:
         raise ConfigError(
           f'{self.path_name}.{name} is {own}, but {self.path_name}.lm_tpl.{name} is {there}; set one of them'
@@ -82,11 +86,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns logits [B, T, V] and cross entropies [B, T]."""
-    segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
     weights_BT = _weights_of_tokens(batch)
-    # An id below zero that weighs nothing is padding; its vector would be NaN, and 0 times NaN is no zero gradient.
-    ids_BT, labels_BT = (jnp.where((weights_BT == 0) & (x < 0), 0, x) for x in (batch['ids'], batch['labels']))
-    return self.lm(ids_BT, labels_BT, weights_BT, **segments)
+    ids_BT, labels_BT = (_without_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
+    return self.lm(ids_BT, labels_BT, weights_BT, **self._segments(batch))
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
@@ -108,7 +110,32 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       metrics['accuracy'] = weighted_mean(correct_BT, weights_BT)
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
+  def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
+    """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
+    ids_BT = _without_padding(batch['ids'], _weights_of_tokens(batch))
+    return {'logits': self.lm.logits(ids_BT, **self._segments(batch))}
+
+  def _segments(self, batch: NestedDict) -> dict[str, jax.Array | None]:
+    return {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
+
   # ---------------------------------------------------------------- decoding
+
+  @property
+  def context(self) -> int | None:
+    """How many tokens decoding sees at once, the last ones; None for all."""
+    return self.decoder.context(getattr(self.lm, 'max_positions', None))
+
+  def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
+    """Returns logits [B, V] of the token after each prompt; the caches, of `cache_length` slots, are its decode state.
+
+    For loops of decoding outside of this program. Arguments are those of `Sampler.decode`.
+    """
+    self.lm.init_decode_state(ids_BP.shape[0], cache_length)
+    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B))
+
+  def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
+    """Returns logits [B, V] of the token after `ids_B`, at the positions `pos_B`, which it appends to the caches."""
+    return self.lm.extend_step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B))
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Continues prompts.
@@ -130,10 +157,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       logits_BV, side = self.lm.apply(variables, ids_BT, pos_BT, last_B, decode_state=state, method='extend_step')
       return logits_BV, side.decode_state
 
-    cache_length = self.decoder.cache_length(prompt_length)
+    context = self.context
+    cache_length = self.decoder.cache_length(prompt_length, context)
     _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
     key = None if self.decoder.temperature == 0 else self.next_prng_key()
-    decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key)
+    decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key, context)
     metrics = {
       'decoded_length': weighted_mean(decoded.lengths, prompt_lengths_B > 0),
       'log_prob': weighted_mean(decoded.log_probs, jnp.arange(decoded.ids.shape[1]) < decoded.lengths[:, None]),
@@ -144,4 +172,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 def _weights_of_tokens(batch: NestedDict) -> jax.Array:
   """Returns the weights [B, T] of a batch; a weight of a row, [B], is that of each of its tokens."""
   weights = batch['weights']
-  return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['labels'].shape)
+  return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['ids'].shape)
+
+
+def _without_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+  """Ids below zero that weigh nothing are padding; their vectors would be NaN, and 0 times NaN is no zero gradient."""
+  return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

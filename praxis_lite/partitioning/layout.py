@@ -6,13 +6,19 @@ shape, so no layer, optimizer or metric ever sees padding; padding is always zer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
+from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.partitioning.padding import Array, pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.specs import complete_spec, stored_spec
+from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name
 
 T = TypeVar('T')
 
@@ -47,6 +53,53 @@ class StateLayout(NamedTuple):
     """Inside a step: pads true arrays to their stored shapes."""
     return pad_to(self._constrain_padded(tree), self.padded_shapes)
 
+  def unpadded(self, tree: T) -> T:
+    """Outside a step: returns all or some arrays of this layout as NumPy arrays in their true shapes.
+
+    They are copies. PRNG keys stay as they are.
+
+    Raises:
+      ShardingError: an array is not in this layout, or has neither its stored nor its true shape.
+    """
+
+    def on_host(x: Array, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> Array:
+      if _is_key(x):
+        return x
+      if isinstance(x, jax.Array) and not x.is_fully_addressable:  # Parts of it are on other hosts.
+        x = multihost_utils.process_allgather(x, tiled=True)
+      # A copy: what is on a CPU device would be shared, and a step may write its result there.
+      return np.array(slice_to(np.asarray(x), true))
+
+    return self._map_stored(on_host, tree)
+
+  def padded(self, tree: T) -> T:
+    """The inverse of `unpadded`: puts all or some arrays of this layout, of the host or any device, on the mesh."""
+
+    def on_mesh(x: Array, padded: jax.ShapeDtypeStruct, true: jax.ShapeDtypeStruct) -> jax.Array:
+      if _is_key(x):
+        return jax.device_put(x, padded.sharding)
+      if isinstance(x, jax.Array) and x.shape == padded.shape and x.sharding == padded.sharding:
+        return x
+      stored = pad_to(np.asarray(x).astype(padded.dtype), padded)
+      return jax.make_array_from_callback(padded.shape, padded.sharding, lambda index: np.array(stored[index]))
+
+    return self._map_stored(on_mesh, tree)
+
+  def _map_stored(self, fn: Callable[..., Array], tree: T) -> T:
+    """Maps a function of an array, its stored and its true shape over all or some arrays of this layout."""
+    padded, true = (leaves_by_path(shapes) for shapes in (self.padded_shapes, self.unpadded_shapes))
+
+    def checked(path: Path, x: Array) -> Array:
+      if path not in true:
+        close = did_you_mean(path_name(path), map(path_name, true))
+        raise ShardingError(f'{path_name(path)}: the layout has no such array.{close}')
+      if x.shape not in (true[path].shape, padded[path].shape):
+        stored = '' if padded[path].shape == true[path].shape else f', and {padded[path].shape} with padding'
+        raise ShardingError(f'{path_name(path)} has shape {x.shape}; in the layout it has {true[path].shape}{stored}')
+      return fn(x, padded[path], true[path])
+
+    return map_with_path(checked, tree)
+
   def _constrain_padded(self, tree: T) -> T:
     """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
 
@@ -54,6 +107,10 @@ class StateLayout(NamedTuple):
       return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, sharding)
 
     return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
+
+
+def _is_key(x: Array) -> bool:
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def layout_of(shapes: object, specs: object, mesh: Mesh | AbstractMesh) -> StateLayout:

@@ -6,3 +6,5 @@ from praxis_lite.runtime.distributed import initialize_distributed, set_up_compi
 from praxis_lite.runtime.executor import TrainResult, run_train
 from praxis_lite.runtime.hooks import Hook, Run
 from praxis_lite.runtime.inference import run_decode, run_eval
+from praxis_lite.runtime.run import SavedRun, open_run
+from praxis_lite.runtime.trained import TrainedModel

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
 _BEST = 'best.json'
+_PIECE_BYTES = 16 << 20
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -102,7 +103,15 @@ class Checkpointer:
     self._being_saved: list[int] = []
     self._best = self._recorded_best = self._read_best()
 
-  def save(self, step: int, state: TrainState, true_shapes: TrainState, input_state: dict[str, Any] | None) -> bool:
+  def save(
+    self,
+    step: int,
+    state: TrainState,
+    true_shapes: TrainState,
+    input_state: dict[str, Any] | None,
+    *,
+    in_pieces: bool = False,
+  ) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
 
     Returns False if there is a checkpoint of this step already.
@@ -110,6 +119,7 @@ class Checkpointer:
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
+      in_pieces: write arrays in pieces, in little host memory beside the arrays.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -117,9 +127,11 @@ class Checkpointer:
     ocp = _orbax()
     if step in self._manager.all_steps():
       return False
-    arrays = jax.tree.map(_as_data, state)
+    arrays = _to_nested_dict(jax.tree.map(_as_data, state))
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES), arrays) if in_pieces else None
+    data_file_bytes = _PIECE_BYTES if in_pieces else None  # What is to be in one file is kept in memory.
     items = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(_to_nested_dict(arrays)),
+      state=ocp.args.PyTreeSave(arrays, save_args=save_args, ocdbt_target_data_file_size=data_file_bytes),
       inputs=ocp.args.JsonSave({'input_state': input_state}),
       about=ocp.args.JsonSave(_about(state, true_shapes)),
     )
@@ -250,6 +262,10 @@ class Checkpointer:
     arrays = self._read(step, 'state', args)
     return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
+  def has_variables_alone(self, step: int | None = None) -> bool:
+    """Whether a checkpoint was saved without the state of an optimizer, as imported ones are."""
+    return bool(self.about(step).get('variables_alone'))
+
   def input_state(self, step: Step = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
     return self._read(self.existing_step(step), 'inputs', _orbax().args.JsonRestore())['input_state']
@@ -294,6 +310,7 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'saved_at': round(time.time(), 3),
     'mesh': dict(mesh.shape) if mesh is not None else None,
     'variables': records_of(true_shapes),
+    'variables_alone': state.opt_states is None,
   }
 
 
@@ -395,21 +412,21 @@ def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
 
 
 def restore_variables(
-  checkpointer: Checkpointer, partitioned: PartitionedTask, *, use_ema: bool = True, step: Step = None
+  checkpointer: Checkpointer, layout: StateLayout, *, use_ema: bool = True, step: Step = None
 ) -> tuple[NestedDict, jax.Array]:
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
   Args:
-    partitioned: the task on the mesh to restore onto, which need not be the one it was trained on.
+    layout: that of the task's state on the mesh to restore onto, which need not be the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint, or 'best'; None restores the newest.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.
   """
-  shapes = partitioned.state_shapes
+  shapes = layout.padded_shapes
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
-  state = checkpointer.restore(wanted, partitioned.unpadded_state_shapes, step=step)
+  state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
   return eval_variables(state, use_ema=use_ema), state.step
 
 

@@ -11,6 +11,7 @@ with the step, and a checkpoint holds the position in the input at its own step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
+from praxis_lite.runtime.record import changes_named, write_record
 from praxis_lite.runtime.run_config import (
   build_datasets,
   check_intervals,
@@ -39,6 +41,7 @@ from praxis_lite.runtime.run_config import (
   run_keys,
 )
 from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -103,6 +106,7 @@ def run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    config = with_vocabulary(config, directory)
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
@@ -124,20 +128,25 @@ def run_train(
     decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
     watched = watched_metrics(settings, {program.split: program.metric_names() for program in evaluation})
     with contextlib.closing(Checkpointer(directory, read_only=True)) as saved:
-      is_restored = saved.latest_step() is not None
-    warm_start = WarmStart(settings.init_from, partitioned) if settings.init_from.path and not is_restored else None
+      is_imported = saved.latest_step() is not None and saved.has_variables_alone()
+      is_restored = saved.latest_step() is not None and not is_imported
+    init_from = settings.init_from
+    if is_imported and init_from.path is None:
+      init_from = dataclasses.replace(init_from, path=str(directory))
+    warm_start = WarmStart(init_from, partitioned) if init_from.path and not is_restored else None
     startup.mark('trace')
 
     # ---- where it starts: the first of these that applies
     #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-    #   2. variables of another run's checkpoint, and the input from its beginning
+    #   2. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
     #   3. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
       directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
     )
     to_close.callback(checkpointer.close)
     if is_restored:
-      state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
+      with changes_named(directory, config):
+        state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
       input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
         train_input.set_state(input_state)
@@ -164,6 +173,9 @@ def run_train(
       startup.mark('check')
     if is_restored and first_step < total:
       console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
+    if is_primary_process():
+      for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step):
+        console.line(line)
 
     def save() -> None:
       log.drain()  # Raises if a step was not finite, before anything is saved.
@@ -198,6 +210,8 @@ def run_train(
 
     # ---- train
     ended_by = 'done'
+    if is_primary_process():
+      keep_vocabulary(config, directory)
     batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
     to_close.enter_context(stop)
     all_hooks.on_start(run)

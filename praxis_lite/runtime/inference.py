@@ -1,26 +1,26 @@
-"""Evaluating, decoding and continuing prompts with a checkpoint: on any mesh, without the optimizer.
+"""Evaluating and decoding whole datasets, and continuing prompts, with a checkpoint: on any mesh.
 
 Another process may be training in the same directory meanwhile.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.inputs import ArrayInput, BaseInput
-from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
+from praxis_lite.runtime.checkpoints import Step
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
-from praxis_lite.runtime.run_config import Datasets, build_datasets, job_directory, run_keys
-from praxis_lite.trees import NestedDict
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
+from praxis_lite.runtime.prompts import prompt_batch
+from praxis_lite.runtime.run_config import build_datasets, job_directory
+from praxis_lite.runtime.trained import TrainedModel, restore_model
+from praxis_lite.runtime.vocabulary import with_vocabulary
 
 
 def run_eval(
@@ -41,11 +41,19 @@ def run_eval(
   Raises:
     UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
   """
+  config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.datasets)
   inputs = datasets.evaluation
   if not inputs:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
-  model = _restore(config, job_log_dir, devices, step, seed, inputs, 'evaluate', datasets)
+  model = restore_model(
+    config,
+    job_log_dir,
+    lambda task: task.create_mesh(devices),
+    step=step,
+    seed=seed,
+    check=functools.partial(datasets.check, inputs),
+  )
   return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
 
 
@@ -58,16 +66,21 @@ def run_decode(
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
+  config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not datasets.inputs:
     raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
-  model = _restore(config, job_log_dir, devices, step, seed, datasets.inputs, 'decode', datasets)
+  model = restore_model(
+    config,
+    job_log_dir,
+    lambda task: task.create_mesh(devices),
+    step=step,
+    use_ema='decode',
+    seed=seed,
+    check=functools.partial(datasets.check, datasets.inputs),
+  )
   with job_directory(job_log_dir) as directory:
     return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in datasets.inputs], model)
-
-
-# Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
-_LENGTH_MULTIPLE = 16
 
 
 def decode_prompts(
@@ -86,56 +99,19 @@ def decode_prompts(
     prompts: token ids, at least one each.
     job_log_dir, devices, step, seed: as for `run_eval`, and so are the errors; or ConfigError if a prompt is empty.
   """
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not lengths.all():
-    raise ConfigError('a prompt is empty; it needs at least one token')
-  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-  batch = {'ids': np.stack([np.pad(p, (0, width - len(p))) for p in prompts]), 'prompt_lengths': lengths}
-  source = ArrayInput(name='prompts', arrays=batch, batch_size=len(prompts))
-  model = _restore(config, job_log_dir, devices, step, seed, [source], 'decode')
-  decode_step = model.tasks.taking(source).decode_step
-  decoded = jax.device_get(decode_step(model.variables, model.key, model.step, source.get_next()).decoded)
-  return [ids[:length].tolist() for ids, length in zip(decoded['ids'], decoded['lengths'])]
+  prompt_batch(prompts)  # Raises before anything slow.
+  model = restore_model(
+    config, job_log_dir, lambda task: task.create_mesh(devices), step=step, use_ema='decode', seed=seed
+  )
+  return model.decode(prompts)
 
 
-class _RestoredModel(NamedTuple):
-  """A model ready to run: its steps, its variables, the step of its checkpoint, and a PRNG key."""
-
-  tasks: TaskOnMesh
-  variables: NestedDict
-  step: jax.Array
-  key: jax.Array
-
-
-def _restore(
-  config: ExperimentConfig,
-  job_log_dir: str | Path,
-  devices: Sequence[jax.Device] | None,
-  step: Step,
-  seed: int,
-  inputs: Sequence[BaseInput],
-  section: Literal['evaluate', 'decode'],
-  datasets: Datasets | None = None,
-) -> _RestoredModel:
-  """Restores a checkpoint for the batches of `inputs`, which are checked if they belong to `datasets`."""
-  checkpointer = Checkpointer(job_log_dir, read_only=True)
-  checkpointer.existing_step(step)  # Raises before anything slow.
-  task = config.task.instantiate()
-  tasks = TaskOnMesh(task, task.create_mesh(devices))
-  if datasets is not None:
-    datasets.check(inputs, task.model)
-  use_ema: bool = getattr(task, section).use_ema
-  variables, global_step = restore_variables(checkpointer, tasks.taking(inputs[0]), use_ema=use_ema, step=step)
-  checkpointer.close()
-  return _RestoredModel(tasks, variables, global_step, run_keys(seed, tasks.mesh).evaluate)
-
-
-def _run(programs: Sequence[Program], model: _RestoredModel) -> dict[str, HostMetrics]:
+def _run(programs: Sequence[Program], model: TrainedModel) -> dict[str, HostMetrics]:
   metrics: dict[str, HostMetrics] = {}
   for program in programs:
-    result = program.run(model.variables, model.step)
+    result = program.run(model.stored_variables, model.global_step)
     assert result is not None  # Nothing interrupts it.
     metrics[program.split] = result.metrics
     if is_primary_process():
-      print(program.result_line(int(model.step), result), flush=True)
+      print(program.result_line(model.step, result), flush=True)
   return metrics

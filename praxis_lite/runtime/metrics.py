@@ -86,7 +86,7 @@ class EvalResult(NamedTuple):
 def read_results(directory: str | os.PathLike[str], up_to_step: int) -> list[EvalResult]:
   """Returns the evaluations and decoding runs that a run has recorded up to a step, in order."""
   results = []
-  for _, record in _records(Path(directory) / _RECORDS):
+  for _, record in metric_lines(Path(directory) / _RECORDS):
     if record['step'] <= up_to_step and record['split'] != 'train':
       numbers = {
         name: np.asarray(np.nan if x is None else x, np.float64) for name, x in record.get('metrics', {}).items()
@@ -186,7 +186,7 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
   return expanded
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
   """Yields the lines of a file of metrics, and what they say, without incomplete lines."""
   for line in path.read_text(encoding='utf-8').splitlines() if path.exists() else ():
     try:
@@ -201,7 +201,7 @@ def _truncate_jsonl(path: Path, step: int) -> set[str]:
   """Drops the lines of steps after `step` and incomplete lines; returns the splits written at `step` itself."""
   if not path.exists():
     return set()
-  records = list(_records(path))
+  records = list(metric_lines(path))
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
   # By a second file, so that a run killed here still has the complete old one.
   shortened = path.with_suffix('.jsonl.tmp')

@@ -5,6 +5,7 @@ Steps are dispatched ahead of the host, a few at a time, and the metrics of all 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import time
@@ -21,6 +22,8 @@ from jax.sharding import Mesh
 
 from praxis_lite.call import Summary
 from praxis_lite.inputs import BaseInput, PrefetchIterator
+from praxis_lite.inputs.rows import Struct
+from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.runtime.checkpoints import eval_variables, records_of
 from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
@@ -35,7 +38,7 @@ from praxis_lite.runtime.metrics import (
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.state import TrainState
+from praxis_lite.training.state import TrainState, state_layout
 from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
 from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 
@@ -43,19 +46,31 @@ Out = TypeVar('Out')
 
 
 class TaskOnMesh:
-  """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps."""
+  """One task on one mesh, partitioned for each shape of batches: inputs of the same shape share compiled steps.
+
+  Attributes:
+    jax_task, mesh: the task and the mesh.
+  """
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh):
     self.jax_task = jax_task
     self.mesh = mesh
     self._by_shape: dict[str, PartitionedTask] = {}
 
+  @functools.cached_property
+  def layout(self) -> StateLayout:
+    """How the train state of the task is stored on the mesh."""
+    return state_layout(self.jax_task, self.mesh)
+
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
-    struct = data.batch_struct()
+    return self.taking_batches_of(data.batch_struct())
+
+  def taking_batches_of(self, struct: Struct) -> PartitionedTask:
+    """Returns the task partitioned for global batches of these shapes and dtypes."""
     shape = str(sorted(records_of(struct).items()))
     if shape not in self._by_shape:
-      self._by_shape[shape] = PartitionedTask(self.jax_task, struct, mesh=self.mesh)
+      self._by_shape[shape] = PartitionedTask(self.jax_task, struct, layout=self.layout)
     return self._by_shape[shape]
 
 

@@ -82,6 +82,9 @@ class Datasets(NamedTuple):
           raise DataError(f'{data.label}: there is no batch in it') from None
         data.reset()
         model.check_input(data, batch)
+        for training in self.inputs:
+          if training.is_training and data is not training:
+            training.check_beside(data)
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:

@@ -8,5 +8,5 @@ from praxis_lite.training.partitioned_task import (
   get_partitioned_spmd_model_decode_fn,
   partition_spmd_model,
 )
-from praxis_lite.training.state import TrainState, initialize_partitioned_model_states
+from praxis_lite.training.state import TrainState, initialize_partitioned_model_states, unpadded
 from praxis_lite.training.steps import decode_step, eval_step_single_learner, train_step_single_learner

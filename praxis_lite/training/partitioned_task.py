@@ -28,6 +28,7 @@ from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecu
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.state import (
   GivenVariables,
+  StateT,
   TrainState,
   declared_state,
   state_initializer,
@@ -37,7 +38,7 @@ from praxis_lite.training.state import (
 from praxis_lite.trees import NestedDict
 
 T = TypeVar('T')
-OutT = TypeVar('OutT', steps.EvalStepOutput, steps.DecodeStepOutput)
+OutT = TypeVar('OutT', steps.EvalStepOutput, steps.PredictStepOutput, steps.DecodeStepOutput)
 
 
 class Partitioner(Protocol):
@@ -51,15 +52,19 @@ class Partitioner(Protocol):
   def place_params(self, train_state: TrainState, layout: StateLayout) -> TrainState: ...
 
 
-class PartitionedModel(NamedTuple):
-  """What `partition_spmd_model` returns."""
-
+class _PartitionedModel(NamedTuple):
   partitioned_train_state: TrainState
   train_state_partition_specs: TrainState
   inputs_partition_spec: NestedDict
   train_step: PartitionedStep[steps.TrainStepOutput]
   eval_step: PartitionedStep[steps.EvalStepOutput]
   total_num_params: int
+
+
+class PartitionedModel(_PartitionedModel):
+  """What `partition_spmd_model` returns: a tuple, and the `PartitionedTask` that it is a view of."""
+
+  partitioned_task: PartitionedTask
 
 
 class PartitionedTask:
@@ -76,7 +81,7 @@ class PartitionedTask:
     mesh: the mesh.
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
     inputs_partition_spec: specs of the inputs.
-    train_step, eval_step, decode_step: the partitioned steps, compiled at their first use.
+    train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled at their first use.
     batch_size: rows of a global batch, without those that fill up the mesh.
     total_num_params: number of model parameters, without padding, moving statistics included.
   """
@@ -124,6 +129,11 @@ class PartitionedTask:
     return self._inference_step(steps.eval_step_single_learner, 'per_example_out')
 
   @functools.cached_property
+  def predict_step(self) -> PartitionedStep[steps.PredictStepOutput]:
+    """`(mdl_vars, prng_key, global_step, inputs) -> PredictStepOutput`."""
+    return self._inference_step(steps.predict_step, 'predictions')
+
+  @functools.cached_property
   def decode_step(self) -> PartitionedStep[steps.DecodeStepOutput]:
     """`(mdl_vars, prng_key, global_step, inputs) -> DecodeStepOutput`."""
     return self._inference_step(steps.decode_step, 'decoded')
@@ -145,6 +155,25 @@ class PartitionedTask:
   @functools.cached_property
   def _init_state(self) -> Callable[[jax.Array], TrainState[jax.Array]]:
     return state_initializer(self.jax_task, self.layout)  # Kept, so that it is compiled once.
+
+  def unpadded(self, state: StateT) -> StateT:
+    """Returns a train state, or its `mdl_vars`, or a part of either, as NumPy arrays in their true shapes.
+
+    It is the way out of the steps: `np.asarray` of an array of the state includes the padding that its mesh needs. The
+    arrays are copies on the host, so they stay when the state is donated, and a layer's `apply` computes with them on
+    one device.
+
+    Raises:
+      ShardingError: an array has another shape than the state of this task.
+    """
+    return self._layout_of(state).unpadded(state)
+
+  def padded(self, state: StateT) -> StateT:
+    """The inverse of `unpadded`, and the way in: puts arrays of true shapes, on any device or host, on the mesh."""
+    return self._layout_of(state).padded(state)
+
+  def _layout_of(self, state: object) -> StateLayout:
+    return self.layout if isinstance(state, TrainState) else self.layout.mdl_vars
 
   def trace_train_step(self, listener: Callable[[Constraint], object]) -> jax.extend.core.ClosedJaxpr:
     """Traces the train step without compiling it, on an abstract mesh too.
@@ -234,7 +263,8 @@ def partition_spmd_model(
     The state on the mesh, its specs, the specs of the inputs, the train and the eval step, and the number of
     parameters. The steps take host batches (numpy, of the shape of `inputs_shape`), which they pad and place, or
     batches already placed by `step.put_inputs`. With a partitioner of params_on_devices=False, the variables are in
-    host memory; its `move_params_to_devices` makes the state ready for the steps.
+    host memory; its `move_params_to_devices` makes the state ready for the steps. The `partitioned_task` of what is
+    returned converts states: `unpadded(state)` and `padded(state)`.
 
   Raises:
     ShardingError: a mapping does not fit its array or the mesh, or the mesh does not fit the devices.
@@ -250,7 +280,7 @@ def partition_spmd_model(
   jax_task = task_p.instantiate() if isinstance(task_p, Config) else task_p
   partitioned = PartitionedTask(jax_task, inputs_shape, mesh=mesh, partitioner=partitioner)
   state = partitioned.init_state(init_key)
-  return PartitionedModel(
+  model = PartitionedModel(
     state if partitioner is None else partitioner.place_params(state, partitioned.layout),
     partitioned.state_specs,
     partitioned.inputs_partition_spec,
@@ -258,6 +288,8 @@ def partition_spmd_model(
     partitioned.eval_step,
     partitioned.total_num_params,
   )
+  model.partitioned_task = partitioned
+  return model
 
 
 def _check_one_mesh(*given: object) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from praxis_lite.config import Config
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import MeshLike
@@ -19,6 +20,7 @@ from praxis_lite.task import SingleTask
 from praxis_lite.trees import NestedDict, Path, lookup, map_with_path, merge, select
 
 T = TypeVar('T')
+StateT = TypeVar('StateT', bound='TrainState | NestedDict')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,23 @@ def state_layout(
     ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
   )
   return layout_of(unpadded, specs, mesh)
+
+
+def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:
+  """Returns a train state, or its `mdl_vars`, as NumPy arrays in their true shapes.
+
+  It does what `PartitionedTask.unpadded` does, for a state that comes without one, such as that of a `TrainResult`.
+
+  Args:
+    jax_task: the task of the state, or its config.
+    state: on any mesh. The arrays that are returned are copies: they stay when the state is donated.
+
+  Raises:
+    ShardingError: an array does not fit the task.
+  """
+  shapes = train_state_shapes(jax_task.instantiate() if isinstance(jax_task, Config) else jax_task)
+  true = shapes if isinstance(state, TrainState) else shapes.mdl_vars
+  return StateLayout(None, None, padded_shapes=state, unpadded_shapes=true).unpadded(state)
 
 
 def declared_state(jax_task: SingleTask) -> TrainState:

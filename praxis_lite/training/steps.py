@@ -6,19 +6,21 @@ They are written once. What differs between one device, a mesh whose communicati
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.call import SideOutputs, Summary, Surroundings
+from praxis_lite.errors import ConfigError
 from praxis_lite.learning.learner import BoundLearner
 from praxis_lite.models.base import checked_outputs
+from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, lookup, map_with_path, merge
+from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
 from praxis_lite.weighted import WeightedScalars
 
 
@@ -54,6 +56,12 @@ class DecodeStepOutput(NamedTuple):
 
   metrics: WeightedScalars
   decoded: NestedDict
+
+
+class PredictStepOutput(NamedTuple):
+  """Result of a predict step: a tree of arrays with the batch as dimension 0."""
+
+  predictions: Any
 
 
 def train_step_single_learner(
@@ -149,6 +157,32 @@ def eval_step_single_learner(
   metrics, per_example = checked_outputs(jax_task.model, out)
   loss, metrics = with_aux_losses(metrics, side)
   return EvalStepOutput(loss, metrics, per_example, side.summaries)
+
+
+def predict_step(
+  jax_task: SingleTask,
+  mdl_vars: NestedDict,
+  prng_key: jax.Array,
+  global_step: jax.Array,
+  inputs: NestedDict,
+  surroundings: Surroundings | None = None,
+) -> PredictStepOutput:
+  """Returns the model's predictions for one batch; arguments as of `eval_step_single_learner`.
+
+  Raises:
+    ConfigError: an array of the predictions does not have the batch as dimension 0.
+  """
+  key = jax.random.fold_in(prng_key, global_step)
+  model = jax_task.model
+  predictions, _ = model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
+  size = batch_size(inputs)
+  for path, x in leaves_by_path(predictions).items():
+    if x.shape[:1] != (size,):
+      raise ConfigError(
+        f'task.model: of {size} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
+        f'{x.shape}; define predict(batch) to return only arrays with the batch as dimension 0'
+      )
+  return PredictStepOutput(predictions)
 
 
 def decode_step(

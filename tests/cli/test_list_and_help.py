@@ -9,9 +9,10 @@ import pytest
 
 from praxis_lite import registry
 from praxis_lite.cli import list_experiments
-from praxis_lite.cli.main import _COMMANDS, main
+from praxis_lite.cli.main import COMMANDS as ALL
+from praxis_lite.cli.main import main
 
-COMMANDS = sorted(_COMMANDS)
+COMMANDS = sorted(ALL)
 
 
 @pytest.mark.parametrize('arguments', [[], ['--help'], *([name, '--help'] for name in COMMANDS)], ids=str)
@@ -35,11 +36,11 @@ def test_each_flag_shows_an_example_of_itself(capsys, name):
 def test_the_example_of_a_command_parses(capsys, monkeypatch, name):
   import shlex
 
-  command = _COMMANDS[name]
+  command = ALL[name]
   program, typed, *arguments = shlex.split(command.example)
   assert (program, typed) == ('praxis-lite', name)
   seen = {}
-  monkeypatch.setitem(_COMMANDS, name, command._replace(run=lambda v: seen.update(exp=v) or 0))
+  monkeypatch.setitem(ALL, name, command._replace(run=lambda v: seen.update(exp=v) or 0))
   assert main([name, *arguments]) == 0, capsys.readouterr().err
   assert seen
 

@@ -75,7 +75,7 @@ def ended_with(monkeypatch, code, out='', err=''):
 def test_train_names_the_variable_that_is_wrong(monkeypatch):
   ended_with(monkeypatch, 1, 'mesh\nwrong: gradient of lm.w: off by 3 times its largest entry\n1 results differ\n')
   with pytest.raises(UserError, match=r'gradient of lm\.w: off by 3 times.*--noverify'):
-    verify.verify_first('lm.X', ['task.a=1'])
+    verify.verify_first(['--exp=lm.X', '--set=task.a=1'])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_train_names_the_variable_that_is_wrong(monkeypatch):
 )
 def test_train_prints_one_line(monkeypatch, capsys, code, out, err, line):
   seen = ended_with(monkeypatch, code, out, err)
-  verify.verify_first('lm.X', ['task.a=1'])
+  verify.verify_first(['--exp=lm.X', '--set=task.a=1'])
   assert capsys.readouterr().out == f'{line}\n'
   ((command, environment),) = seen
   assert {'--exp=lm.X', '--set=task.a=1', '--quick'} <= set(command) and environment['JAX_PLATFORMS'] == 'cpu'
@@ -100,7 +100,7 @@ def test_train_goes_on_when_verifying_takes_long(monkeypatch, capsys):
     raise subprocess.TimeoutExpired(command, timeout)
 
   monkeypatch.setattr(subprocess, 'run', run)
-  verify.verify_first('lm.X', [])
+  verify.verify_first(['--exp=lm.X'])
   assert capsys.readouterr().out == 'not verified: it takes more than 20 s\n'
 
 
@@ -133,6 +133,6 @@ def ended(code):
 
 @pytest.mark.slow
 def test_train_verifies_in_a_process_of_its_own(capsys):
-  verify.verify_first('digits.DigitsMlpSharded', ['task.train.num_train_steps=1000'])
+  verify.verify_first([EXP, '--set=task.train.num_train_steps=1000'])
   out = capsys.readouterr().out
   assert out.startswith(('verified: as on one device', 'not verified: it takes more than')), out

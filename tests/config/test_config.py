@@ -136,3 +136,12 @@ def test_one_annotation_that_cannot_be_resolved_hides_no_other():
   assert 'odd' not in hints
   assert field_type_hints(join)['third'] is str
   assert field_type_hints(np.sin) == {}
+
+
+def test_configs_in_the_fields_of_a_template_are_not_shared():
+  class Outer(Configurable):
+    inner_tpl: Config = template(Layer, norm_tpl=Config(Norm, epsilon=1.0))
+
+  one, other = Config(Outer), Config(Outer)
+  one.inner_tpl.norm_tpl.epsilon = 2.0
+  assert other.inner_tpl.norm_tpl.epsilon == Config(Outer).inner_tpl.norm_tpl.epsilon == 1.0

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from praxis_lite.config import REQUIRED, Config, Configurable, template
-from praxis_lite.config.text import diff, format_value, to_text
+from praxis_lite.config.text import diff, diff_texts, format_value, to_text, to_text_of_changes
 from praxis_lite.weights import WeightHParamsCollection, WeightInit
 
 
@@ -180,3 +180,38 @@ def test_list_that_grows():
     '+ layers[1].epsilon = 2.0',
     '+ layers[1].scale = True',
   ]
+
+
+def test_changes_only():
+  class Outer(Configurable):
+    name: str = 'a'
+    block_tpl: Config = template(Block, norm_tpl=Config(Norm, epsilon=1.0))
+    other_tpl: Config = template(Norm)
+
+  assert to_text_of_changes(Config(Outer), 'x').splitlines() == [f'x: {__name__}.{Outer.__qualname__}']
+  config = Config(Outer, other_tpl=Config(Other, groups=2), name='a')
+  config.block_tpl.norm_tpl.scale = False
+  config.block_tpl.dims = 3
+  config.block_tpl.layers = [Config(Norm), Config(Norm, epsilon=2.0)]
+  assert to_text_of_changes({'x': config}).splitlines() == [
+    f'x: {__name__}.{Outer.__qualname__}',
+    'x.block_tpl.dims = 3',
+    'x.block_tpl.norm_tpl.scale = False',
+    f'x.block_tpl.layers[0]: {__name__}.Norm',
+    f'x.block_tpl.layers[1]: {__name__}.Norm',
+    'x.block_tpl.layers[1].epsilon = 2.0',
+    f'x.other_tpl: {__name__}.Other',
+    'x.other_tpl.groups = 2',
+  ]
+  assert set(to_text_of_changes({'x': config}).splitlines()) <= set(to_text({'x': config}).splitlines())
+
+
+def test_a_diff_of_texts_is_that_of_the_configs():
+  configs = [
+    {'x': Config(Block, dims=1), 'y': []},
+    {'x': Config(Block, dims=2, norm_tpl=Config(Other)), 'y': [Config(Norm)]},
+    {'x': Config(Block, dims=2, init=None, inputs_split_mapping={'a': 1, 'b: c = d': (1, 'x = y')})},
+  ]
+  for old in configs:
+    for new in configs:
+      assert diff_texts(to_text(old), to_text(new)) == diff(old, new)

@@ -41,6 +41,14 @@ def test_rms_norm():
   np.testing.assert_allclose(apply(RMSNorm, v, x, epsilon=0.1)[0], expected, rtol=1e-5)
 
 
+def test_zero_centered_rms_norm():
+  v, x = scale_and_bias(['scale']), x_BTD()
+  expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * (1 + v['scale'])
+  np.testing.assert_allclose(apply(RMSNorm, v, x, zero_centered=True)[0], expected, rtol=1e-5)
+  first = Config(RMSNorm, dims=D, zero_centered=True).instantiate().init(jax.random.key(0))
+  np.testing.assert_array_equal(first['scale'], np.zeros(D))
+
+
 @pytest.mark.parametrize('use_scale', [True, False])
 @pytest.mark.parametrize('use_bias', [True, False])
 def test_layer_norm(use_scale, use_bias):

@@ -12,7 +12,7 @@ import pytest
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
-from praxis_lite.layers.positions import relative_position_bucket
+from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, relative_position_bucket
 
 B, T, D, N, H = 2, 5, 6, 3, 8
 
@@ -104,6 +104,21 @@ def test_rotary_of_far_positions_is_accurate_in_bfloat16():
   y, _ = layer.apply({}, jnp.asarray(x, jnp.bfloat16), np.array([[4001]], np.int32))
   assert y.dtype == jnp.bfloat16
   np.testing.assert_allclose(np.asarray(y, np.float32).ravel(), [np.cos(4001), np.sin(4001)], atol=0.01)
+
+
+def test_linear_scaling_divides_positions():
+  x = normal(B, T, N, H)
+  scaled = run(RotaryPositions, {}, x, 4 * positions(), dims=H, scaling_tpl=Config(LinearRotaryScaling, factor=4.0))
+  np.testing.assert_allclose(scaled, run(RotaryPositions, {}, x, positions(), dims=H), atol=1e-5)
+
+
+def test_llama3_scaling_slows_the_slow_rates_only():
+  scaling = Llama3RotaryScaling(factor=8.0, original_max_len=100)
+  per_turn = 2 * np.pi / 100  # Of a pair that turns once in the original context.
+  rates = per_turn * np.array([0.5, 1.0, 2.5, 4.0, 50.0])
+  np.testing.assert_allclose(scaling(rates) / rates, [1 / 8, 1 / 8, (1 + 1 / 8) / 2, 1, 1], rtol=1e-6)
+  with pytest.raises(ConfigError, match=r'low_freq_factor, 4.0, must be less than high_freq_factor, 4.0'):
+    Llama3RotaryScaling(factor=8.0, original_max_len=100, low_freq_factor=4.0)
 
 
 def test_odd_dims_cannot_be_rotated():

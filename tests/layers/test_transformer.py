@@ -41,7 +41,7 @@ def rms(x):
   return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
 
 
-@pytest.mark.parametrize('policy', ['pre', 'post'])
+@pytest.mark.parametrize('policy', ['pre', 'post', 'primer_hybrid'])
 def test_block_is_its_formula(policy):
   layer = block(norm_policy=policy).instantiate()
   variables, x = layer.init(jax.random.key(0)), np.asarray(x_BTD())
@@ -57,6 +57,9 @@ def test_block_is_its_formula(policy):
   if policy == 'pre':
     x = x + attention(rms(x))
     expected = x + feed_forward(rms(x))
+  elif policy == 'primer_hybrid':
+    x = x + rms(attention(rms(x)))
+    expected = x + rms(feed_forward(rms(x)))
   else:
     x = rms(x + attention(x))
     expected = rms(x + feed_forward(x))
@@ -127,6 +130,18 @@ def test_incremental_equals_full(cls, policy):
   np.testing.assert_allclose(jnp.concatenate(steps, axis=1), full, atol=1e-5)
 
 
+def test_windows_of_layers_alternate():
+  layer = stack(StackedTransformer, sliding_windows=(2, None))
+  variables, x = layer.init(jax.random.key(0)), x_BTD()
+  expected = x
+  for i, window in enumerate((2, None)):
+    one = block()
+    one.attention_tpl.sliding_window = window
+    expected, _ = one.instantiate().apply(variables[f'layers_{i}'], expected)
+  np.testing.assert_allclose(layer.apply(variables, x)[0], expected, atol=1e-6)
+  assert [b.attention.sliding_window for b in stack(StackedTransformer, sliding_windows=(2,)).layers] == [2, 2]
+
+
 def test_dropout_is_of_training_only():
   layer = stack(RepeatedTransformer, block(dropout_tpl=Config(Dropout, rate=0.5)))
   variables, x = layer.init(jax.random.key(0)), x_BTD()
@@ -137,5 +152,5 @@ def test_dropout_is_of_training_only():
 
 
 def test_unknown_norm_policy_is_named():
-  with pytest.raises(ConfigError, match=r"norm_policy: expected 'pre' or 'post', got 'sandwich'"):
+  with pytest.raises(ConfigError, match=r"norm_policy: expected 'pre', 'post' or 'primer_hybrid', got 'sandwich'"):
     block(norm_policy='sandwich').instantiate()

@@ -1,0 +1,141 @@
+"""`praxis-lite completion`: prints a script by which a shell completes commands, flags and names of experiments.
+
+The script asks `praxis-lite completion names` for the experiments, which reads sources and imports nothing: a shell
+waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, own_flags
+from praxis_lite.errors import UserError, check_choice
+
+_SHELLS = ('bash', 'zsh')
+
+_BASH = r"""# Completion of praxis-lite for bash: eval "$(praxis-lite completion bash)"
+_praxis_lite() {
+  local word="${COMP_WORDS[COMP_CWORD]}" flag="" choices="" bare=""
+  # Bash takes --flag=value for three words.
+  if [[ $word == "=" ]]; then
+    flag="${COMP_WORDS[COMP_CWORD-1]}" word=""
+  elif [[ ${COMP_WORDS[COMP_CWORD-1]} == "=" ]]; then
+    flag="${COMP_WORDS[COMP_CWORD-2]}"
+  elif [[ ${COMP_WORDS[COMP_CWORD-1]} == --exp ]]; then
+    flag=--exp
+  fi
+  case "$flag" in
+    --exp) COMPREPLY=($(compgen -W "$(praxis-lite completion names 2>/dev/null)" -- "$word")); return ;;
+    --*) compopt -o filenames 2>/dev/null; COMPREPLY=($(compgen -f -- "$word")); return ;;
+  esac
+  if ((COMP_CWORD == 1)); then
+    COMPREPLY=($(compgen -W "@COMMANDS@" -- "$word")); return
+  fi
+  case "${COMP_WORDS[1]}" in
+@CASES@
+  esac
+  if [[ $word == -* ]]; then
+    compopt -o nospace 2>/dev/null
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+  else
+    compopt -o filenames 2>/dev/null
+    COMPREPLY=($(compgen -W "$bare" -- "$word") $(compgen -f -- "$word"))
+  fi
+}
+complete -F _praxis_lite praxis-lite
+"""
+
+_ZSH = r"""#compdef praxis-lite
+# Completion of praxis-lite for zsh, after compinit: eval "$(praxis-lite completion zsh)"
+_praxis_lite() {
+  local -a choices
+  local bare=""
+  if ((CURRENT == 2)); then
+    choices=(
+@DESCRIBED@
+    )
+    _describe command choices
+    return
+  fi
+  if [[ $PREFIX == --exp=* ]] || [[ ${words[CURRENT-1]} == --exp ]]; then
+    compset -P '--exp='
+    choices=(${(f)"$(praxis-lite completion names 2>/dev/null)"})
+    compadd -a choices
+    return
+  fi
+  if [[ $PREFIX == --*=* ]]; then
+    compset -P '*='
+    _files
+    return
+  fi
+  case "${words[2]}" in
+@CASES@
+  esac
+  if [[ $PREFIX == -* ]]; then
+    compadd -S '' -- ${=choices}
+  else
+    compadd -- ${=bare}
+    _files
+  fi
+}
+compdef _praxis_lite praxis-lite
+"""
+
+
+def script(shell: str, commands: Mapping[str, Command]) -> str:
+  """Returns the script for 'bash' or 'zsh'."""
+  cases = [
+    f'    {c.name}) choices="{" ".join(_flag_words(c))}" bare="{" ".join(_bare_words(c))}" ;;'
+    for c in commands.values()
+  ]
+  described = [f"      '{c.name}:{c.summary.replace(chr(39), '')}'" for c in commands.values()]
+  text = _BASH if shell == 'bash' else _ZSH
+  for mark, lines in (('@COMMANDS@', [' '.join(commands)]), ('@CASES@', cases), ('@DESCRIBED@', described)):
+    text = text.replace(mark, '\n'.join(lines))
+  return text
+
+
+def _flag_words(command: Command) -> Sequence[str]:
+  words = []
+  for flag in own_flags(command.flags):
+    words += [f'--{flag.name}', f'--no{flag.name}'] if isinstance(flag, flags.BooleanFlag) else [f'--{flag.name}=']
+  return [*words, '--help']
+
+
+def _bare_words(command: Command) -> Sequence[str]:
+  return _SHELLS if command.name == 'completion' else ()
+
+
+def _run(values: flags.FlagValues) -> int:
+  from praxis_lite import registry
+  from praxis_lite.cli.main import COMMANDS
+
+  if values.shell == 'names':
+    print('\n'.join(registry.names_in_sources()))
+    return 0
+  if not values.shell:
+    raise UserError('name a shell, as in praxis-lite completion bash')
+  check_choice('shell', values.shell, _SHELLS)
+  print(script(values.shell, COMMANDS), end='')
+  return 0
+
+
+def _flags() -> flags.FlagValues:
+  values = flags.FlagValues()
+  shell = 'bash, zsh, or names for the names of the experiments alone. Example: --shell=zsh'
+  flags.DEFINE_string('shell', '', shell, flag_values=values)
+  return values
+
+
+COMMAND = Command(
+  'completion',
+  'print a script for completion in bash or zsh',
+  'print a script by which bash or zsh completes commands, flags and names of experiments. For each new shell: '
+  'eval "$(praxis-lite completion bash)" in ~/.bashrc, or with zsh in ~/.zshrc, after compinit.',
+  'praxis-lite completion bash',
+  _flags(),
+  _run,
+  bare='shell',
+)

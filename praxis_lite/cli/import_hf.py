@@ -1,0 +1,50 @@
+"""`praxis-lite import-hf`: a run directory of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from praxis_lite.cli.command import Command
+from praxis_lite.errors import UserError
+
+
+def _run(values: flags.FlagValues) -> int:
+  if not values.path:
+    raise UserError('the folder of the checkpoint is missing, as in praxis-lite import-hf llama/ --job_log_dir=runs/1')
+  if not values.job_log_dir:
+    raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
+  if values.devices is not None:
+    from praxis_lite.runtime.distributed import simulate_cpu_devices
+
+    simulate_cpu_devices(values.devices)
+  from praxis_lite.hf.runs import import_run
+
+  for line in import_run(values.path, values.job_log_dir, overrides=values.set):
+    print(line, flush=True)
+  return 0
+
+
+def _flags() -> flags.FlagValues:
+  values = flags.FlagValues()
+  path = 'Folder of the checkpoint: config.json and *.safetensors, with tokenizer files. Example: --path=llama/'
+  flags.DEFINE_string('path', None, path, flag_values=values)
+  directory = 'Directory of the new run. Example: --job_log_dir=runs/1'
+  flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
+  override = 'Edit a field of the config that the run will record; may be repeated.'
+  example = "Example: --set 'task.ici_mesh_shape=(1,8,1)'"
+  flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
+  simulate = 'Simulate this many CPU devices. Example: --devices=8'
+  flags.DEFINE_integer('devices', None, simulate, lower_bound=1, flag_values=values)
+  return values
+
+
+COMMAND = Command(
+  'import-hf',
+  'make a run of a Hugging Face checkpoint',
+  'make a run of a Hugging Face checkpoint (Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, GPT-2), to decode, evaluate, '
+  'fine-tune and export it. Each device reads its part of the files.',
+  'praxis-lite import-hf llama/ --job_log_dir=runs/llama',
+  _flags(),
+  _run,
+  bare='path',
+)

@@ -1,0 +1,77 @@
+"""The table of runs that `runs` and `sweep` print: for a terminal of any width, and as plain lines for a pipe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from praxis_lite.runtime.runs import RunState
+
+_MOST_FIELDS = 8
+_HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
+_LEFT = ('run', 'differs in')
+
+
+def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) -> None:
+  """Prints a row for each run: step, age, last loss, best value of a metric, and in what the configs differ.
+
+  A terminal too narrow for the table gets a few short lines for each run instead.
+  """
+  from praxis_lite.runtime.runs import age, differing_fields, format_number
+
+  rows = []
+  for run, fields in zip(runs, differing_fields(runs)):
+    total = '' if run.num_steps is None else f'/{run.num_steps}'
+    best = run.best(metric, mode)
+    shown = [f'{name}={value}' for name, value in list(fields.items())[:_MOST_FIELDS]]
+    shown += [f'and {len(fields) - _MOST_FIELDS} more'] if len(fields) > _MOST_FIELDS else []
+    rows.append(
+      (
+        os.path.relpath(run.directory, folder),
+        f'{run.step}{total}',
+        age(run),
+        format_number(run.last_loss),
+        '-' if best is None else f'{format_number(best[0])} @{best[1]}',
+        ', '.join(shown) if run.fields else 'no record',
+      )
+    )
+  widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
+  columns = shutil.get_terminal_size().columns
+  if not sys.stdout.isatty():
+    for row in (_HEADER, *rows):
+      cells = (c.ljust(w) if name in _LEFT else c.rjust(w) for name, c, w in zip(_HEADER, row, widths))
+      print('  '.join(cells).rstrip())
+  elif sum(widths) + 2 * len(widths) <= columns:
+    _print_table(rows, columns)
+  else:
+    for run_name, step, since, loss, best_value, differs in rows:
+      print(_wrapped(run_name, columns))
+      print(_wrapped(f'step {step}, {since}, loss {loss}, best {best_value}', columns, '  '))
+      if differs:
+        print(_wrapped(differs, columns, '  '))
+  print(_wrapped(f'best: {metric}, {"lower" if mode == "min" else "higher"} is better, @ its step', columns))
+
+
+def _wrapped(text: str, columns: int, indent: str = '') -> str:
+  if not sys.stdout.isatty():
+    return text
+  return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=f'{indent}  ')
+
+
+def _print_table(rows: Sequence[Sequence[str]], columns: int) -> None:
+  from rich import box
+  from rich.console import Console
+  from rich.table import Table
+  from rich.text import Text
+
+  table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+  for name in _HEADER:
+    table.add_column(name, justify='left' if name in _LEFT else 'right', no_wrap=True)
+  for row in rows:
+    table.add_row(*map(Text, row))  # Text is not read as markup.
+  Console(width=columns).print(table)

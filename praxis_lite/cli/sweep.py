@@ -1,0 +1,102 @@
+"""`praxis-lite sweep`: trains an experiment with all combinations of some values, and names the best."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments, run_flags
+from praxis_lite.cli.run_table import print_runs
+from praxis_lite.cli.runs import metric_flags
+from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  from pathlib import Path
+
+  from praxis_lite.runtime.sweep import Point
+
+
+def _run(values: flags.FlagValues) -> int:
+  if not values.exp:
+    raise UserError('--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them')
+  if not values.job_log_dir:
+    raise UserError('--job_log_dir is missing: name a directory for the runs, as in --job_log_dir=runs/rates')
+
+  from praxis_lite.config.text import to_text
+  from praxis_lite.runtime.distributed import leave_accelerators_alone
+  from praxis_lite.runtime.run_config import job_directory
+  from praxis_lite.runtime.sweep import FinishedPoints, grid, last_line, run_points
+
+  leave_accelerators_alone()  # They belong to the processes that train.
+  points = grid(values.set)
+  configs = {p: to_text(configured_experiment(values, p.overrides).roots()) + f'\nseed {values.seed}' for p in points}
+  numbers = {point: f'[{i}/{len(points)}] {point.name}' for i, point in enumerate(points, 1)}
+  failed: list[Point] = []
+  with job_directory(values.job_log_dir) as folder:
+    finished = FinishedPoints(folder)
+    to_run = [point for point in points if not finished.has(point, configs[point])]
+    for point in points:
+      if point not in to_run:
+        print(f'{numbers[point]}: finished before', flush=True)
+
+    def ended(point: Point, code: int, seconds: float) -> None:
+      if code == 0:
+        finished.add(point, configs[point])
+        print(f'{numbers[point]}: done in {seconds:.0f} s', flush=True)
+      else:
+        failed.append(point)
+        print(f'{numbers[point]}: exit code {code}: {last_line(folder, point)}', flush=True)
+
+    stopped = run_points(to_run, folder, lambda p: _command(values, folder, p), parallel=values.parallel, ended=ended)
+  _print_results(values, [folder / p.name for p in points if (folder / p.name).is_dir()], folder)
+  if stopped:
+    print('stopped; the same command goes on')
+    return 128 + signal.SIGINT
+  if failed:
+    print(f'{len(failed)} of {len(points)} points failed; the same command runs these again')
+  return 1 if failed else 0
+
+
+def _command(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
+  arguments = [*experiment_arguments(values, point.overrides), f'--job_log_dir={folder / point.name}']
+  arguments += [f'--{name}={values[name].value}' for name in ('devices', 'seed') if values[name].present]
+  arguments += [] if values.compilation_cache else ['--nocompilation_cache']
+  return [sys.executable, '-m', 'praxis_lite', 'train', *arguments]
+
+
+def _print_results(values: flags.FlagValues, directories: list[Path], folder: Path) -> None:
+  from praxis_lite.runtime.runs import best_run, format_number, metric_to_compare, read_run
+
+  runs = [read_run(directory) for directory in directories]
+  metric, mode = metric_to_compare(runs, values.metric, values.mode)
+  print()
+  print_runs(runs, str(folder), metric, mode)
+  best = best_run(runs, metric, mode)
+  if best is not None:
+    value, step = best.best(metric, mode) or (None, 0)
+    print(f'\nbest {metric}: {format_number(value)} at step {step} of {best.directory.name}')
+
+
+def _flags() -> flags.FlagValues:
+  values = run_flags(seed='Seed of each run. Example: --seed=1')
+  at_once = 'Processes that train at a time, on the same devices. Example: --parallel=2'
+  flags.DEFINE_integer('parallel', 1, at_once, lower_bound=1, flag_values=values)
+  metric_flags(values)
+  return values
+
+
+COMMAND = Command(
+  'sweep',
+  'train with all combinations of some values',
+  'train an experiment with all combinations of the values of each --set path=a,b,c, one run after the other, each in '
+  'a directory of its own below job_log_dir; then print a table, and the best run. Commas outside of brackets and '
+  'quotes separate values: a tuple has its parentheses. The same command resumes a sweep that was interrupted. Exits '
+  'with 1 if a run failed; the others go on.',
+  'praxis-lite sweep --exp=lm.StdlibLmTiny --job_log_dir=runs/rates '
+  '--set task.train.learner.learning_rate=1e-3,3e-3 --set task.model.num_layers=1,2',
+  _flags(),
+  _run,
+)

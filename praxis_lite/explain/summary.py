@@ -1,0 +1,82 @@
+"""A summary of an experiment in a few lines, from its config and shapes alone: no data is read, no device is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.config import Config, config_values, nested_configs, target
+from praxis_lite.config.references import dotted_name
+from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.explain.explanation import Explanation, format_bytes, format_counts, format_mesh
+from praxis_lite.explain.report import report_of
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.task import SingleTask
+from praxis_lite.training.state import state_layout
+
+
+def summarize(config: ExperimentConfig) -> str:
+  """Returns what an experiment is: its model, mesh, bytes on each device, batch, tokens and length of training.
+
+  Raises:
+    UserError: the config is not valid, or a mapping does not fit its variable or the mesh.
+  """
+  task: SingleTask = config.task.instantiate()
+  sizes = task.mesh_sizes()
+  report = report_of(task, state_layout(task, abstract_mesh(sizes)), None)
+  model = type(task.model).__name__
+  rows = [
+    ('model', f'{task.name} ({model}): {format_counts(report.variables)}'),
+    ('mesh', format_mesh(sizes)),
+    ('on each device', _memory(report.variables, report.slots)),
+    ('batch', _batch(config.datasets, task.learner.num_microbatches)),
+    ('training', _training(config, task)),
+  ]
+  width = max(len(name) for name, _ in rows)
+  return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
+
+
+def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation]) -> str:
+  on_each = [sum(e.bytes_per_device for e in rows) for rows in (variables, slots)]
+  state = f'{format_bytes(sum(on_each))} of state'
+  return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages'
+
+
+def _batch(datasets: Iterable[Config], microbatches: int) -> str:
+  training = _training_dataset(datasets)
+  if training is None:
+    return ''
+  examples = _number(training, 'batch_size')
+  if examples is None:
+    return ''
+  tokens = _sequence_length(training)
+  parts = f', in {microbatches} microbatches' if microbatches > 1 else ''
+  if tokens is None:
+    return f'{examples:,} examples{parts}'
+  return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
+
+
+def _training(config: ExperimentConfig, task: SingleTask) -> str:
+  steps, training = task.train.num_train_steps, _training_dataset(config.datasets)
+  parts = [f'{steps:,} steps']
+  if training is not None:
+    examples, tokens = _number(training, 'batch_size'), _sequence_length(training)
+    if examples and tokens:
+      parts[0] += f' = {steps * examples * tokens:,} tokens'
+  learner = task.learner
+  parts.append(f'{dotted_name(target(learner.optimizer))}, learning rate {learner.learning_rate:g}')
+  return '; '.join(parts)
+
+
+def _training_dataset(datasets: Iterable[Config]) -> Config | None:
+  return next((c for c in datasets if config_values(c).get('is_training') is True), None)
+
+
+def _sequence_length(dataset: Config) -> int | None:
+  """Tokens in an example, where the input or those that it mixes say so, and all say the same."""
+  lengths = {n for c in nested_configs(dataset) if (n := _number(c, 'seq_len')) is not None}
+  return lengths.pop() if len(lengths) == 1 else None
+
+
+def _number(config: Config, field: str) -> int | None:
+  value = config_values(config).get(field)
+  return value if isinstance(value, int) else None

@@ -1,0 +1,4 @@
+"""Hugging Face checkpoints: language models in and out, with their tokenizers."""
+
+from praxis_lite.hf.models import ImportedModel, read_model, write_model
+from praxis_lite.hf.runs import export_run, import_run

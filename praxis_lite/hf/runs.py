@@ -1,0 +1,260 @@
+"""Run directories from checkpoints of Hugging Face, and such checkpoints from run directories.
+
+job_log_dir/checkpoints/0     the variables, in the dtypes of the files; the optimizer starts when training does
+            run.json          the config: that model, a learner to fine-tune it, text with its tokenizer
+            hugging_face/     config.json, and the files of the tokenizer, to be exported again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.hf.families import described, is_tied
+from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
+from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, read_variables, stored_dtypes
+from praxis_lite.hf.tensors import pieces
+from praxis_lite.hf.writer import MAX_FILE_BYTES, write_checkpoint
+from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
+from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
+from praxis_lite.learning import Learner, LinearWarmupCosine
+from praxis_lite.models import LanguageModel, set_sharding
+from praxis_lite.partitioning.layout import StateLayout, layout_of
+from praxis_lite.partitioning.placement import placed_specs
+from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables
+from praxis_lite.runtime.record import write_record
+from praxis_lite.runtime.run_config import job_directory
+from praxis_lite.task import SingleTask
+from praxis_lite.training.state import TrainState, place_task_variables, state_layout
+from praxis_lite.trees import lookup, map_with_path, path_name
+
+ASSETS = 'hugging_face'  # Folder in a run directory.
+_SENTENCEPIECE_FILE, _GENERATION_FILE = 'tokenizer.model', 'generation_config.json'
+_TOKENIZER_FILES = (
+  *(TOKENIZER_FILE, 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja'),
+  *('vocab.json', 'merges.txt', _SENTENCEPIECE_FILE, _GENERATION_FILE),
+)
+# Of a recorded config.json, what is written anew from the model, or of the version that wrote it.
+_OUTDATED = {
+  *('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'rope_parameters', 'rope_scaling', 'rope_theta'),
+  *('sliding_window', 'use_sliding_window', 'max_window_layers', 'layer_types'),
+}
+
+
+def import_run(
+  folder: str | os.PathLike[str],
+  job_log_dir: str | os.PathLike[str],
+  *,
+  overrides: Sequence[str] = (),
+  devices: Sequence[jax.Device] | None = None,
+) -> list[str]:
+  """Makes a run directory of a checkpoint; returns lines about it.
+
+  Args:
+    folder: of the checkpoint, with config.json and *.safetensors.
+    job_log_dir: of the run; it has no checkpoint yet.
+    overrides: edits of the config, `path=value`, such as of the mesh.
+    devices: the devices to build the mesh from; all by default.
+
+  Raises:
+    UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
+  """
+  checkpoint = open_checkpoint(folder)
+  assets = Path(job_log_dir).expanduser().absolute() / ASSETS
+  config = imported_config(checkpoint, assets)
+  apply_overrides(config.roots(), overrides)
+  task = config.task.instantiate()
+  mesh = task.create_mesh(devices)
+  weights = task.model.abstract_init()
+  found = checked_pieces(checkpoint, weights['lm'])
+  dtypes = {'lm': stored_dtypes(checkpoint, found)}
+  shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
+  layout = layout_of(
+    TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, None),
+    TrainState(None, placed_specs(place_task_variables(task, mesh)), None),
+    mesh,
+  )
+  with contextlib.ExitStack() as to_close:
+    directory = to_close.enter_context(job_directory(job_log_dir))
+    checkpointer = Checkpointer(directory)
+    to_close.callback(checkpointer.close)
+    if checkpointer.latest_step() is not None:
+      raise UserError(f'job_log_dir {directory} has checkpoints already; name another directory')
+    of_lm = StateLayout(*(tree['lm'] for tree in layout.mdl_vars))
+    variables = {'lm': read_variables(checkpoint, found, of_lm)}
+    step = jax.device_put(np.zeros((), np.int32), layout.shardings.step)
+    checkpointer.save(0, TrainState(step, variables, None), layout.unpadded_shapes, None, in_pieces=True)
+    assets.mkdir(exist_ok=True)
+    copied = _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
+    checkpointer.wait()
+    write_record(directory, config, mesh=mesh.shape)
+  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
+  lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
+  if not {TOKENIZER_FILE, _SENTENCEPIECE_FILE} & {*copied}:
+    lines.append('there is no tokenizer beside it; set datasets[*].tokenizer_tpl to decode and train on text')
+  return [*lines, f'step 0: saved in {directory / "checkpoints"}']
+
+
+def imported_config(checkpoint: HfCheckpoint, assets: str | os.PathLike[str]) -> ExperimentConfig:
+  """Returns the config of a run that fine-tunes a checkpoint on text.
+
+  Args:
+    checkpoint: the checkpoint.
+    assets: the folder in the run directory where the files of the tokenizer will be.
+  """
+  hf = checkpoint.config
+  model = set_sharding(checkpoint.family.model(hf))
+  if str(hf.values.get('dtype') or hf.values.get('torch_dtype')) in ('bfloat16', 'float16'):
+    model.fprop_dtype = 'bfloat16'
+  _set_decoder(model.decoder_tpl, checkpoint)
+  task = Config(
+    SingleTask, name='lm', model=model, mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)
+  )
+  task.train.learner = Config(
+    Learner,
+    optimizer=Config(optax.adamw, b1=0.9, b2=0.95, weight_decay=0.1),
+    learning_rate=1e-5,
+    schedule=Config(LinearWarmupCosine, warmup_steps=100),
+    clip_gradient_norm_to_value=1.0,
+  )
+  task.train.set(num_train_steps=1000, eval_interval_steps=200, save_interval_steps=200)
+  task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+  task.evaluate.max_batches = 100
+  length = hf.values.get('max_position_embeddings') or hf.values.get('n_positions') or _SEQ_LEN
+  tokenizer: Config = Config(HfTokenizer, path=REQUIRED)
+  if os.path.isfile(os.path.join(checkpoint.folder, TOKENIZER_FILE)):
+    tokenizer.path = os.fspath(assets)
+  elif os.path.isfile(os.path.join(checkpoint.folder, _SENTENCEPIECE_FILE)):
+    tokenizer = Config(SentencePieceTokenizer, model_path=os.path.join(assets, _SENTENCEPIECE_FILE))
+  train = Config(TextInput, name='train', is_training=True, split='train')
+  validation = Config(TextInput, name='validation', split='validation')
+  fields = {'path': REQUIRED, 'seq_len': min(length, _SEQ_LEN), 'batch_size': 8}
+  return ExperimentConfig(task, [d.set(tokenizer_tpl=tokenizer.clone(), **fields) for d in (train, validation)], [])
+
+
+_SEQ_LEN = 1024
+
+
+def _set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> None:
+  """Sets how a sampler decodes by default as generation_config.json says."""
+  file = os.path.join(checkpoint.folder, _GENERATION_FILE)
+  says: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
+  end = says.get('eos_token_id', checkpoint.config.values.get('eos_token_id'))
+  ends = end if isinstance(end, list) else [] if end is None else [end]
+  decoder.stop_ids = tuple(i for i in ends if i < checkpoint.config.size('vocab_size'))
+  decoder.temperature = float(says.get('temperature') or 1.0) if says.get('do_sample') else 0.0
+  if says.get('do_sample'):
+    decoder.top_k, decoder.top_p = says.get('top_k') or None, says.get('top_p') or None
+
+
+def export_run(
+  config: ExperimentConfig,
+  job_log_dir: str | os.PathLike[str],
+  out: str | os.PathLike[str],
+  *,
+  step: int | None = None,
+  dtype: str | None = None,
+  devices: Sequence[jax.Device] | None = None,
+  max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+  """Writes a checkpoint of a run as one that transformers loads, with the tokenizer it was imported with.
+
+  Args:
+    config: configs of the run, which need not have been imported: any model that a family of transformers computes.
+    job_log_dir: of the run.
+    out: a folder that does not exist, or is empty; it appears complete or not at all.
+    step: step of the checkpoint; None uses the newest.
+    dtype: dtype to write, such as 'bfloat16'; None: as in the checkpoint.
+    devices: the devices to restore it on; all by default.
+    max_file_bytes: size of a file from which on there are several.
+
+  Returns:
+    The names of the files.
+
+  Raises:
+    UserError: the model is of no such family, there is no such checkpoint, or `out` is not usable.
+  """
+  directory, target = Path(job_log_dir).expanduser(), Path(out).expanduser()
+  if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    raise UserError(f'--out={out} exists and is not an empty folder; name another')
+  task = config.task.instantiate()
+  model = task.model
+  if not isinstance(model, LanguageModel):
+    raise ConfigError(
+      f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have'
+    )
+  recorded = read_json(directory / ASSETS / CONFIG_FILE) if (directory / ASSETS / CONFIG_FILE).is_file() else {}
+  family, values = described(model, recorded.get('model_type'))
+  if recorded.get('model_type') == family.model_type:
+    values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
+  with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
+    step = checkpointer.existing_step(step)
+    layout = state_layout(task, task.create_mesh(devices))
+    wanted = layout.padded_shapes.replace(opt_states=None)
+    if not task.evaluate.use_ema:
+      wanted = wanted.replace(ema_vars=None)
+    wanted = map_with_path(_as_saved(checkpointer.about(step)['variables'], dtype), wanted)
+    state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
+  variables = eval_variables(state, use_ema=task.evaluate.use_ema)['lm']
+  found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
+  with _appears_complete(target) as folder:
+    files = write_checkpoint(folder, values, variables, found, max_file_bytes)
+    files += _copy_files(directory / ASSETS, folder, _TOKENIZER_FILES)
+  return files
+
+
+def _as_saved(saved: dict[str, Any], dtype: str | None) -> Callable[..., jax.ShapeDtypeStruct]:
+  """Returns a function that gives the shape at a path the dtype to write, or that of the array in the checkpoint."""
+
+  def shape(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    name = path_name(path)
+    wanted = dtype if dtype is not None else saved[name]['dtype'] if name in saved else x.dtype
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(wanted) if is_float else x.dtype, sharding=x.sharding)
+
+  return shape
+
+
+def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:
+  """Copies those of the files that are there; returns their names."""
+  present = [name for name in names if os.path.isfile(os.path.join(source, name))]
+  for name in present:
+    shutil.copyfile(os.path.join(source, name), target / name)
+  return present
+
+
+@contextlib.contextmanager
+def _appears_complete(target: Path) -> Iterator[Path]:
+  """Yields a folder beside `target` that takes its place at the end."""
+  try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f'.{target.name}-', dir=target.parent))
+  except OSError as error:
+    raise UserError(f'--out={target} cannot be written: {error.strerror}') from None
+  try:
+    yield folder
+    folder.chmod(0o755)
+    if target.exists():
+      target.rmdir()  # It is empty.
+    folder.rename(target)
+  except OSError as error:
+    shutil.rmtree(folder, ignore_errors=True)
+    raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
+  except BaseException:
+    shutil.rmtree(folder, ignore_errors=True)
+    raise

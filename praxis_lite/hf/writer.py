@@ -1,0 +1,79 @@
+"""Writing variables as a checkpoint that `transformers` loads, one tensor after another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.hf.files import Declared, write_folder
+from praxis_lite.hf.hf_config import CONFIG_FILE
+from praxis_lite.hf.tensors import Piece
+from praxis_lite.trees import NestedDict, Path, lookup
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def write_checkpoint(
+  folder: str | os.PathLike[str],
+  config: Mapping[str, object],
+  variables: NestedDict,
+  found: Mapping[Path, Sequence[Piece]],
+  max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+  """Writes config.json and the tensors, in the dtypes of the variables; returns the names of the files.
+
+  Args:
+    folder: an existing folder.
+    config: what config.json says.
+    variables: those of the `TransformerLm`, which may be padded.
+    found: the tensors of each variable, as `tensors.pieces` returns them.
+    max_file_bytes: more than this is written as several files and an index.
+  """
+  if jax.process_count() > 1:
+    raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
+  parts: dict[str, list[Piece]] = {}
+  for of_variable in found.values():
+    for piece in of_variable:
+      parts.setdefault(piece.name, []).append(piece)
+
+  def dtype_of(name: str) -> np.dtype:
+    return np.dtype(lookup(variables, parts[name][0].path).dtype)
+
+  def tensor(name: str) -> np.ndarray:
+    theirs = np.empty(parts[name][0].view.their_shape, dtype_of(name))
+    for piece in parts[name]:
+      piece.view.write(theirs, _on_host(lookup(variables, piece.path), piece))
+    return theirs
+
+  declared = {name: Declared(dtype_of(name), of_tensor[0].view.their_shape) for name, of_tensor in parts.items()}
+  files = write_folder(folder, declared, tensor, max_file_bytes)
+  dtypes = {str(d.dtype) for d in declared.values()}
+  content = {**config, 'torch_dtype': dtypes.pop() if len(dtypes) == 1 else 'float32'}
+  with open(os.path.join(folder, CONFIG_FILE), 'w', encoding='utf-8') as f:
+    json.dump(content, f, indent=2, sort_keys=True)
+    f.write('\n')
+  return [CONFIG_FILE, *files]
+
+
+def _on_host(variable: jax.Array, piece: Piece) -> np.ndarray:
+  """Returns a variable, or one layer of it, in its true shape, from the devices that hold its parts."""
+  shape = piece.view.shape
+  whole = np.empty(shape, variable.dtype)
+  for shard in variable.addressable_shards:
+    if shard.replica_id:
+      continue
+    data, index = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
+    if piece.layer is not None:
+      (low, high), *index = index
+      if not low <= piece.layer < high:
+        continue
+      # The number of the layer is an argument of the program, so one is compiled for all layers.
+      data = jax.lax.dynamic_index_in_dim(data, np.int32(piece.layer - low), keepdims=False)
+    inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(index, shape))
+    whole[inside] = np.asarray(data)[tuple(slice(i.stop - i.start) for i in inside)]
+  return whole

@@ -1,0 +1,206 @@
+"""Tokenizers of Hugging Face: `tokenizer.json`, its special tokens, and the chat template beside it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from praxis_lite.config import REQUIRED
+from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
+
+if TYPE_CHECKING:
+  import tokenizers
+
+TOKENIZER_FILE = 'tokenizer.json'
+_INSTALL = 'pip install praxis_lite[hf]'
+
+
+class HfTokenizer(BaseTokenizer):
+  """A tokenizer of the package `tokenizers`. Needs `pip install praxis_lite[hf]`.
+
+  Which tokens begin and end a document, and the chat template, are in files beside `tokenizer.json`, where transformers
+  writes them: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json, chat_template.jinja.
+  If there is only one of bos and eos, that is used for both; if there is no pad, eos is used.
+
+  Attributes:
+    path: a folder with `tokenizer.json`, or that file.
+    bos_token, eos_token, pad_token: special tokens that differ from those in the files.
+  """
+
+  path: str = REQUIRED
+  bos_token: str | None = None
+  eos_token: str | None = None
+  pad_token: str | None = None
+
+  @functools.cached_property
+  def _model(self) -> tokenizers.Tokenizer:
+    try:
+      import tokenizers
+    except ImportError:
+      raise ConfigError(f'HfTokenizer: the package tokenizers is not installed; {_INSTALL}') from None
+    file = os.path.join(self._folder, TOKENIZER_FILE) if os.path.isdir(self.path) else self.path
+    if not os.path.isfile(file):
+      raise DataError(f'HfTokenizer.path: there is no file {file}')
+    try:
+      return tokenizers.Tokenizer.from_file(file)
+    except Exception as error:  # The package raises nothing more specific.
+      raise DataError(f'HfTokenizer.path: {file} is no tokenizer: {error}') from None
+
+  @property
+  def vocab_size(self) -> int:
+    return 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+
+  @functools.cached_property
+  def special_ids(self) -> tuple[int, int, int]:
+    bos, eos, pad = (self._special_id(name) for name in ('bos', 'eos', 'pad'))
+    if bos is None and eos is None:
+      raise ConfigError(
+        f'HfTokenizer.eos_token: the files beside {self.path} name neither a bos nor an eos token; set eos_token'
+      )
+    begin, end = (bos if bos is not None else eos), (eos if eos is not None else bos)
+    assert begin is not None and end is not None
+    return begin, end, end if pad is None else pad
+
+  def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+    out = []
+    groups = np.cumsum([len(d) for d in documents]) // self._GROUP_BYTES
+    for _, group in itertools.groupby(zip(groups, documents), operator.itemgetter(0)):
+      texts = [document.decode() for _, document in group]
+      for text, encoded in zip(texts, self._model.encode_batch(texts, add_special_tokens=False)):
+        out.append(Tokens(np.asarray(encoded.ids, np.int32), _bytes_of(text, encoded.offsets)))
+    return out
+
+  # Encoded texts have Python lists of everything known of each token, so few of them are kept at a time.
+  _GROUP_BYTES: ClassVar[int] = 1 << 21
+
+  def decode(self, ids: Iterable[int]) -> str:
+    known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
+    return str(self._model.decode(known, skip_special_tokens=True))
+
+  def prompt_ids(self, text: str) -> list[int]:
+    """Returns the ids of a text to continue, with what the tokenizer puts before a text, such as bos."""
+    ids = [int(i) for i in self._model.encode(text, add_special_tokens=True).ids]
+    return ids[:-1] if ids[-1:] == [self.special_ids[1]] else ids
+
+  # ---------------------------------------------------------------- chats
+
+  def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+    """Returns the text after which a chat model answers, by the tokenizer's chat template.
+
+    A template comes with the checkpoint, from someone else: it runs in jinja2's sandbox.
+
+    Args:
+      messages: each with a `role`, 'system', 'user' or 'assistant', and `content`.
+
+    Raises:
+      DataError: there is no template, or it fails.
+    """
+    try:
+      import jinja2
+      from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+      raise ConfigError(
+        f'HfTokenizer: chat templates need the package jinja2, which is not installed; {_INSTALL}'
+      ) from None
+    template = self._chat_template()
+
+    def raise_exception(message: str) -> None:
+      raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
+    )
+    environment.filters['tojson'] = _to_json
+    environment.globals['raise_exception'] = raise_exception
+    environment.globals['strftime_now'] = lambda form: datetime.now().strftime(form)
+    specials = {f'{name}_token': self._special_token(name) or '' for name in ('bos', 'eos', 'pad', 'unk')}
+    try:
+      return environment.from_string(template).render(
+        messages=[dict(message) for message in messages], add_generation_prompt=True, tools=None, **specials
+      )
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+      raise DataError(f'HfTokenizer.path: the chat template of {self.path} fails: {error}') from None
+
+  def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Returns the ids of `chat_prompt(messages)`; the template writes the special tokens as text."""
+    return [int(i) for i in self._model.encode(self.chat_prompt(messages), add_special_tokens=False).ids]
+
+  def _chat_template(self) -> str:
+    file = os.path.join(self._folder, 'chat_template.jinja')
+    if os.path.isfile(file):
+      with open(file, encoding='utf-8') as f:
+        return f.read()
+    template = self._settings.get('chat_template')
+    if isinstance(template, list):  # Several by name.
+      template = next((t.get('template') for t in template if t.get('name') == 'default'), None)
+    if not isinstance(template, str):
+      raise DataError(
+        f'HfTokenizer.path: there is no chat template in {self._folder}; it is not the tokenizer of a chat model'
+      )
+    return template
+
+  # ---------------------------------------------------------------- files beside it
+
+  @property
+  def _folder(self) -> str:
+    return self.path if os.path.isdir(self.path) else os.path.dirname(os.path.abspath(self.path))
+
+  @functools.cached_property
+  def _settings(self) -> dict[str, Any]:
+    """What the files beside it say; of what several say, the first counts."""
+    found: dict[str, Any] = {}
+    for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
+      file = os.path.join(self._folder, name)
+      if os.path.isfile(file):
+        with open(file, encoding='utf-8') as f:
+          try:
+            content = json.load(f)
+          except ValueError as error:
+            raise DataError(f'HfTokenizer.path: {file} is not JSON: {error}') from None
+        found = {**content, **{k: v for k, v in found.items() if v is not None}}
+    return found
+
+  def _special_token(self, name: str) -> str | None:
+    given: str | None = getattr(self, f'{name}_token', None)
+    token = given if given is not None else self._settings.get(f'{name}_token')
+    return token.get('content') if isinstance(token, dict) else token
+
+  def _special_id(self, name: str) -> int | None:
+    token = self._special_token(name)
+    if token is not None:
+      found = self._model.token_to_id(token)
+      if found is None and getattr(self, f'{name}_token', None) is not None:
+        raise ConfigError(f'HfTokenizer.{name}_token: {self.path} has no token {token!r}')
+      if found is not None:
+        return int(found)
+    number = self._settings.get(f'{name}_token_id')
+    number = number[0] if isinstance(number, list) and number else number
+    return number if isinstance(number, int) else None
+
+
+def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Returns how many bytes each token stands for, [n], from its range of characters; in total those of the text.
+
+  Where several tokens make up one character, the first counts all of its bytes.
+  """
+  if not offsets:
+    return np.zeros(0, np.int64)
+  codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
+  sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+  before = np.concatenate([[0], np.cumsum(sizes)])  # Bytes before each character.
+  ends = np.maximum.accumulate(before[np.array([end for _, end in offsets])])
+  ends[-1] = before[-1]
+  return np.diff(ends, prepend=0)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+  return json.dumps(value, ensure_ascii=False, indent=indent)

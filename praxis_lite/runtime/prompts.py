@@ -1,0 +1,113 @@
+"""Prompts for language models: texts to tokens, tokens to a batch, and the settings of the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError, UserError, located
+from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.inputs import BaseTokenizer, HfTokenizer
+from praxis_lite.inputs.rows import Rows
+
+# Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
+_LENGTH_MULTIPLE = 16
+
+
+def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
+  """Returns the tokenizer of the first dataset that has one; None if none of them has."""
+  for i, dataset in enumerate(config.datasets):
+    template = getattr(dataset, 'tokenizer_tpl', None)
+    if isinstance(template, Config):  # The data need not be there.
+      with located(f'datasets[{i}].tokenizer_tpl'):
+        return template.instantiate()
+    tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
+    if tokenizer is not None:
+      return tokenizer
+  return None
+
+
+def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
+  """Returns the tokens of a text to continue; raises UserError, which calls it `name`, if it is not text."""
+  return _encoded(tokenizer.prompt_ids, prompt, name)
+
+
+def chat_prompt(tokenizer: BaseTokenizer, message: str, system: str | None = None) -> list[int]:
+  """Returns the tokens after which a chat model answers a user's message, by the tokenizer's chat template.
+
+  Args:
+    tokenizer: one with a chat template; raises UserError if it has none.
+    message: of the user.
+    system: of the system, before it.
+  """
+  if not isinstance(tokenizer, HfTokenizer):
+    raise UserError(f'a chat needs a tokenizer with a chat template, and this run has a {type(tokenizer).__name__}')
+  messages = [{'role': 'system', 'content': system}] if system else []
+  return tokenizer.chat_ids([*messages, {'role': 'user', 'content': message}])
+
+
+def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation: Sequence[int]) -> str:
+  """Returns the text that follows a prompt: some tokenizers drop the space at the beginning of what they decode."""
+  before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *continuation])
+  return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
+
+
+def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[int]:
+  try:
+    with located(f'{name}={prompt!r}'):
+      return encode(prompt)
+  except UnicodeEncodeError as error:  # A shell passed bytes that are not text.
+    raise UserError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
+
+
+def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
+  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises ConfigError if a prompt has no token."""
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  if not lengths.size or not lengths.all():
+    raise ConfigError('a prompt is empty; it needs at least one token')
+  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+  ids = np.stack([np.pad(np.asarray(p, np.int32), (0, width - len(p))) for p in prompts])
+  return {'ids': ids, 'prompt_lengths': lengths}
+
+
+def task_with_sampler(
+  task: Config,
+  tokenizer: BaseTokenizer | None,
+  *,
+  max_tokens: int | None = None,
+  temperature: float | None = None,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  stop: Sequence[str] = (),
+  flag: str = '',
+) -> Config:
+  """Returns a copy of the config of a task, with settings of the sampler of its model.
+
+  Args:
+    task: of a language model.
+    tokenizer: of the stop texts.
+    max_tokens, temperature, top_k, top_p: as `max_decode_steps` and the others of `Sampler`; None: as in the config.
+    stop: texts of one token each that end a continuation, beside the `stop_ids` of the config.
+    flag: what errors put before the name of an argument.
+
+  Raises:
+    ConfigError: the model has no sampler.
+    UserError: a stop text is not one token, or there is no tokenizer.
+  """
+  task = task.clone()
+  try:
+    decoder = task.model.decoder_tpl
+  except AttributeError:
+    raise ConfigError(f'{flag}prompt needs a language model; the model of this experiment has no decoder_tpl') from None
+  settings = {'max_decode_steps': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+  decoder.set(**{name: value for name, value in settings.items() if value is not None})
+  for text in stop:
+    if tokenizer is None:
+      raise UserError(f'{flag}stop={text!r} needs a dataset with a tokenizer, and there is none')
+    ids = _encoded(tokenizer.encode, text, f'{flag}stop')
+    if len(ids) != 1:
+      raise UserError(f'{flag}stop={text!r} is {len(ids)} tokens; a stop text must be one token')
+    decoder.stop_ids = (*decoder.stop_ids, *ids)
+  return task

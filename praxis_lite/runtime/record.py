@@ -1,0 +1,323 @@
+"""What a run directory says about itself: its config, and how each process that wrote to it was started.
+
+    job_log_dir/run.json      the config as JSON, and for each launch: command, time, seed, mesh, versions, source trees
+                config.txt    the config as text, a line a field, for people and `diff`
+
+A record may come from anyone, so reading it runs none of its code: `config/trusted.py` says what it may name. What JSON
+cannot hold, such as a lambda or the arrays of a data set in memory, is left out; the rest can be read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from praxis_lite import registry
+from praxis_lite.config import Config
+from praxis_lite.config.json import decode, encode_readable
+from praxis_lite.config.text import diff_texts, to_text
+from praxis_lite.config.trusted import UntrustedError
+from praxis_lite.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.experiment import ExperimentConfig
+
+_FORMAT = 1
+_RECORD, _TEXT = 'run.json', 'config.txt'
+_PACKAGES = ('praxis_lite', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint')
+_OWN_PACKAGES = ('experiments', 'tasks')  # Of the user, in the working directory; `registry` imports them as well.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+  """One process that trained or wrote the run.
+
+  Attributes:
+    started: seconds since 1970.
+    command: the command line.
+    seed: seed of the run.
+    step: the step it began at.
+    mesh: the size of each mesh axis, or None.
+    devices: number and kind of the devices, such as '8 cpu'.
+    versions: of Python and of the packages that matter, by name.
+    sources: the source trees that are known: `path`, and `commit` and `clean` where it is a git work tree.
+    changes: how the config differed from that of the launch before, a line a field.
+  """
+
+  started: float = 0.0
+  command: str = ''
+  seed: int = 0
+  step: int = 0
+  mesh: Mapping[str, int] | None = None
+  devices: str = ''
+  versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  sources: tuple[Mapping[str, Any], ...] = ()
+  changes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+  """What a run directory says about itself.
+
+  Attributes:
+    directory: the run directory.
+    launches: the processes that wrote it, the first one first.
+    text: the config as text, with the defaults of the code that wrote it.
+    lost: why a field of the config was left out, by path.
+  """
+
+  directory: Path
+  launches: tuple[Launch, ...]
+  text: str
+  lost: Mapping[str, str]
+  _encoded: Mapping[str, Any] = dataclasses.field(repr=False)
+  _trusted: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+
+  @property
+  def seed(self) -> int:
+    """The seed of the run: that of its last launch."""
+    return self.launches[-1].seed if self.launches else 0
+
+  @functools.cached_property
+  def config(self) -> ExperimentConfig:
+    """The configs of the run. Fields that were left out are REQUIRED: set them before they are used.
+
+    Raises:
+      UntrustedError: it names a module that may not be imported; the message says how to allow it.
+      ConfigError: it names something that does not exist any more.
+    """
+    try:
+      roots = _decoded(self._encoded, self._trusted)
+    except UntrustedError as error:
+      raise UntrustedError(
+        f'{self.directory / _RECORD}: {error}. If you trust that code, name its module or file, as in '
+        f'--trust={error.module}; or name the experiment with --exp. This run was made by: {self._made_by()}',
+        error.module,
+      ) from None
+    except UserError as error:
+      raise ConfigError(f'{self.directory / _RECORD}: {error}') from None
+    task = roots.get('task')
+    if not isinstance(task, Config):
+      raise ConfigError(f'{self.directory / _RECORD}: {self.lost.get("task", "it has no config of a task")}')
+    return ExperimentConfig(task, _configs(roots.get('datasets')), _configs(roots.get('decode_datasets')))
+
+  def _made_by(self) -> str:
+    return self.launches[-1].command if self.launches else 'an unknown command'
+
+
+def write_record(
+  job_log_dir: str | os.PathLike[str],
+  config: ExperimentConfig,
+  *,
+  seed: int = 0,
+  command: str | None = None,
+  mesh: Mapping[str, int] | None = None,
+  step: int = 0,
+) -> list[str]:
+  """Records the config of a run, and this process as one more launch, beside those recorded before.
+
+  Call it in one process of a run. The files appear complete or not at all.
+
+  Args:
+    job_log_dir: the run directory, which exists.
+    config: configs of the run.
+    seed, mesh, step: as in `Launch`.
+    command: the command line; None uses that of this process.
+
+  Returns:
+    Lines to print: how the config and the seed differ from those recorded before; empty if they do not.
+  """
+  directory, text = Path(job_log_dir), to_text(config.roots()) + '\n'
+  launches: tuple[Launch, ...] = ()
+  changes: list[str] = []
+  with contextlib.suppress(UserError):  # A record that cannot be read is replaced.
+    before = read_record(directory)
+    launches, changes = before.launches, diff_texts(before.text, text)
+    changes += [f'seed: {before.seed} -> {seed}'] if before.seed != seed else []
+  launch = Launch(
+    started=round(time.time(), 3),
+    command=_command_line() if command is None else command,
+    seed=seed,
+    step=step,
+    mesh=None if mesh is None else dict(mesh),
+    devices=f'{jax.device_count()} {jax.devices()[0].device_kind}',
+    versions={'python': platform.python_version(), **dict(_versions())},
+    sources=tuple(_sources()),
+    changes=tuple(changes),
+  )
+  lost: dict[str, str] = {}
+  encoded = encode_readable(config.roots(), lost)
+  record = {
+    'format': _FORMAT,
+    'launches': [dataclasses.asdict(entry) for entry in (*launches, launch)],
+    'lost': lost,
+    'config': encoded,
+  }
+  replace_file(directory / _TEXT, text)
+  replace_file(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
+  return ['the config differs from the recorded one:', *(f'  {line}' for line in shortened(changes))] if changes else []
+
+
+def shortened(lines: Sequence[str], most: int = 20) -> list[str]:
+  """Returns the first lines, and how many more there are."""
+  return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
+
+
+def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str] = ()) -> RunRecord:
+  """Returns what a run directory says about itself. Its config is read when it is first used.
+
+  Args:
+    job_log_dir: the run directory.
+    trusted: modules, packages or Python files whose code the config may name too.
+
+  Raises:
+    UserError: there is no record, or it cannot be read.
+  """
+  directory = Path(job_log_dir)
+  file = directory / _RECORD
+  try:
+    record = json.loads(file.read_text(encoding='utf-8'))
+    if record['format'] != _FORMAT:
+      raise UserError(f'{file} has format {record["format"]!r}; this version of praxis_lite reads {_FORMAT}')
+    launches = tuple(map(_launch, record['launches']))
+    encoded, lost = dict(record['config']), {str(k): str(v) for k, v in record['lost'].items()}
+  except FileNotFoundError:
+    raise UserError(f'{directory} has no record of a run ({_RECORD}); name its experiment with --exp') from None
+  except UserError:
+    raise
+  except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    raise UserError(f'{file} cannot be read: {type(error).__name__}: {error}') from None
+  text = ''
+  with contextlib.suppress(OSError):
+    text = _printable((directory / _TEXT).read_text(encoding='utf-8', errors='replace'))
+  return RunRecord(directory, launches, text, lost, encoded, tuple(trusted))
+
+
+def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
+  """Whether a directory is that of a recorded run."""
+  return (Path(job_log_dir) / _RECORD).is_file()
+
+
+@contextlib.contextmanager
+def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
+  """Adds to the error that a checkpoint is of another model what differs from the recorded config."""
+  try:
+    yield
+  except CheckpointError as error:
+    with contextlib.suppress(UserError):
+      lines = diff_texts(read_record(job_log_dir).text, to_text(config.roots()))
+      relevant = [line for line in lines if line.removeprefix('+ ').removeprefix('- ').startswith(_DECIDE_THE_STATE)]
+      relevant.sort(key=lambda line: 'split_dims_mapping' in line)  # These change no shape.
+      if relevant:
+        shown = '; '.join(shortened(relevant, most=5))
+        error.args = (f'{error} What differs from the recorded config: {shown}.',)
+    raise
+
+
+_DECIDE_THE_STATE = ('task.model', 'task.train.learner')
+
+
+# -------------------------------------------------------------------- reading
+
+
+def _decoded(encoded: Mapping[str, Any], trusted: Collection[str]) -> dict[str, Any]:
+  modules = [*_OWN_PACKAGES, *map(registry.load_module, trusted)]
+  try:
+    roots = decode(dict(encoded), modules)
+  except UntrustedError:
+    registry.load_all()  # The user's own experiments import what they are made of.
+    roots = decode(dict(encoded), modules)
+  return roots if isinstance(roots, dict) else {}
+
+
+def _configs(entries: object) -> list[Config]:
+  """The configs in a list, without those that were left out."""
+  return [c for c in entries if isinstance(c, Config)] if isinstance(entries, list) else []
+
+
+def _launch(encoded: Mapping[str, Any]) -> Launch:
+  known = {f.name for f in dataclasses.fields(Launch)}
+  launch = Launch(**{k: v for k, v in encoded.items() if k in known})
+  return dataclasses.replace(
+    launch,
+    started=float(launch.started),
+    command=_printable(str(launch.command)),
+    seed=int(launch.seed),
+    step=int(launch.step),
+    sources=tuple(launch.sources),
+    changes=tuple(_printable(str(line)) for line in launch.changes),
+  )
+
+
+def _printable(text: str) -> str:
+  """Returns text without characters that a terminal would act on."""
+  return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
+
+
+# -------------------------------------------------------------------- writing
+
+
+def replace_file(path: Path, text: str) -> None:
+  """Writes a file that appears complete or not at all."""
+  handle, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')
+  try:
+    with open(handle, 'w', encoding='utf-8') as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+    os.chmod(name, 0o666 & ~_umask())
+    os.replace(name, path)
+  except BaseException:
+    os.unlink(name)
+    raise
+
+
+def _umask() -> int:
+  mask = os.umask(0o022)
+  os.umask(mask)
+  return mask
+
+
+def _command_line() -> str:
+  return shlex.join([os.path.basename(sys.argv[0] or 'python'), *sys.argv[1:]])
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+  for package in _PACKAGES:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+      yield package, metadata.version(package)
+
+
+def _sources() -> Iterator[dict[str, Any]]:
+  """Yields what is known of the source trees: the working directory, and that of praxis_lite where it is another."""
+  seen = set()
+  for folder in (os.getcwd(), os.path.dirname(os.path.abspath(registry.__file__))):
+    top = _git(folder, 'rev-parse', '--show-toplevel')
+    commit = _git(folder, 'rev-parse', 'HEAD') if top else None
+    if commit and top not in seen:
+      seen.add(top)
+      changed = _git(folder, 'status', '--porcelain', '--untracked-files=no')
+      yield {'path': top, 'commit': commit, 'clean': None if changed is None else not changed}
+
+
+def _git(folder: str, *arguments: str) -> str | None:
+  """Returns what git prints; None if there is no git, or it fails, as outside a work tree."""
+  command = ['git', '--no-optional-locks', '-C', folder, *arguments]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,196 @@
+"""The runs below a directory, from what they have written: how far each is, how good, and how their configs differ."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from praxis_lite.config.text import fields_of
+from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.runtime.curves import MetricsTable, read_metrics
+from praxis_lite.runtime.record import has_record, read_record
+
+
+class RunState(NamedTuple):
+  """What a run has come to.
+
+  Attributes:
+    directory: the run directory.
+    step, num_steps: the last step that it wrote something of, and the number of steps of its config, where known.
+    is_running: whether a process is training in it; known on Linux only.
+    written: when it last wrote something, seconds since 1970.
+    metrics: all metrics.
+    fields: its recorded config, as values by path; empty where it has no record.
+  """
+
+  directory: Path
+  step: int
+  num_steps: int | None
+  is_running: bool
+  written: float
+  metrics: MetricsTable
+  fields: Mapping[str, str]
+
+  @property
+  def last_loss(self) -> float | None:
+    """The loss of the last training step that was written."""
+    return float(self.metrics.curve('train/loss').values[-1]) if 'train/loss' in self.metrics else None
+
+  def best(self, metric: str, mode: str) -> tuple[float, int] | None:
+    """The best value of a metric, by its full name, and its step; None if it was not written, or never finite."""
+    if metric not in self.metrics:
+      return None
+    steps, values = self.metrics.curve(metric)
+    finite = np.isfinite(values)
+    if not finite.any():
+      return None
+    best = (np.argmin if mode == 'min' else np.argmax)(values[finite])
+    return float(values[finite][best]), int(steps[finite][best])
+
+
+def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
+  """Returns the run directories at or below a folder, in the order of their names.
+
+  Raises:
+    UserError: there is no such folder.
+  """
+  if not os.path.isdir(folder):
+    raise UserError(f'there is no directory {os.fspath(folder)!r}')
+  found = []
+  for path, folders, files in os.walk(folder):
+    if has_record(path) or 'metrics.jsonl' in files or 'checkpoints' in folders:
+      found.append(Path(path))
+      folders.clear()  # What is below a run belongs to it.
+    folders[:] = sorted(name for name in folders if not name.startswith('.'))
+  return found
+
+
+def read_run(directory: Path) -> RunState:
+  """Returns what a run has come to; a record that cannot be read counts as none."""
+  fields: dict[str, str] = {}
+  with contextlib.suppress(UserError):
+    fields = fields_of(read_record(directory).text)
+  metrics = read_metrics(directory)
+  num_steps = fields.get('task.train.num_train_steps', '')
+  return RunState(
+    directory,
+    max([0, *metrics.steps.tolist(), *_checkpoints(directory)]),
+    int(num_steps) if num_steps.isdecimal() else None,
+    _is_locked(directory),
+    max(_written(directory), default=0.0),
+    metrics,
+    fields,
+  )
+
+
+def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | None) -> tuple[str, str]:
+  """Returns the full name of the metric that runs are compared by, and 'min' or 'max'.
+
+  Args:
+    runs: the runs.
+    metric: a full name, such as 'eval/validation/loss', or the end of one; None: the `best_metric` that the configs
+      agree on, or the loss.
+    mode: 'min' if lower is better, or 'max'; None: that of the configs, where their metric is meant, or 'min'.
+
+  Raises:
+    UserError: no run has the metric, or several inputs have it.
+  """
+  recorded = {run.fields.get('task.train.best_metric', 'None').strip('\'"') for run in runs}
+  modes = {run.fields.get('task.train.best_metric_mode', '').strip('\'"') for run in runs}
+  agreed = next(iter(recorded)) if len(recorded) == 1 else 'None'
+  if mode is None:
+    mode = 'max' if modes == {'max'} and metric in (None, agreed) and agreed != 'None' else 'min'
+  wanted = metric or (agreed if agreed != 'None' else 'loss')
+  known = sorted({name for run in runs for name in run.metrics})
+  if wanted in known:
+    return wanted, mode
+  found = [name for name in known if name.startswith('eval/') and name.endswith(f'/{wanted}')]
+  if metric is not None and len(found) > 1:
+    raise UserError(f'--metric={metric}: of which input? Write {" or ".join(found)}')
+  if metric is not None and not found:
+    close = did_you_mean(metric, known)
+    raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no metrics"}')
+  return found[0] if found else wanted, mode
+
+
+def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | None:
+  """Returns the run with the best value of a metric; None if none has it."""
+  sign = 1 if mode == 'min' else -1
+  scored = [(sign * best[0], i) for i, run in enumerate(runs) if (best := run.best(metric, mode)) is not None]
+  return runs[min(scored)[1]] if scored else None
+
+
+def differing_fields(runs: Sequence[RunState]) -> list[dict[str, str]]:
+  """Returns for each run the fields in which the recorded configs differ, by short names that tell them apart."""
+  recorded = [run.fields for run in runs if run.fields]
+  paths = dict.fromkeys(path for fields in recorded for path in fields)
+  differing = [path for path in paths if len({fields.get(path) for fields in recorded}) > 1]
+  names = short_names(differing)
+  return [{names[path]: run.fields[path] for path in differing if path in run.fields} for run in runs]
+
+
+def short_names(paths: Collection[str]) -> dict[str, str]:
+  """Returns for each path its shortest ending, of whole names, that no other of them has."""
+  endings = {path: _endings(path) for path in paths}
+  counts: dict[str, int] = {}
+  for found in endings.values():
+    for ending in found:
+      counts[ending] = counts.get(ending, 0) + 1
+  return {path: next((e for e in found if counts[e] == 1), path) for path, found in endings.items()}
+
+
+def _endings(path: str) -> list[str]:
+  parts = path.split('.')
+  return ['.'.join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+
+
+def format_age(seconds: float) -> str:
+  """'12 s', '5 min', '3 h', '8 d'."""
+  for unit, size in (('d', 86400), ('h', 3600), ('min', 60)):
+    if seconds >= 2 * size:
+      return f'{int(seconds // size)} {unit}'
+  return f'{max(int(seconds), 0)} s'
+
+
+def format_number(value: float | None) -> str:
+  """Four digits, or '-'."""
+  return '-' if value is None else f'{value:.4g}' if math.isfinite(value) else str(value)
+
+
+def age(run: RunState) -> str:
+  """'running', or how long ago the run last wrote something; '-' if it never did."""
+  if run.is_running or not run.written:
+    return 'running' if run.is_running else '-'
+  return format_age(time.time() - run.written)
+
+
+# -------------------------------------------------------------------- files
+
+
+def _checkpoints(directory: Path) -> Iterator[int]:
+  with contextlib.suppress(OSError):
+    yield from (int(entry.name) for entry in os.scandir(directory / 'checkpoints') if entry.name.isdecimal())
+
+
+def _written(directory: Path) -> Iterator[float]:
+  for name in ('run.json', 'metrics.jsonl', 'checkpoints'):
+    with contextlib.suppress(OSError):
+      yield (directory / name).stat().st_mtime
+
+
+def _is_locked(directory: Path) -> bool:
+  """Whether a process holds the lock of a training run, without taking it: another run could not start meanwhile."""
+  try:
+    status = directory.stat()
+    locks = Path('/proc/locks').read_text()
+  except OSError:
+    return False
+  place = f'{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}'
+  return any('FLOCK' in line and place in line.split() for line in locks.splitlines())

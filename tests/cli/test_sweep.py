@@ -1,0 +1,106 @@
+"""praxis-lite sweep and runs, with real processes, and their table on terminals."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from quick_xla import xla_flags
+
+from praxis_lite.cli import run_table
+from praxis_lite.cli.main import main
+from praxis_lite.runtime.curves import read_metrics
+from praxis_lite.runtime.record import read_record
+
+EXP = f'--exp={pathlib.Path(__file__).parent / "tiny_experiment.py"}:Tiny'
+RATE = 'task.train.learner.learning_rate'
+
+
+def sweep(folder, *arguments):
+  command = [sys.executable, '-m', 'praxis_lite', 'sweep', EXP, f'--job_log_dir={folder}', *arguments]
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'XDG_CACHE_HOME': str(folder.parent / 'cache')}
+  return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=folder.parent)
+
+
+@pytest.fixture(scope='module')
+def swept(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('sweeps') / 'rates'
+  return folder, sweep(folder, f'--set={RATE}=1e-3,1e-1', '--set=task.model.hidden=5,13', '--seed=3', '--parallel=2')
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_each_point_reports_failures_and_names_the_best(swept):
+  folder, done = swept
+  assert done.stderr == ''
+  assert done.returncode == 1
+  names = [f'learning_rate={rate},hidden={hidden}' for rate in ('1e-3', '1e-1') for hidden in (5, 13)]
+  assert sorted(p.name for p in folder.iterdir()) == sorted([*names, 'sweep.json'])
+  assert re.search(r'\[1/4\] learning_rate=1e-3,hidden=5: done in \d+ s', done.stdout)
+  assert re.search(r'\[2/4\] learning_rate=1e-3,hidden=13: exit code 1: RuntimeError: an unlucky number', done.stdout)
+  assert '2 of 4 points failed' in done.stdout
+  loss, best = re.search(r'\nbest eval/valid/loss: ([\d.]+) at step 2 of (\S+)\n', done.stdout).groups()
+  losses = {name: read_metrics(folder / name)['eval/valid/loss'][-1] for name in (names[0], names[2])}
+  assert best == min(losses, key=losses.get) and float(loss) == pytest.approx(min(losses.values()), rel=1e-3)
+  record = read_record(folder / names[0], trusted=[EXP.partition('=')[2].partition(':')[0]])
+  assert record.seed == 3
+  assert record.config.task.model.hidden == 5
+
+
+@pytest.mark.slow
+def test_the_same_sweep_again_starts_only_what_is_not_finished(swept):
+  folder, _ = swept
+  again = sweep(folder, f'--set={RATE}=1e-3,1e-1', '--set=task.model.hidden=5,13', '--seed=3', '--parallel=2')
+  assert '[1/4] learning_rate=1e-3,hidden=5: finished before' in again.stdout
+  assert len(read_record(folder / 'learning_rate=1e-3,hidden=5').launches) == 1
+  assert again.stdout.count('exit code 1') == 2
+
+
+def test_runs_prints_the_table_of_a_sweep(swept, capsys):
+  folder, _ = swept
+  assert main(['runs', str(folder)]) == 0
+  header, *rows = capsys.readouterr().out.splitlines()
+  assert header.split() == ['run', 'step', 'age', 'loss', 'best', 'differs', 'in']
+  assert rows.pop() == 'best: eval/valid/loss, lower is better, @ its step'
+  assert len(rows) == 2  # The others have written nothing.
+  assert any(re.search(r'hidden=5 +2/2 +\d+ s +[\d.]+ +[\d.]+ @2  learning_rate=0.001', row) for row in rows), rows
+  assert main(['runs', str(folder), '--metric=nothing']) == 2
+  assert '--metric=nothing: no run has it' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('columns', [40, 60, 120])
+def test_the_table_fits_the_terminal(swept, capsys, monkeypatch, columns):
+  monkeypatch.setattr(run_table.sys.stdout, 'isatty', lambda: True, raising=False)
+  monkeypatch.setenv('COLUMNS', str(columns))
+  assert main(['runs', str(swept[0])]) == 0
+  lines = re.sub(r'\x1b\[\d*m', '', capsys.readouterr().out).splitlines()
+  assert max(map(len, lines)) <= columns
+  text = ''.join(lines).replace(' ', '')
+  assert all(word in text for word in ('hidden=5', '2/2', 'learning_rate=0.001'))
+
+
+def test_runs_where_there_are_none(tmp_path, capsys):
+  assert main(['runs', str(tmp_path)]) == 0
+  assert capsys.readouterr().out == f'there are no runs in {tmp_path}\n'
+  assert main(['runs', str(tmp_path / 'nothing')]) == 2
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ([], '--exp is missing'),
+    ([EXP], '--job_log_dir is missing'),
+    ([EXP, '--job_log_dir=x', '--set=task.name=a'], 'nothing is varied'),
+    ([EXP, '--job_log_dir=x', '--set=task.model.hiden=1,2'], "no field 'hiden'. Did you mean 'hidden'?"),
+    ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,two'], "task.model.hidden: expected int, got 'two'"),
+    ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,'], 'a value between commas is empty'),
+  ],
+)
+def test_mistakes_are_told_before_anything_is_written(tmp_path, monkeypatch, capsys, arguments, message):
+  monkeypatch.chdir(tmp_path)
+  assert main(['sweep', *arguments]) == 2
+  assert message in capsys.readouterr().err
+  assert list(tmp_path.iterdir()) == []

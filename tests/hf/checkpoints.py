@@ -1,0 +1,111 @@
+"""Small checkpoints of every family: configs as in config.json, and weights from the names of the tensors."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.hf.files import Declared, write_folder
+
+GOLDEN = Path(__file__).parent / 'golden'
+V, D, F = 37, 18, 20
+
+_LLAMA = {
+  'vocab_size': V,
+  'hidden_size': D,
+  'intermediate_size': F,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 3,
+  'num_key_value_heads': 1,
+  'head_dim': 6,
+  'max_position_embeddings': 64,
+  'bos_token_id': 1,
+  'eos_token_id': 2,
+}
+
+# What of config.json is not a default, in the words of transformers 5. No dimension is even on 8 or 3 devices.
+CASES: dict[str, dict[str, Any]] = {
+  'llama': {
+    'model_type': 'llama',
+    **_LLAMA,
+    'rms_norm_eps': 1e-5,
+    'rope_parameters': {
+      'rope_type': 'llama3',
+      'rope_theta': 50.0,
+      'factor': 8.0,
+      'low_freq_factor': 1.0,
+      'high_freq_factor': 4.0,
+      'original_max_position_embeddings': 16,
+    },
+  },
+  'llama_with_biases': {
+    'model_type': 'llama',
+    **_LLAMA,
+    'attention_bias': True,
+    'mlp_bias': True,
+    'tie_word_embeddings': True,
+    'rope_parameters': {'rope_type': 'linear', 'rope_theta': 100.0, 'factor': 2.0},
+  },
+  'mistral': {'model_type': 'mistral', **_LLAMA, 'num_key_value_heads': 3, 'sliding_window': 4},
+  'qwen2': {
+    'model_type': 'qwen2',
+    **{name: value for name, value in _LLAMA.items() if name != 'head_dim'},
+    'num_hidden_layers': 3,
+    'use_sliding_window': True,
+    'sliding_window': 3,
+    'max_window_layers': 1,
+  },
+  'qwen3': {'model_type': 'qwen3', **_LLAMA, 'head_dim': 10, 'tie_word_embeddings': True},
+  'gemma': {'model_type': 'gemma', **_LLAMA, 'head_dim': 8},
+  'gemma2': {
+    'model_type': 'gemma2',
+    **_LLAMA,
+    'num_hidden_layers': 3,
+    'sliding_window': 4,
+    'query_pre_attn_scalar': 5,
+    'attn_logit_softcapping': 0.5,
+    'final_logit_softcapping': 1.5,
+  },
+  'gpt2': {
+    'model_type': 'gpt2',
+    'vocab_size': V,
+    'n_embd': D,
+    'n_layer': 2,
+    'n_head': 3,
+    'n_positions': 32,
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+  },
+}
+IDS = np.random.default_rng(0).integers(3, V, (2, 11)).astype(np.int32)
+
+
+def weight(name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
+  """A tensor, a function of its name."""
+  values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+  is_scale = name.endswith('weight') and len(shape) == 1
+  return np.float32(0.3) * values + np.float32(is_scale and not model_type.startswith('gemma'))
+
+
+def golden(case: str) -> dict[str, Any]:
+  """What transformers computed: `config`, `tensors` (shapes by name), `logits` of IDS, `greedy` after them."""
+  return json.loads((GOLDEN / f'{case}.json').read_text())
+
+
+def make(folder: Path, case: str, **changes: Any) -> Path:
+  """Writes the checkpoint whose outputs are recorded; `changes` are of its config.json."""
+  recorded = golden(case)
+  write(folder, recorded['config'] | changes, {name: tuple(shape) for name, shape in recorded['tensors'].items()})
+  return folder
+
+
+def write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], max_file_bytes: int = 8000) -> None:
+  """Writes config.json and tensors by the names given, by default in several files."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(config))
+  declared = {name: Declared(np.dtype(np.float32), shape) for name, shape in shapes.items()}
+  write_folder(folder, declared, lambda n: weight(n, shapes[n], config['model_type']), max_file_bytes)

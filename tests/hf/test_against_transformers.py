@@ -1,0 +1,65 @@
+"""Both ways with `transformers` itself, where it is installed: logits and greedy tokens, on meshes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checkpoints import CASES, IDS
+from on_meshes import MESHES, load
+
+torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
+transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
+
+
+def random_model(case):
+  """A model with weights as transformers draws them, but larger, so that logits differ."""
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CASES[case]))
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter += 0.2 * torch.randn_like(parameter)
+  return model
+
+
+def loaded(folder):
+  return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager', dtype=torch.float32)
+
+
+def logits_of(model):
+  with torch.no_grad():
+    return model(torch.tensor(IDS, dtype=torch.long)).logits.numpy()
+
+
+def greedy_of(model, count):
+  ids = torch.tensor(IDS, dtype=torch.long)
+  tokens = model.generate(
+    ids,
+    attention_mask=torch.ones_like(ids),
+    do_sample=False,
+    min_new_tokens=count,
+    max_new_tokens=count,
+    eos_token_id=None,
+    pad_token_id=0,
+  )
+  return tokens[:, IDS.shape[1] :].numpy()
+
+
+@pytest.mark.parametrize('mesh', MESHES, ids=str)
+@pytest.mark.parametrize('case', CASES)
+def test_there_and_back(case, mesh, tmp_path):
+  random_model(case).save_pretrained(tmp_path / 'theirs', max_shard_size='8KB')
+  theirs = loaded(tmp_path / 'theirs')
+  expected, tokens = logits_of(theirs), greedy_of(theirs, 6)
+
+  ours = load(tmp_path / 'theirs', mesh, new_tokens=6)
+  np.testing.assert_allclose(ours.logits(IDS), expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(ours.greedy(IDS, 6), tokens)
+
+  back = loaded(ours.write(tmp_path / 'ours', max_file_bytes=8000))
+  np.testing.assert_allclose(logits_of(back), expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(greedy_of(back, 6), tokens)
+  state, original = back.state_dict(), theirs.state_dict()
+  assert state.keys() == original.keys()
+  for name, tensor in original.items():
+    assert torch.equal(state[name], tensor), name

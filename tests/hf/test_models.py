@@ -1,0 +1,104 @@
+"""Every family computes what transformers computes, as recorded, and is written as it was read."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import CASES, IDS, golden, make, weight, write
+from on_meshes import MESHES, load
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.hf.families import FAMILIES, described
+from praxis_lite.hf.files import StoredTensor, read_folder
+from praxis_lite.hf.hf_config import HfConfig
+from praxis_lite.models import transformer_lm
+
+pytestmark = pytest.mark.usefixtures('shared_programs')
+every_case = pytest.mark.parametrize('case', CASES)
+
+
+def tensors_of(folder):
+  return {name: t.read(tuple(slice(0, n) for n in t.shape)) for name, t in read_folder(folder).items()}
+
+
+@every_case
+def test_logits_are_those_of_transformers(case, tmp_path):
+  expected = golden(case)['logits']
+  np.testing.assert_allclose(load(make(tmp_path, case)).logits(IDS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case, mesh', [('gemma2', (1, 3, 1)), ('gpt2', (2, 2, 2)), ('llama', (2, 2, 2))])
+def test_greedy_tokens_are_those_of_transformers_on_uneven_meshes(case, mesh, tmp_path):
+  np.testing.assert_array_equal(load(make(tmp_path, case), mesh).greedy(IDS, 5), golden(case)['greedy'])
+
+
+@every_case
+def test_variables_are_the_same_on_every_mesh_and_written_as_they_were(case, tmp_path):
+  source = make(tmp_path / 'source', case)
+  expected = tensors_of(source)
+  whole = load(source).true_variables
+  for i, mesh in enumerate(MESHES):
+    there = load(source, mesh)
+    jax.tree.map(np.testing.assert_array_equal, there.true_variables, whole)
+    written = tensors_of(there.write(tmp_path / str(i), max_file_bytes=5000))
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+      np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize('case, mesh', [('llama', (1, 1, 1)), ('gpt2', (1, 3, 1))])
+def test_large_variables_are_assembled_on_the_devices(case, mesh, tmp_path, monkeypatch):
+  source = make(tmp_path, case)
+  expected = load(source).true_variables
+  sizes, read = [], StoredTensor.read
+
+  def counted(tensor, index):
+    block = read(tensor, index)
+    sizes.append(block.nbytes)
+    return block
+
+  monkeypatch.setattr(StoredTensor, 'read', counted)
+  in_blocks = load(source, mesh, block_bytes=700).true_variables
+  jax.tree.map(np.testing.assert_array_equal, in_blocks, expected)
+  assert max(sizes) <= 700
+
+
+@every_case
+def test_config_is_written_as_it_was(case):
+  recorded = golden(case)['config']
+  family = FAMILIES[recorded['model_type']]
+  written = described(family.model(HfConfig(recorded)).instantiate(name='model'), family.model_type)[1]
+  for name in written.keys() & recorded.keys():
+    assert recorded[name] in (written[name], None), name  # None: a default, which is written out.
+
+
+def test_a_file_of_transformers_4_says_the_same():
+  new = golden('llama')['config']
+  rope = dict(new['rope_parameters'])
+  old = {'rope_theta': rope.pop('rope_theta'), 'rope_scaling': {'type': rope.pop('rope_type'), **rope}}
+  changed = {**new, **old}
+  del changed['rope_parameters'], changed['attention_bias'], changed['mlp_bias']
+  assert FAMILIES['llama'].model(HfConfig(new)) == FAMILIES['llama'].model(HfConfig(changed))
+
+
+def test_tensors_without_the_prefix_of_the_head_and_old_buffers_are_accepted(tmp_path):
+  recorded = golden('gpt2')
+  names = {name.removeprefix('transformer.'): tuple(shape) for name, shape in recorded['tensors'].items()}
+  write(tmp_path / 'old', recorded['config'], {**names, 'h.0.attn.bias': (1, 1, 8, 8), 'h.0.attn.masked_bias': ()})
+  there = load(tmp_path / 'old')
+  np.testing.assert_array_equal(there.true_variables['softmax']['w'], weight('wte.weight', names['wte.weight'], 'gpt2'))
+
+
+@pytest.mark.parametrize('style, repeat', [('llama', True), ('llama', False), ('gpt2', True)])
+def test_a_model_that_was_not_imported_is_of_the_family_that_computes_the_same(style, repeat):
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style=style, repeat=repeat)
+  assert described(model.instantiate())[0].model_type == style
+
+
+def test_what_no_family_computes_is_named():
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
+  model.lm_tpl.transformer_tpl.layers_tpl.norm_policy = 'post'
+  with pytest.raises(ConfigError, match=r"of llama it differs in lm.transformer.layers.norm_policy, which is 'post'"):
+    described(model.instantiate())

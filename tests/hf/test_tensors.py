@@ -1,0 +1,66 @@
+"""The table's notation: what is read is the transposed and split tensor, whichever part of it is asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from praxis_lite.hf.files import Declared, read_folder, write_folder
+from praxis_lite.hf.tensors import Part, View, parse_axes
+
+AXES = {
+  'D N H -> (N H) D': lambda x: x.transpose(1, 2, 0).reshape(12, 5),
+  'D N H -> D (1/3 N H)': lambda x: np.concatenate([0 * x, x, 0 * x], axis=1).reshape(5, 36),
+  'N H D -> D (N H)': lambda x: x.transpose(2, 0, 1).reshape(4, 15),
+  'I O L -> O I L': lambda x: x.swapaxes(0, 1),
+}
+SHAPE = (5, 3, 4)
+
+
+@pytest.mark.parametrize('axes', AXES)
+@settings(deadline=None, max_examples=40)
+@given(bounds=st.tuples(*[st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in SHAPE]))
+def test_a_part_of_a_variable_is_read_from_its_tensor(axes, bounds, tmp_path_factory):
+  x = np.arange(1, 61, dtype=np.float32).reshape(SHAPE)
+  theirs = np.ascontiguousarray(AXES[axes](x))
+  folder = tmp_path_factory.mktemp('one')
+  write_folder(folder, {'x': Declared(theirs.dtype, theirs.shape)}, lambda _: theirs, 10**9)
+  view = View(SHAPE, parse_axes(axes))
+  assert view.their_shape == theirs.shape
+  index = tuple(slice(low, high) for low, high in bounds)
+  np.testing.assert_array_equal(view.read(read_folder(folder)['x'], index), x[index])
+  written = np.zeros_like(theirs)
+  view.write(written, x)
+  np.testing.assert_array_equal(written, theirs)
+
+
+def test_notation():
+  assert parse_axes('D N H -> D (1/3 N H)') == ((0,), (Part(1, 3), 1, 2))
+  assert View((4, 6), parse_axes('I O -> O I')).outermost == 1
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'float64'])
+def test_files_are_those_of_the_package_safetensors(dtype, tmp_path):
+  library = pytest.importorskip('safetensors.numpy')
+  import ml_dtypes
+
+  kind = np.dtype(ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype)
+  tensors = {name: np.arange(n, dtype=np.float32).astype(kind).reshape(-1, 3) for name, n in (('b', 6), ('a', 9))}
+  if dtype != 'bfloat16':  # NumPy has none, and neither has the package without PyTorch.
+    library.save_file(tensors, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+    for name, tensor in read_folder(tmp_path).items():
+      np.testing.assert_array_equal(tensor.read((slice(1, 2), slice(0, 2))), tensors[name][1:2, :2])
+  (tmp_path / 'ours').mkdir()
+  declared = {name: Declared(kind, x.shape) for name, x in tensors.items()}
+  files = write_folder(tmp_path / 'ours', declared, tensors.__getitem__, max_file_bytes=1)
+  assert files == [
+    'model-00001-of-00002.safetensors',
+    'model-00002-of-00002.safetensors',
+    'model.safetensors.index.json',
+  ]
+  for name, tensor in read_folder(tmp_path / 'ours').items():
+    np.testing.assert_array_equal(tensor.read((slice(None), slice(None))), tensors[name])
+    if dtype != 'bfloat16':
+      np.testing.assert_array_equal(library.load_file(tensor.file)[name], tensors[name])

@@ -1,0 +1,65 @@
+# ruff: noqa: E402
+"""Records what transformers computes of small checkpoints, for tests that run without it; they are in tests/hf.
+
+  pip install praxis_lite[hf-oracle]
+  python tools/record_hf_logits.py
+
+Weights are not recorded: the tests make them again from the names of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 'tests' / 'hf')]
+
+import numpy as np
+import torch
+import transformers
+from checkpoints import CASES, GOLDEN, IDS, write
+
+NEW_TOKENS = 5
+
+
+def record(case: str) -> None:
+  """Writes the record of one case."""
+  config = transformers.AutoConfig.for_model(**CASES[case])
+  model = transformers.AutoModelForCausalLM.from_config(config)
+  tied = {name for name, p in model.state_dict().items() if name == 'lm_head.weight' and config.tie_word_embeddings}
+  shapes = {name: tuple(p.shape) for name, p in model.state_dict().items() if name not in tied}
+  with tempfile.TemporaryDirectory() as folder:
+    model.config.save_pretrained(folder)
+    saved = json.loads((Path(folder) / 'config.json').read_text())
+    saved |= {'architectures': [type(model).__name__]}
+    write(Path(folder), saved, shapes)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager', dtype=torch.float32)
+  ids = torch.tensor(IDS, dtype=torch.long)
+  with torch.no_grad():
+    logits = loaded(ids).logits.numpy()
+    greedy = loaded.generate(
+      ids,
+      attention_mask=torch.ones_like(ids),
+      do_sample=False,
+      min_new_tokens=NEW_TOKENS,
+      max_new_tokens=NEW_TOKENS,
+      eos_token_id=None,
+      pad_token_id=0,
+    )
+  content = {
+    'config': saved,
+    'tensors': {name: list(shape) for name, shape in shapes.items()},
+    'logits': np.round(logits.astype(np.float64), 6).tolist(),
+    'greedy': greedy[:, IDS.shape[1] :].tolist(),
+  }
+  GOLDEN.mkdir(exist_ok=True)
+  lines = [f'{json.dumps(name)}: {json.dumps(value)}' for name, value in content.items()]
+  (GOLDEN / f'{case}.json').write_text('{' + ',\n'.join(lines) + '}\n')
+
+
+if __name__ == '__main__':
+  for name in CASES:
+    record(name)
+    print(name)
