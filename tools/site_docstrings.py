@@ -1,7 +1,8 @@
 """For the reference pages of the site: lets one line of a docstring be about several arguments or attributes.
 
 Griffe, which reads the docstrings, takes the second name in `rows, columns: how many` for a type. A no-break space
-keeps the names together. `mkdocs.yml` names this extension.
+keeps the names together, and without an empty type they would get that of the line before. `mkdocs.yml` names this
+extension.
 """
 
 from __future__ import annotations
@@ -20,5 +21,5 @@ class GroupedNames(griffe.Extension):
     """Called for each module, class, function and attribute."""
     if obj.docstring is not None:
       obj.docstring.value = _SEVERAL.sub(
-        lambda line: f'{line[1]}{line[2].replace(" ", chr(0xA0))}: ', obj.docstring.value
+        lambda line: f'{line[1]}{line[2].replace(" ", chr(0xA0))} (): ', obj.docstring.value
       )
