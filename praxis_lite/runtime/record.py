@@ -293,7 +293,9 @@ def _umask() -> int:
 
 
 def _command_line() -> str:
-  return shlex.join([os.path.basename(sys.argv[0] or 'python'), *sys.argv[1:]])
+  program = Path(sys.argv[0] or 'python')
+  started = ['python', '-m', program.parent.name] if program.name == '__main__.py' else [program.name]
+  return shlex.join([*started, *sys.argv[1:]])
 
 
 def _versions() -> Iterator[tuple[str, str]]:
