@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from checkpoints import CASES, IDS
 from on_meshes import MESHES, load
 
-from praxis_lite.hf import export_run, import_run
+from praxis_lite.hf import export_run, import_run, write_model
 from praxis_lite.inputs import HfTokenizer
+from praxis_lite.models import transformer_lm
 from praxis_lite.runtime.record import read_record
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
@@ -101,3 +103,13 @@ def test_a_tokenizer_and_its_chats_are_those_of_transformers(tmp_path):
   expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
   assert ours.chat_prompt(messages) == expected == '<s><|user|>the cat</s><|assistant|>'
   assert ours.chat_ids(messages) == theirs(expected, add_special_tokens=False)['input_ids']
+
+
+@pytest.mark.parametrize('style', ['llama', 'gpt2'])
+def test_a_model_that_was_trained_here_is_loaded(style, tmp_path):
+  model = transformer_lm(vocab_size=37, model_dims=18, num_layers=2, num_heads=3, style=style).instantiate()
+  rng = np.random.default_rng(0)
+  variables = jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape, np.float32), model.init(jax.random.key(0)))
+  write_model(tmp_path, model, variables)
+  expected, _ = model.lm.apply(variables['lm'], IDS, method='logits')
+  np.testing.assert_allclose(logits_of(loaded(tmp_path)), expected, rtol=1e-5, atol=1e-5)
