@@ -33,8 +33,8 @@ class _ByteLm(BaseExperiment):
   def model(self) -> Config:
     model = transformer_lm(vocab_size=256, model_dims=128, num_layers=4, num_heads=4)
     model.lm_tpl.transformer_tpl.unroll = 4  # A loop of four small layers costs more than it saves.
-    # Positions beyond seq_len are not trained, so samples must be shorter.
-    model.decoder_tpl.set(max_decode_steps=220, temperature=0.5)
+    # Positions beyond seq_len are not trained, so decoding sees no more.
+    model.decoder_tpl.set(max_decode_steps=220, temperature=0.5, max_context=self.seq_len)
     return model.set(tokens_are_bytes=True, packed=False)
 
   def task(self) -> Config:

@@ -48,10 +48,11 @@ def _where(error: Exception) -> str:
     return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
   frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
   files = [(file, line) for file, line in frames if not file.startswith('<')]
-  for file, line in [f for f in files if not _is_library(f[0])][-1:] or files[-1:]:
+  for file, line in [f for f in files if not is_library(f[0])][-1:] or files[-1:]:
     return f'{short_path(file)}:{line}'
   return ''
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+  """Whether a file of code is not the user's own: of this package, of Python, or installed."""
   return file.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(file.split(os.sep))

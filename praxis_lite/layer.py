@@ -30,13 +30,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite import call
 from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
 from praxis_lite.config import Config, Configurable, config_values, template
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, UnknownFieldError, UserError, did_you_mean
+from praxis_lite.mistakes import explained
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
@@ -133,10 +133,22 @@ class Layer(Configurable):
 
   def __setattr__(self, name: str, value: Any) -> None:
     if '_ready' in self.__dict__:
-      raise AttributeError(
+      raise UnknownFieldError(
         f'{self.path_name}.{name}: a layer does not change after setup(); keep state in variables or decode_state'
       )
+    if '_children' in self.__dict__:
+      self._check_built_here(name, value)
     super().__setattr__(name, value)
+
+  def _check_built_here(self, name: str, value: object) -> None:
+    """Raises ConfigError if `value` is a layer, or a list of layers, without a name, which only a parent gives."""
+    layers = value if isinstance(value, list | tuple) else [value]
+    for layer in layers:
+      if isinstance(layer, Layer) and not layer.name:
+        raise ConfigError(
+          f'{self.path_name}.{name}: {type(layer).__name__} was built without create_child, so it has no variables; '
+          f'write self.create_child({name!r}, Config({type(layer).__name__}, ...)), or create_children for a list'
+        )
 
   def setup(self) -> None:
     """Declares the layer's variables and children. Override it; do not call it."""
@@ -166,6 +178,10 @@ class Layer(Configurable):
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
     """Builds a child from a copy of `config`, with what it inherits; it is `self.<name>`, of path `<path>.<name>`."""
     self._claim(name, child=True)
+    if not isinstance(config, Config):
+      raise ConfigError(
+        f'{self.path_name}.{name}: create_child takes the Config of a layer, as in Config(MyLayer, ...), got {config!r}'
+      )
     inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
     token = _parent_path.set(self._path)
     try:
@@ -243,7 +259,10 @@ class Layer(Configurable):
     if name.startswith('_'):
       raise AttributeError(name)
     close = did_you_mean(name, self._names - self._weights.keys())
-    raise AttributeError(f'{self.path_name} ({type(self).__name__}) has no attribute or child {name!r}.{close}')
+    raise UnknownFieldError(
+      f'{self.path_name} ({type(self).__name__}) has no attribute or child {name!r}.{close} A child is made in setup() '
+      f'by self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class'
+    )
 
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path_name}>'
@@ -425,13 +444,6 @@ class Layer(Configurable):
       mapping = known[field]
     return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
 
-  def activation_specs(self) -> Iterator[PartitionSpec]:
-    """Yields the spec of each activation mapping that is set, of this layer and all layers below it."""
-    for layer in self.descendants():
-      for field, mapping in layer._activation_mappings.items():
-        if (placement := layer._resolve(mapping, field)) is not None:
-          yield placement.spec
-
   @functools.cached_property
   def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
     """As of `_split_mappings`, once: `shard` needs them at every activation that is traced."""
@@ -487,11 +499,17 @@ class Theta:
     layer = self._layer
     weight = layer._weights.get(name)
     if weight is None:
-      raise AttributeError(f'{layer.path_name} has no variable {name!r}.{did_you_mean(name, layer._weights)}')
+      raise UnknownFieldError(
+        f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.{did_you_mean(name, layer._weights)} '
+        f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape))'
+      )
     path, frame = (*layer.path, name), layer._frame()
     value = frame.variable(path)
     if value is None:
-      raise ConfigError(f'{layer.path_name}.{name}: the variables passed to apply() have no such entry')
+      raise ConfigError(
+        f'{layer.path_name}.{name}: the variables passed to apply() have no such entry. If {type(layer).__name__} is '
+        'part of another layer, build it in the setup() of that one, by self.create_child(name, Config(...))'
+      )
     kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
     return frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
 
@@ -516,6 +534,14 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     try:
       with jax.named_scope(self.name or type(self).__name__):
         return method(self, *args, **kwargs)
+    except (TypeError, ValueError, LookupError) as error:
+      if isinstance(error, UserError) and type(error) is not DataError:
+        raise  # It says where already.
+      weights = {name: weight.shape for name, weight in self._weights.items()}
+      explanation = explained(error, self, self.path_name, weights)
+      if explanation is None:
+        raise
+      raise explanation from error
     finally:
       frame.active = outer
 

@@ -59,8 +59,8 @@ def register(experiment: ExperimentT) -> ExperimentT:
   known = _entries.get(name)
   if known is not None and known.experiment is not checked:
     files = [os.path.realpath(c.co_filename) for c in (known.code, code)]
-    # A module that is executed again has the same file, but was compiled again.
-    if known.code is code or files[0] != files[1]:
+    # A module that is executed again has the same file, but was compiled again. Each cell of a notebook has another.
+    if known.code is code or (files[0] != files[1] and experiment.__module__ != '__main__'):
       where = ' and '.join(sorted({*map(short_path, files)}))
       raise UserError(f'two experiments are registered as {name}, in {where}; rename one')
   _entries[name] = _Entry(checked, code)

@@ -1,16 +1,20 @@
-"""The Python blocks of the guides run, each guide top to bottom in one namespace."""
+"""The Python blocks of the guides run, each guide top to bottom in one namespace; so do their commands."""
 
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from quick_xla import xla_flags
 
+from praxis_lite.cli.main import main
+
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.read_text()]
+COMMANDS = re.compile(r'^```sh\n(.*?)^```', re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
 
@@ -36,6 +40,21 @@ def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
     [sys.executable, script.name], capture_output=True, text=True, check=False, cwd=tmp_path, env=env
   )
   assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('guide', [p for p in GUIDES if '```sh' in p.read_text()], ids=lambda p: p.stem)
+def test_commands_of_a_guide_run(guide, tmp_path, monkeypatch, shared_programs):
+  """The blocks marked `sh`, in order, in one directory; in this process, because starting one takes seconds."""
+  import jax
+
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', jax.config.jax_compilation_cache_dir)  # For those that it starts.
+  for block in COMMANDS.findall(guide.read_text()):
+    for line in block.replace('\\\n', ' ').splitlines():
+      program, command, *arguments = shlex.split(line)
+      assert program == 'praxis-lite'
+      assert main([command, *arguments]) == 0, line
 
 
 def test_a_layer_with_two_weights_is_short_and_imports_only_this_package_and_jax():

@@ -249,3 +249,10 @@ def test_importing_the_registry_imports_no_jax():
   program = 'import sys, praxis_lite.registry; print([m for m in ("jax", "fiddle", "numpy") if m in sys.modules])'
   done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == '[]'
+
+
+def test_a_cell_of_a_notebook_can_be_changed_and_run_again():
+  for version, cell in enumerate(('/tmp/ipykernel_1/11.py', '/tmp/ipykernel_1/22.py', '/tmp/ipykernel_1/22.py')):
+    code = experiment('Mine') + f'  version = {version}\n'
+    exec(compile(code, cell, 'exec'), {'__name__': '__main__'})
+  assert registry.get('__main__.Mine').version == 2

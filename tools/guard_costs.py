@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""What the guards of `praxis_lite/partitioning/guards.py` cost, read from compiled train steps; nothing is run.
+"""What the guards of `praxis_lite/partitioning/guards/` cost, read from compiled train steps; nothing is run.
 
   python tools/guard_costs.py                      all registered experiments, on 8 devices in each way
   python tools/guard_costs.py --match=lm.          some of them

@@ -50,6 +50,8 @@ def experiment_flags() -> flags.FlagValues:
   flags.DEFINE_string('job_log_dir', None, directory, flag_values=values)
   trust = 'Module or file whose code the recorded config may name; may be repeated. Example: --trust=my_layers.py'
   flags.DEFINE_multi_string('trust', [], trust, flag_values=values)
+  traced = 'After a mistake, print where in the code it was found. Example: --traceback'
+  flags.DEFINE_boolean('traceback', False, traced, flag_values=values)
   simulate = 'Simulate this many CPU devices. Example: --devices=8'
   flags.DEFINE_integer('devices', None, simulate, lower_bound=1, flag_values=values)
   return values

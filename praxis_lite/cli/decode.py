@@ -16,11 +16,13 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.experiment import ExperimentConfig
   from praxis_lite.runtime.inference import decode_prompts, run_decode
   from praxis_lite.runtime.prompts import chat_prompt, continued_text, encode_prompt, task_with_sampler, tokenizer_of
+  from praxis_lite.runtime.vocabulary import with_vocabulary
 
   if not values.prompt:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed)
     return 0
 
+  config = with_vocabulary(config, job_log_dir)
   tokenizer = tokenizer_of(config)
   if tokenizer is None:
     raise UserError('--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one')

@@ -44,15 +44,16 @@ def _run(values: flags.FlagValues) -> int:
 
 def _flags() -> flags.FlagValues:
   values = run_flags(restores=True)
-  text = functools.partial(flags.DEFINE_string, flag_values=values)
-  texts = functools.partial(flags.DEFINE_multi_string, flag_values=values)
   names = functools.partial(flags.DEFINE_list, flag_values=values)
   integer = functools.partial(flags.DEFINE_integer, lower_bound=1, flag_values=values)
-  text('out', None, 'Directory to write; it does not exist, or is empty. Example: --out=exported')
+  out = 'Directory to write; it does not exist, or is empty. Example: --out=exported'
+  flags.DEFINE_string('out', None, out, flag_values=values)
   what = 'forward: predictions for a batch. decode: prefill and decode step of a language model, with caches.'
-  text('what', 'forward', f'{what} Example: --what=decode')
+  flags.DEFINE_enum('what', 'forward', ['forward', 'decode'], f'{what} Example: --what=decode', flag_values=values)
   formats = 'stablehlo (for JAX) or saved_model (for TensorFlow); may be repeated. Default: both.'
-  texts('format', [], f'{formats} Example: --format=stablehlo')
+  flags.DEFINE_multi_enum(
+    'format', [], ['stablehlo', 'saved_model'], f'{formats} Example: --format=stablehlo', flag_values=values
+  )
   inputs = 'With --what=forward, the arrays of a batch that are inputs; by default those the predictions depend on.'
   names('inputs', [], f'{inputs} Example: --inputs=ids')
   integer(
@@ -71,7 +72,7 @@ COMMAND = Command(
   'write a checkpoint as StableHLO and as a TensorFlow SavedModel',
   'write the model of a checkpoint as programs of one device, for any batch size, that run without praxis_lite: as '
   'serialized StableHLO for JAX, and as a TensorFlow SavedModel. README.md beside them says how they are called.',
-  'praxis-lite export --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --what=decode --out=exported',
+  'praxis-lite export --job_log_dir=runs/1 --what=decode --out=exported',
   _flags(),
   _run,
 )

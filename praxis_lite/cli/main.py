@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from absl import flags
@@ -38,6 +39,9 @@ _MODULES = (
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
+# They lock the directory of a run, and handle signals, as Linux and macOS do.
+_NOT_ON_WINDOWS = ('verify', 'train', 'eval', 'decode')
+
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 
 Usage: praxis-lite COMMAND [--flags]
@@ -46,6 +50,10 @@ Commands:
 {commands}
 
 praxis-lite COMMAND --help describes a command and its flags.
+
+A mistake is reported in one line; --traceback shows where in the code. Exit
+codes: 0 all is done; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
+train has saved the run.
 
 Example:
   praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1
@@ -64,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
     print(f'praxis_lite {version("praxis_lite")}')
     return 0
+  is_traced = '--traceback' in arguments
   try:
     if name not in COMMANDS:
       raise UserError(f"no command '{name}'.{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}.")
@@ -71,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
     if any(a in ('--help', '-h', '-help', '--helpfull') for a in arguments):
       print(help_text(command), end='')
       return 0
+    if sys.platform == 'win32' and name in _NOT_ON_WINDOWS:
+      raise UserError(
+        'on Windows, praxis-lite lists, shows and checks experiments; run it in WSL 2 to train, evaluate and decode'
+      )
     values = copy.deepcopy(command.flags)  # Parsing changes them, and main may be called again.
     rest = values([f'praxis-lite {name}', *arguments])[1:]
     if rest and command.bare and not values[command.bare].present:
@@ -79,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value')
     return command.run(values)
   except (UserError, flags.Error) as error:
+    if is_traced:
+      traceback.print_exc()
     return _failed(name, _one_line(error, name))
   except KeyboardInterrupt:
     return 130

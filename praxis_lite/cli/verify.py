@@ -27,8 +27,9 @@ _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 def is_worth_verifying(config: Config[SingleTask]) -> bool:
   """Whether a training run is long, and on several devices."""
-  task = config.instantiate()
-  return task.train.num_train_steps >= _LONG_RUN_STEPS and math.prod(task.mesh_sizes().values()) > 1
+  steps = config.train.num_train_steps
+  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # What is not a number is refused later.
+  return is_long and math.prod(config.instantiate().mesh_sizes().values()) > 1
 
 
 def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:

@@ -7,12 +7,16 @@ B batch, P length of the prompts, M maximum number of tokens to decode, T tokens
     token 0 = sample(logits)
     for i = 1 ... M - 1, while a row continues:   token i = sample(step(token i - 1))
 
+A model may see only so many tokens, its context. Where prompts and continuations are longer, each token that the caches
+have no room for is sampled after one pass over the last tokens of its row, at positions from 0 on, with empty caches.
+
 It is a pure function that runs inside jit; the model is in the program twice, once for prompts and once for the loop.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +114,7 @@ class Sampler(Configurable):
     max_decode_steps: M, the maximum number of tokens after a prompt.
     temperature: 0 is greedy; 1 is the model's distribution.
     top_k, top_p: see `sample_tokens`.
+    max_context: how many tokens, the last ones, the model sees; None: all, or as many as it has positions.
     stop_ids: tokens that end a row.
   """
 
@@ -117,6 +122,7 @@ class Sampler(Configurable):
   temperature: float = 1.0
   top_k: int | None = None
   top_p: float | None = None
+  max_context: int | None = None
   stop_ids: tuple[int, ...] = ()
 
   def __post_init__(self) -> None:
@@ -124,14 +130,21 @@ class Sampler(Configurable):
       ('max_decode_steps', self.max_decode_steps >= 1, 'at least 1'),
       ('temperature', self.temperature >= 0, 'at least 0'),
       ('top_k', self.top_k is None or self.top_k >= 1, 'at least 1, or None'),
+      ('max_context', self.max_context is None or self.max_context >= 1, 'at least 1, or None'),
       ('top_p', self.top_p is None or 0 < self.top_p <= 1, 'more than 0 and at most 1, or None'),
     ):
       if not valid:
         raise ConfigError(f'Sampler.{field}: expected {expected}, got {getattr(self, field)}')
 
-  def cache_length(self, prompt_length: int) -> int:
+  def context(self, num_positions: int | None = None) -> int | None:
+    """Returns how many tokens a model with so many positions sees at once; None for all."""
+    limits = [limit for limit in (self.max_context, num_positions) if limit is not None]
+    return min(limits, default=None)
+
+  def cache_length(self, prompt_length: int, context: int | None = None) -> int:
     """Returns the slots that a cache needs for prompts padded to `prompt_length`; the last token needs none."""
-    return prompt_length + self.max_decode_steps - 1
+    length = prompt_length + self.max_decode_steps - 1
+    return length if context is None else min(length, context)
 
   def decode(
     self,
@@ -140,17 +153,19 @@ class Sampler(Configurable):
     prompt_ids_BP: jax.Array,
     prompt_lengths_B: jax.Array,
     key: jax.Array | None,
+    context: int | None = None,
   ) -> Decoded:
     """Continues prompts. Each row has keys of its own, so its tokens do not depend on the number of rows.
 
     Args:
       step: the model.
-      state: its empty caches, of `cache_length(P)` slots.
+      state: its empty caches, of `cache_length(P, context)` slots.
       prompt_ids_BP: prompts, padded on the right with any ids.
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
+      context: how many tokens the model sees at once; None: all.
     """
-    num_rows = prompt_ids_BP.shape[0]
+    num_rows, prompt_length = prompt_ids_BP.shape
 
     def keys(index: jax.Array | int) -> jax.Array | None:
       """Keys of token `index` of each row."""
@@ -173,19 +188,41 @@ class Sampler(Configurable):
       )
       return ids_B, decoded, done_B | jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32))
 
-    def unfinished(carry: _Carry[Caches]) -> jax.Array:
-      index, *_, done_B = carry
-      return (index < self.max_decode_steps) & ~jnp.all(done_B)
+    def last_tokens(width: int, decoded: Decoded, index: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+      """Returns, for `step`, the last `width` tokens of each row before token `index`."""
+      seen_B = jnp.where(prompt_lengths_B > 0, prompt_lengths_B + index, 0)
+      kept_B = jnp.minimum(seen_B, width)
+      place_BT = (seen_B - kept_B)[:, None] + jnp.arange(width, dtype=jnp.int32)
+      in_prompt_BT = jnp.take_along_axis(prompt_ids_BP, place_BT, axis=1, mode='clip')
+      after_BT = jnp.take_along_axis(decoded.ids, place_BT - prompt_lengths_B[:, None], axis=1, mode='clip')
+      return prompt_step(jnp.where(place_BT < prompt_lengths_B[:, None], in_prompt_BT, after_BT), kept_B)
+
+    def unfinished(steps: int) -> Callable[[tuple[Any, ...]], jax.Array]:
+      return lambda carry: (carry[0] < steps) & ~jnp.all(carry[-1])
 
     def extend(carry: _Carry[Caches]) -> _Carry[Caches]:
-      index, state, ids_B, decoded, done_B = carry
+      index, caches, ids_B, decoded, done_B = carry
       pos_B = prompt_lengths_B + index - 1
-      logits_BV, state = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), state)
-      return index + 1, state, *choose(logits_BV, index, decoded, done_B)
+      logits_BV, caches = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), caches)
+      return index + 1, caches, *choose(logits_BV, index, decoded, done_B)
 
-    logits_BV, state = step(*prompt_step(prompt_ids_BP, prompt_lengths_B), state)
+    def start_again(carry: _Carry[None]) -> _Carry[None]:
+      assert context is not None
+      index, _, _, decoded, done_B = carry
+      logits_BV, _ = step(*last_tokens(context, decoded, index), state)
+      return index + 1, None, *choose(logits_BV, index, decoded, done_B)
+
     empty_BM = jnp.zeros((num_rows, self.max_decode_steps))
-    nothing = Decoded(empty_BM.astype(jnp.int32), jnp.zeros(num_rows, jnp.int32), empty_BM)
-    first = choose(logits_BV, 0, nothing, prompt_lengths_B == 0)
-    *_, decoded, _ = jax.lax.while_loop(unfinished, extend, (jnp.int32(1), state, *first))
+    decoded = Decoded(empty_BM.astype(jnp.int32), jnp.zeros(num_rows, jnp.int32), empty_BM)
+    width = prompt_length if context is None else min(prompt_length, context)
+    whole = width == prompt_length
+    seen = prompt_step(prompt_ids_BP, prompt_lengths_B) if whole else last_tokens(width, decoded, 0)
+    logits_BV, caches = step(*seen, state)
+    carry = jnp.int32(1), caches, *choose(logits_BV, 0, decoded, prompt_lengths_B == 0)
+    # The caches have room for the tokens before this one.
+    cached_steps = min(self.max_decode_steps, self.cache_length(prompt_length, context) - width + 1)
+    index, _, ids_B, decoded, done_B = jax.lax.while_loop(unfinished(cached_steps), extend, carry)
+    if cached_steps < self.max_decode_steps:
+      again = index, None, ids_B, decoded, done_B
+      *_, decoded, _ = jax.lax.while_loop(unfinished(self.max_decode_steps), start_again, again)
     return decoded

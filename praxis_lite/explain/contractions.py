@@ -14,7 +14,6 @@ only the last two are reported. What is not certain is not followed, so nothing 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from praxis_lite.learning.probe import ELEMENTWISE
+from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 
 Axes = tuple[str, ...]
@@ -95,7 +95,7 @@ class _Walker:
       own = str(eqn.source_info.name_stack)
       if 'transpose(' in own:  # The backward pass: what it moves follows from the forward pass.
         continue
-      results = self.step(eqn, [of(a) for a in eqn.invars], '/'.join(part for part in (scope, _layers(own)) if part))
+      results = self.step(eqn, [of(a) for a in eqn.invars], '/'.join(part for part in (scope, scopes(own)) if part))
       known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
     return [of(v) for v in jaxpr.outvars]
 
@@ -171,10 +171,3 @@ class _Walker:
 
 def _shape(atom: Var | Literal) -> tuple[int, ...]:
   return getattr(atom.aval, 'shape', ())
-
-
-def _layers(name_stack: str) -> str:
-  """'lm/ff' of 'jvp(lm)/ff'."""
-  while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name_stack)) != name_stack:
-    name_stack = inner
-  return '/'.join(filter(None, name_stack.split('/')))

@@ -1,6 +1,7 @@
 """Inputs: deterministic, resumable streams of host batches, and the thread that puts them on the devices."""
 
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.grain_input import ArrayRecordInput, GrainInput, write_array_records
 from praxis_lite.inputs.hf_tokenizer import HfTokenizer
 from praxis_lite.inputs.mixture import MixtureInput
 from praxis_lite.inputs.prefetch import PrefetchIterator
@@ -13,6 +14,7 @@ from praxis_lite.inputs.synthetic import (
   SyntheticInput,
   SyntheticLMInput,
 )
+from praxis_lite.inputs.tables import Column, TableInput
 from praxis_lite.inputs.text import TextInput, stdlib_files
 from praxis_lite.inputs.tfdata import TFDataInput, TFRecordInput, write_tfrecords
-from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, SentencePieceTokenizer
+from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, CharTokenizer, SentencePieceTokenizer

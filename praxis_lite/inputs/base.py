@@ -14,6 +14,7 @@ The position and the number of batches are the same on every host, even if the l
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -99,6 +100,9 @@ class BaseInput(Configurable, Iterator[Rows]):
     """
     raise NotImplementedError
 
+  def check_beside(self, other: BaseInput) -> None:
+    """Raises ConfigError if this input, of training, and another one of the same experiment do not fit together."""
+
   @property
   def label(self) -> str:
     """Name of this input in logs and errors."""
@@ -124,6 +128,10 @@ class BaseInput(Configurable, Iterator[Rows]):
       lambda s: jax.ShapeDtypeStruct((self.batch_size, *s.shape), s.dtype), with_weights(self.example_struct())
     )
 
+  @functools.cached_property
+  def _struct_with_weights(self) -> Struct:
+    return with_weights(self.example_struct())
+
   def get_next(self) -> Rows:
     """Returns this host's rows of the next global batch: arrays of shape [host_batch_size, ...].
 
@@ -131,7 +139,7 @@ class BaseInput(Configurable, Iterator[Rows]):
       StopIteration: all epochs are over.
       DataError: an epoch has no batch, or the data cannot be read.
     """
-    struct = with_weights(self.example_struct())
+    struct = self._struct_with_weights
     while not self._is_over():
       rows, count = self.read(self._epoch, self._position, self.batch_size, *self.host_rows)
       if count == self.batch_size or (count and not self.drop_remainder):
@@ -166,6 +174,9 @@ class BaseInput(Configurable, Iterator[Rows]):
     """Goes back to the start of the stream."""
     self._epoch = self._position = 0
     return self
+
+  def close(self) -> None:
+    """Ends what reads ahead: threads, processes, open files. The input can be read on all the same."""
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position in the stream as a dict for JSON. It is the same on every host."""

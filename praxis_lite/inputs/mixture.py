@@ -133,6 +133,10 @@ class MixtureInput(BaseInput):
       source.reset()
     return self
 
+  def close(self) -> None:
+    for source in self.sources:
+      source.close()
+
   def identity(self) -> dict[str, Any]:
     return {'seed': self.seed, 'weights': self._weights.tolist()}
 

@@ -9,8 +9,10 @@ B batch, T length of a row. A row consists of segments, each a range of consecut
 
     concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
 
-Every token of every document, and its end, is a label exactly once. Documents longer than T are split. The tokens are
-stored once, in the smallest dtype; rows are made from them on request.
+    windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows of that stream, anywhere in it
+
+Except in windows, every token of every document, and its end, is a label exactly once. Documents longer than T are
+split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class PackedRows:
     """Returns these rows as the batch of a language model, each array [B, T]; see `TextInput`."""
     first = self.row_splits[indices]
     counts = self.row_splits[indices + 1] - first
+    if (counts == 1).all() and (self.lengths[first] == self.seq_len).all():
+      return self.windows(self.starts[first])
     number = _ranges(counts)
     segments = np.repeat(first, counts) + number
     lengths = self.lengths[segments]
@@ -75,6 +79,21 @@ class PackedRows:
     }
     if self.num_bytes is not None:
       batch['bytes'] = scatter(self.num_bytes[source + 1], 0, 'float32')
+    return batch
+
+  def windows(self, starts: np.ndarray) -> Rows:
+    """Returns the rows whose ids are tokens[s : s + T] for each s of `starts`, [B], as `rows` does."""
+    source = starts[:, None] + np.arange(self.seq_len + 1)
+    tokens, shape = self.tokens[source].astype(np.int32), (len(starts), self.seq_len)
+    batch = {
+      'ids': tokens[:, :-1],
+      'labels': tokens[:, 1:],
+      'weights': np.ones(shape, np.float32),
+      'segment_ids': np.ones(shape, np.int32),
+      'segment_pos': np.tile(np.arange(self.seq_len, dtype=np.int32), (len(starts), 1)),
+    }
+    if self.num_bytes is not None:
+      batch['bytes'] = self.num_bytes[source[:, 1:]].astype(np.float32)
     return batch
 
 

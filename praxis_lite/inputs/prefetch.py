@@ -80,11 +80,12 @@ class PrefetchIterator(Iterator[T]):
     return self
 
   def close(self) -> None:
-    """Stops the thread and drops what was read ahead. The input is then at the position of `get_state`."""
+    """Stops the thread, closes the input and drops what was read ahead; its position is then that of `get_state`."""
     if self._thread is not None:
       self._thread.shutdown(cancel_futures=True)
       self._thread = None
       self._source.set_state(self._state)
+      self._source.close()
 
   __next__ = get_next
 

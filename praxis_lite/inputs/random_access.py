@@ -39,8 +39,11 @@ class RandomAccessInput(BaseInput):
     stop = min(stop, available)
     if start >= stop:
       return None, available
-    indices = np.arange(position + start, position + stop)
-    return self.rows(self._epoch_order(epoch)[indices] if self.shuffle else indices), available
+    return self.rows_at(epoch, np.arange(position + start, position + stop)), available
+
+  def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
+    """Returns the examples at these places of an epoch, [n] with n > 0, in that order."""
+    return self.rows(self._epoch_order(epoch)[places] if self.shuffle else places)
 
   def batches_per_epoch(self) -> int:
     whole, rest = divmod(self.num_examples, self.batch_size)

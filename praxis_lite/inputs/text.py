@@ -12,28 +12,28 @@ The corpus is read and tokenized when it is first needed, and stays in memory: a
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean, located
+from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk
 from praxis_lite.inputs.packing import PackedRows, concat_documents, pack_documents
-from praxis_lite.inputs.random_access import RandomAccessInput
-from praxis_lite.inputs.rows import Rows, Struct, produced, token_struct
+from praxis_lite.inputs.random_access import RandomAccessInput, uniform
+from praxis_lite.inputs.rows import Rows, Struct, token_struct
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
-Paths = str | os.PathLike | Sequence[str | os.PathLike]
 SPLITS = ('train', 'validation', 'test')
 STDLIB_HELDOUT_FRACTION = 0.05
 # From this many files on, `split_by='auto'` splits by file: hashes of a few names make very unequal splits.
 _MANY_FILES = 20
-_PACKINGS = {'concat': concat_documents, 'packed': pack_documents}
+_PACKINGS = {'concat': concat_documents, 'packed': pack_documents, 'windows': concat_documents}
 
 
 class _Corpus(NamedTuple):
@@ -51,14 +51,17 @@ class TextInput(RandomAccessInput):
     seq_len: T, tokens in a row.
     tokenizer_tpl: config of the tokenizer; the built one is `tokenizer`.
     packing: 'concat' cuts one stream of all documents into rows; 'packed' gives each document segments of its own,
-      which do not attend to each other. See `packing.py`.
+      which do not attend to each other; 'windows' is 'concat' where the order is not shuffled, and where it is, takes
+      rows from random places of that stream, independent of each other: without an end, or as many in each of
+      `num_epochs` as 'concat' has. See `packing.py`.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
     split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, the same on
       every machine; 'position' cuts each file into training, validation and test text, in that order; 'auto' is 'file'
       for 20 files and more.
-    heldout_fraction: fraction of the files, or of each file, for validation; and the same for test.
+    heldout_fraction: fraction of the files, or of each file, for validation.
+    test_fraction: the same for test; 0 leaves no test text; None: as `heldout_fraction`.
 
   Raises (when the data is first needed):
     DataError: a path does not exist or cannot be read, nothing matches, there is no text in it or in its split, or it
@@ -73,6 +76,7 @@ class TextInput(RandomAccessInput):
   split: str | None = None
   split_by: str = 'auto'
   heldout_fraction: float = 0.05
+  test_fraction: float | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -83,6 +87,12 @@ class TextInput(RandomAccessInput):
       raise ConfigError(
         f'{self.label}.heldout_fraction: expected more than 0 and less than 0.5, got {self.heldout_fraction}'
       )
+    if self.test_fraction is not None and not 0 <= self.test_fraction < 0.5:
+      raise ConfigError(
+        f'{self.label}.test_fraction: expected at least 0 and less than 0.5, or None, got {self.test_fraction}'
+      )
+    if self.split == 'test' and self.test_fraction == 0:
+      raise ConfigError(f"{self.label}.split: there is no 'test' text, since test_fraction is 0")
     if self.document_separator == '':
       raise ConfigError(f'{self.label}.document_separator: expected some text or None, got an empty string')
     if self.split is not None:
@@ -119,15 +129,58 @@ class TextInput(RandomAccessInput):
   def rows(self, indices: np.ndarray) -> Rows:
     return self._corpus.rows.rows(indices)
 
+  def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    if not self._samples or self.num_epochs is not None:
+      return super().read(epoch, position, count, start, stop)
+    # Random places have no end, and so no short batch at the end of an epoch.
+    places = np.arange(position + start, position + min(stop, count))
+    return self.rows_at(epoch, places) if len(places) else None, count
+
+  def rows_at(self, epoch: int, places: np.ndarray) -> Rows:
+    if not self._samples:
+      return super().rows_at(epoch, places)
+    stream = self._corpus.rows
+    u = uniform((self.seed,), epoch * self.num_examples + places)
+    return stream.windows(np.floor(u * (len(stream.tokens) - self.seq_len)).astype(np.int64))
+
+  @property
+  def _samples(self) -> bool:
+    """Whether rows are at random places of the text."""
+    return self.packing == 'windows' and bool(self.shuffle)
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'packing': self.packing}
+
+  def check_beside(self, other: BaseInput) -> None:
+    if not isinstance(other, TextInput):
+      return
+    mine, others = (getattr(i.tokenizer, 'characters', None) for i in (self, other))
+    if mine is not None and others is not None and mine != others:
+      raise ConfigError(
+        f'{other.label}.tokenizer_tpl: its {len(others)} characters are not the {len(mine)} of {self.label}; give both '
+        'tokenizers the same path'
+      )
+    is_cut = self.split and other.split and self.split != other.split and self.path == other.path
+    if is_cut and (self.split_by, *self._heldout) != (other.split_by, *other._heldout):
+      raise ConfigError(
+        f'{other.label}: its split_by, heldout_fraction or test_fraction is not that of {self.label}, so that their '
+        'parts of the same text overlap; set them alike'
+      )
+
   @functools.cached_property
   def _corpus(self) -> _Corpus:
     documents = self._read_documents()
-    tokens = self.tokenizer.encode_documents(documents)
+    with located(f'{self.label}.path'):
+      tokens = self.tokenizer.encode_documents(documents)
     # SentencePiece may find no token in white space; such documents are left out.
     kept = [(t, len(d)) for t, d in zip(tokens, documents) if len(t.ids)]
     if not kept:
       raise DataError(f'{self.label}.path: the tokenizer finds no tokens in the text of {self.path!r}')
     rows = _PACKINGS[self.packing]([t for t, _ in kept], self.tokenizer, self.seq_len)
+    if self.packing == 'windows' and len(rows.tokens) <= self.seq_len:
+      raise DataError(
+        f'{self.label}.seq_len: windows of {self.seq_len} tokens need a text that is longer; it has {len(rows.tokens)}'
+      )
     return _Corpus(rows, len(kept), sum(n for _, n in kept))
 
   def _read_documents(self) -> list[bytes]:
@@ -137,7 +190,7 @@ class TextInput(RandomAccessInput):
     if self.split and by_file:
       root = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
       names = [os.path.relpath(os.path.abspath(f), root) for f in files]
-      files = [f for f, n in zip(files, names) if split_of_name(n, self.heldout_fraction) == self.split]
+      files = [f for f, n in zip(files, names) if split_of_name(n, *self._heldout) == self.split]
       if not files:
         raise DataError(
           f"{where}: none of {len(names)} files is in split '{self.split}'; set split_by to 'position', or give a path "
@@ -148,7 +201,7 @@ class TextInput(RandomAccessInput):
       what = f'{files[0]} is' if len(files) == 1 else f'all {len(files)} files of {self.path!r} are'
       raise DataError(f'{where}: {what} empty')
     if self.split and not by_file:
-      contents = [split_of_content(c, self.split, self.heldout_fraction) for c in contents]
+      contents = [split_of_content(c, self.split, *self._heldout) for c in contents]
     if self.document_separator is not None:
       separator = self.document_separator.encode()
       contents = [d for c in contents for d in c.split(separator)]
@@ -157,40 +210,16 @@ class TextInput(RandomAccessInput):
       raise DataError(f"{where}: {self.path!r} has no text in split '{self.split}'; set a larger heldout_fraction")
     return documents
 
+  @property
+  def _heldout(self) -> tuple[float, float]:
+    """The fractions for validation and for test."""
+    return self.heldout_fraction, self.heldout_fraction if self.test_fraction is None else self.test_fraction
+
   def _read(self, file: str, where: str) -> bytes:
-    try:
-      with open(file, 'rb') as f:
-        data = f.read()
-      if not self.tokenizer.is_byte_level:
-        data.decode()
-    except OSError as e:
-      raise DataError(f'{where}: cannot read {file}: {e.strerror}') from None
-    except UnicodeDecodeError as e:
-      raise DataError(f'{where}: {file} is not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}') from None
+    data = read_file(file, where)
+    if not self.tokenizer.is_byte_level:
+      check_utf8(data, file, where)
     return data
-
-
-def find_files(path: object, where: str) -> list[str]:
-  """Returns the files that `path` names, sorted, each once.
-
-  Args:
-    path: as `TextInput.path`. Hidden files of a directory are left out; `**` in a pattern is any number of directories.
-    where: name of the path in error messages.
-
-  Raises:
-    ConfigError: `path` is none of these.
-    DataError: a path does not exist, or no file is found.
-  """
-  path = produced(path)
-  paths = [path] if isinstance(path, (str, os.PathLike)) else path
-  if not isinstance(paths, Iterable) or not all(isinstance(entry, (str, os.PathLike)) for entry in paths):
-    raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
-  found: set[str] = set()
-  for entry in paths:
-    found.update(_files_of(os.path.expanduser(os.fspath(entry)), where))
-  if not found:
-    raise DataError(f'{where}: no files, since the list of paths is empty')
-  return sorted(found)
 
 
 def check_split(split: str, where: str) -> None:
@@ -199,12 +228,12 @@ def check_split(split: str, where: str) -> None:
     raise ConfigError(f'{where}: {split!r} is none of {", ".join(SPLITS)}.{did_you_mean(str(split), SPLITS)}')
 
 
-def split_of_name(name: str, heldout_fraction: float) -> str:
-  """Returns the split of a file by its relative path: validation and test each get `heldout_fraction` of all names."""
+def split_of_name(name: str, heldout_fraction: float, test_fraction: float) -> str:
+  """Returns the split of a file by its relative path: each of these fractions of all names is held out."""
   u = stable_hash(name) / 2**64
-  if u < heldout_fraction:
+  if u < test_fraction:
     return 'test'
-  return 'validation' if u < 2 * heldout_fraction else 'train'
+  return 'validation' if u < test_fraction + heldout_fraction else 'train'
 
 
 def stable_hash(name: str) -> int:
@@ -213,35 +242,14 @@ def stable_hash(name: str) -> int:
   return int.from_bytes(digest[:8], 'big')
 
 
-def split_of_content(data: bytes, split: str, heldout_fraction: float) -> bytes:
+def split_of_content(data: bytes, split: str, heldout_fraction: float, test_fraction: float) -> bytes:
   """Returns the part of a file that belongs to a split: training first, then validation, then test.
 
   Parts end at line ends, or between characters if a line is as long as a held-out part.
   """
-  first = _cut(data, 1 - 2 * heldout_fraction, heldout_fraction)
-  second = max(first, _cut(data, 1 - heldout_fraction, heldout_fraction))
+  first = _cut(data, 1 - heldout_fraction - test_fraction, heldout_fraction)
+  second = max(first, _cut(data, 1 - test_fraction, test_fraction))
   return {'train': data[:first], 'validation': data[first:second], 'test': data[second:]}[split]
-
-
-def _files_of(path: str, where: str) -> list[str]:
-  if os.path.isdir(path):
-    files, missing = list(_walk(path, lambda name: name.startswith('.'))), f'there are no files in the directory {path}'
-  elif os.path.exists(path):
-    return [path]
-  elif glob.has_magic(path):
-    files, missing = [f for f in glob.glob(path, recursive=True) if os.path.isfile(f)], f'no file matches {path}'
-  else:
-    files, missing = [], f'there is no file or directory {path or repr(path)}'
-  if not files:
-    raise DataError(f'{where}: {missing}')
-  return files
-
-
-def _walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
-  """Yields the files below `root`, except those whose name, or that of a directory above them, is `left_out`."""
-  for directory, subdirectories, names in os.walk(root):
-    subdirectories[:] = [d for d in subdirectories if not left_out(d)]
-    yield from (os.path.join(directory, name) for name in names if not left_out(name))
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:
@@ -276,9 +284,9 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
   where = 'stdlib_files'
   check_split(split, f'{where}.split')
   root = sysconfig.get_paths()['stdlib']
-  sources = _walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))
+  sources = walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))
   names = [os.path.relpath(f, root) for f in sources if f.endswith('.py')]
-  names = sorted(n for n in names if split_of_name(n, STDLIB_HELDOUT_FRACTION) == split)
+  names = sorted(n for n in names if split_of_name(n, STDLIB_HELDOUT_FRACTION, STDLIB_HELDOUT_FRACTION) == split)
   if not names:
     raise DataError(
       f'{where}: there are no Python sources of the standard library in {root}; give TextInput a path of your own text'

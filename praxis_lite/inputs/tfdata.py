@@ -8,10 +8,9 @@ Datasets must yield the same examples in the same order each time, whatever the 
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,13 @@ import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, check_choice
-from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, concatenate_rows, produced
-from praxis_lite.inputs.text import Paths, find_files
+from praxis_lite.inputs.rows import Feature, Struct, build_features, canonical_rows, produced
+from praxis_lite.inputs.streamed import Groups, StreamedInput
 
 if TYPE_CHECKING:
   import tensorflow as tf
-
-_Request = tuple[int, int, int, int, int]  # The arguments of `BaseInput.read`.
 
 
 @functools.cache
@@ -48,7 +45,7 @@ def import_tensorflow() -> ModuleType:
   return tf
 
 
-class BaseTFInput(BaseInput):
+class BaseTFInput(StreamedInput):
   """An input that TensorFlow reads. Subclasses define `elements`, and `parse` if elements are not yet examples.
 
   Attributes:
@@ -59,11 +56,6 @@ class BaseTFInput(BaseInput):
   shuffle_buffer_size: int = 10_000
   num_threads: int = 2
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    self._pipeline: tuple[_Request, Iterator[Any]] | None = None
-    self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
-
   def elements(self, epoch: int) -> tf.data.Dataset:
     """Returns the dataset of one epoch, in the order it is stored."""
     raise NotImplementedError
@@ -72,46 +64,21 @@ class BaseTFInput(BaseInput):
     """Returns the examples of [n] elements, as tensors with dimension 0 = n. Traced by TensorFlow; n may be 0."""
     return elements
 
-  def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
-      return self._read_group(epoch, position, count, start, stop)
-    # A single host needs whole batches, and mixtures ask for other numbers each time: both get rows of whole chunks.
-    parts: list[Rows] = []
-    available = 0
-    while available < count:
-      number, first = divmod(position + available, self.batch_size)
-      # The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
-      if self._chunk is None or self._chunk[0] != (epoch, number):
-        group = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
-        self._chunk = ((epoch, number), *group)
-      _, chunk, size = self._chunk
-      n = min(size - first, count - available)
-      if n <= 0:
-        break
-      low, high = max(start - available, 0), min(stop - available, n)
-      if chunk is not None and low < high:
-        parts.append(jax.tree.map(operator.itemgetter(slice(first + low, first + high)), chunk))
-      available += n
-    return concatenate_rows(parts), available
-
-  def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Reads a group from the pipeline that is at `position` already, or from a new one that skips to it."""
-    request = (epoch, position, count, start, stop)
-    at, groups = self._pipeline or (None, None)
-    if groups is None or at != request:
-      groups = iter(self._groups(*request))
-    self._pipeline = None
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
     tf = import_tensorflow()
-    try:
-      n, examples = next(groups, (0, None))
-    except tf.errors.OpError as e:
-      raise DataError(self.explain(e)) from None
-    available = int(n)
-    if available:
-      self._pipeline = ((epoch, position + available, count, start, stop), groups)
-    if available <= start:
-      return None, available
-    return canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label), available
+    groups = iter(self._groups(epoch, position, count, start, stop))
+    while True:
+      try:
+        n, examples = next(groups, (0, None))
+      except tf.errors.OpError as e:
+        raise DataError(self.explain(e)) from None
+      available = int(n)
+      rows = None
+      if available > start:
+        rows = canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label)
+      yield available, rows
+      if available < count:
+        return
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
     """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""

@@ -1,22 +1,25 @@
 """Tokenizers: text to token ids and back.
 
-A byte tokenizer needs no training and no file, and takes any bytes. SentencePiece needs a trained model file and UTF-8
-text. Both count the bytes of text that each token stands for, so that losses compare in nats per byte.
+A byte tokenizer needs no training and no file, and takes any bytes. A character tokenizer takes the characters of a
+text. SentencePiece needs a trained model file. The latter two need UTF-8 text. All count the bytes of text that each
+token stands for, so that losses compare in nats per byte.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Configurable
+from praxis_lite.config import REQUIRED, Config, Configurable
 from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file
 
 if TYPE_CHECKING:
   import sentencepiece
@@ -110,6 +113,86 @@ class ByteTokenizer(BaseTokenizer):
 
   def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
     return [Tokens(np.frombuffer(d, np.uint8), None) for d in documents]
+
+
+class CharTokenizer(BaseTokenizer):
+  """The characters of a text are the tokens: the first, by code point, is 0. One more id begins, ends and pads.
+
+  A run keeps the vocabulary in its directory, so its ids stay the same if the text changes or is gone.
+
+  Attributes:
+    path: the text whose characters are the vocabulary, as `TextInput.path`.
+    vocabulary: the characters themselves, in the order of their ids; None: those of the text at `path`.
+
+  Raises:
+    ConfigError: neither is set, or a character is twice in `vocabulary`.
+    DataError (when the vocabulary is first needed): the text cannot be read, is empty or is not UTF-8; or a text to
+      encode has a character that is not in the vocabulary.
+  """
+
+  path: Paths | Callable[[], Paths] | Config | None = None
+  vocabulary: str | None = None
+
+  def __post_init__(self) -> None:
+    if self.vocabulary is None and self.path is None:
+      raise ConfigError('CharTokenizer.path: expected the text whose characters are the vocabulary, got None')
+    twice = {c for c, n in collections.Counter(self.vocabulary or '').items() if n > 1}
+    if twice:
+      raise ConfigError(f'CharTokenizer.vocabulary: {min(twice)!r} is in it more than once')
+
+  @functools.cached_property
+  def characters(self) -> str:
+    """The vocabulary: the character of each id."""
+    if self.vocabulary is not None:
+      return self.vocabulary
+    where = 'CharTokenizer.path'
+    found: set[str] = set()
+    for file in find_files(self.path, where):
+      data = read_file(file, where)
+      check_utf8(data, file, where)
+      found.update(data.decode())
+    if not found:
+      raise DataError(f'{where}: there is no text in {self.path!r}')
+    return ''.join(sorted(found))
+
+  @property
+  def vocab_size(self) -> int:
+    return len(self.characters) + 1
+
+  @property
+  def special_ids(self) -> tuple[int, int, int]:
+    return (len(self.characters),) * 3
+
+  def decode(self, ids: Iterable[int]) -> str:
+    # A model with an enlarged vocabulary may produce ids that are neither characters nor special.
+    kept = [int(i) for i in ids if int(i) not in self.special_ids]
+    return ''.join(self.characters[i] if 0 <= i < len(self.characters) else '\ufffd' for i in kept)
+
+  def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+    return [self._encode(np.frombuffer(d.decode().encode('utf-32-le'), np.uint32)) for d in documents]
+
+  def _encode(self, codes: np.ndarray) -> Tokens:
+    """Returns the tokens of the code points of a text."""
+    ids = self._id_of_code[np.minimum(codes, len(self._id_of_code) - 1)]
+    if (ids < 0).any():
+      unknown = chr(codes[ids < 0][0])
+      raise DataError(
+        f'{unknown!r} (U+{ord(unknown):04X}) is not among the {len(self.characters)} characters of the vocabulary, '
+        f'{self.characters[:100]!r}{"..." if len(self.characters) > 100 else ""}'
+      )
+    return Tokens(ids, np.searchsorted(_LAST_CODE_OF_LENGTH, codes) + 1)
+
+  @functools.cached_property
+  def _id_of_code(self) -> np.ndarray:
+    """The id of each code point up to the largest in the vocabulary, and of all others, at the end; -1 for none."""
+    codes = np.array([ord(c) for c in self.characters], np.int64)
+    ids = np.full(codes.max(initial=0) + 2, -1, np.int32)
+    ids[codes] = np.arange(len(codes))
+    return ids
+
+
+# The largest code points that take one, two and three bytes in UTF-8.
+_LAST_CODE_OF_LENGTH = np.array([0x7F, 0x7FF, 0xFFFF], np.uint32)
 
 
 class SentencePieceTokenizer(BaseTokenizer):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.config import REQUIRED, Config, field_names, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.attention import MultiHeadAttention
@@ -166,6 +166,7 @@ class TransformerLm(Layer):
     num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
     hidden_dims: hidden dims of the feed-forward layers; None: 4 D.
+    use_bias: whether all layers that may have biases, but the softmax, have them; None: as their templates say.
     embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
     position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
     dropout_tpl: of the child `embedding_dropout`.
@@ -182,6 +183,7 @@ class TransformerLm(Layer):
   num_kv_heads: int | None = None
   dims_per_head: int | None = None
   hidden_dims: int | None = None
+  use_bias: bool | None = None
   embedding_tpl: Config | None = None
   position_tpl: Config | None = None
   dropout_tpl: Config = template(Dropout)
@@ -200,9 +202,14 @@ class TransformerLm(Layer):
     hidden_dims, heads = self.hidden_dims, {field: getattr(self, field) for field in _HEADS}
     transformer.layers_tpl.set(input_dims=D, hidden_dims=4 * D if hidden_dims is None else hidden_dims, **heads)
     transformer.layers_tpl.attention_tpl.causal = True
+    block = transformer.layers_tpl
+    final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
+    for config in (block.attention_tpl, block.ff_tpl, block.norm_tpl, final_norm):
+      if self.use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
+        config.use_bias = self.use_bias
     self.create_child('transformer', transformer)
-    if self.final_norm_tpl is not None:
-      self.create_child('final_norm', self.final_norm_tpl.clone(dims=D))
+    if final_norm is not None:
+      self.create_child('final_norm', final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
     if self.embedding_tpl is None and not isinstance(self.softmax, SharedEmbeddingSoftmax):
       raise ConfigError(
@@ -268,7 +275,12 @@ class TransformerLm(Layer):
   def _normalize(self, x_BTD: jax.Array) -> jax.Array:
     return x_BTD if self.final_norm_tpl is None else self.final_norm(x_BTD)
 
+  @property
+  def max_positions(self) -> int | None:
+    """How many positions the model has; None for any number."""
+    return None if self.position_tpl is None else getattr(self.position, 'max_len', None)
+
   def _check_length(self, length: int) -> None:
-    most = None if self.position_tpl is None else getattr(self.position, 'max_len', None)
+    most = self.max_positions
     if most is not None and length > most:
       raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
+import jax.numpy as jnp
+
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
-from praxis_lite.trees import NestedDict
+from praxis_lite.trees import NestedDict, leaves, path_name
 from praxis_lite.weighted import WeightedScalars
 
 PredictionsT = TypeVar('PredictionsT')
@@ -24,7 +26,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   def compute_predictions(self, batch: NestedDict) -> PredictionsT:
     """Returns what the loss is computed from, such as logits: any tree of arrays."""
-    raise NotImplementedError(f'{type(self).__name__}.compute_predictions')
+    raise ConfigError(f'task.model: {type(self).__name__} has no method compute_predictions(batch); define it')
 
   def compute_loss(self, predictions: PredictionsT, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns (metrics, per-example outputs) of what `compute_predictions` returned for the same batch.
@@ -32,7 +34,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     Metrics are (mean, weight) by name; `loss`, which is trained on, is among them. Per-example outputs are a dict of
     arrays with the batch as dimension 0.
     """
-    raise NotImplementedError(f'{type(self).__name__}.compute_loss')
+    raise ConfigError(f'task.model: {type(self).__name__} has no method compute_loss(predictions, batch); define it')
 
   def __call__(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs of `compute_loss` for a batch."""
@@ -60,3 +62,56 @@ class BaseModel(Layer, Generic[PredictionsT]):
       ConfigError: this model does not decode.
     """
     raise ConfigError(f'task.model: {type(self).__name__} has no method decode(batch), so it cannot decode')
+
+
+def checked_outputs(model: BaseModel, outputs: Any, method: str = 'compute_loss') -> tuple[WeightedScalars, NestedDict]:
+  """Returns the (metrics, per-example or decoded outputs) that a method of a model has returned.
+
+  Raises:
+    ConfigError: they are something else, a metric is not a pair (mean, weight), or there is no scalar `loss`.
+  """
+  where = f'task.model: {type(model).__name__}.{method}'
+  if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(isinstance(part, dict) for part in outputs)):
+    second = 'decoded outputs' if method == 'decode' else 'per-example outputs'
+    raise ConfigError(
+      f'{where} returned {_described(outputs)}; it must return two dicts, metrics and {second}, as in '
+      "return {'loss': weighted_mean(losses, batch['weights'])}, {}"
+    )
+  metrics, by_row = outputs
+  for name, metric in metrics.items():
+    if not (isinstance(metric, tuple | list) and len(metric) == 2):
+      raise ConfigError(
+        f'{where}: the metric {name!r} is {_described(metric)}; it must be a pair (mean, weight), as '
+        "weighted_mean(values, batch['weights']) returns, or (mean, number of examples)"
+      )
+  if method == 'compute_loss' and 'loss' not in metrics:
+    raise ConfigError(
+      f"{where}: there is no 'loss' among the metrics, {', '.join(metrics) or 'of which there are none'}. "
+      "It is what is trained on; add 'loss': weighted_mean(losses, batch['weights'])"
+    )
+  for name, metric in metrics.items():
+    mean, weight = map(jnp.asarray, metric)
+    if name == 'loss' and (mean.shape, weight.shape) != ((), ()):
+      raise ConfigError(
+        f'{where}: the loss is {_described(mean)} with a weight of {_described(weight)}; both must be scalars, as '
+        "weighted_mean(losses, batch['weights']) returns"
+      )
+    metrics = {**metrics, name: (mean, weight)}
+  for path, x in leaves(by_row).items():
+    if not jnp.ndim(x):
+      raise ConfigError(
+        f'{where}: {path_name(path)} is a scalar, and the second dict has an array for each, with the batch as '
+        'dimension 0; a scalar is a metric'
+      )
+  return metrics, by_row
+
+
+def _described(value: Any) -> str:
+  """A value as messages show it: an array by dtype and shape, in tuples and dicts too."""
+  if hasattr(value, 'dtype') and hasattr(value, 'shape'):
+    return f'{value.dtype}{list(value.shape)}' if value.shape else f'a {value.dtype} scalar'
+  if isinstance(value, tuple):
+    return f'({", ".join(map(_described, value))})'
+  if isinstance(value, dict):
+    return f'a dict of {", ".join(map(str, value)) or "nothing"}'
+  return 'None' if value is None else repr(value)

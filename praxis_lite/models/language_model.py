@@ -25,6 +25,7 @@ from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
+_PASSED_ON = (*_SIZES, 'use_bias')
 
 
 class LanguageModel(BaseModel[SoftmaxOutput]):
@@ -33,6 +34,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   Attributes:
     vocab_size, model_dims, num_layers, num_heads, num_kv_heads, dims_per_head, hidden_dims: sizes of the network, set
       here or in `lm_tpl`; None: as in `lm_tpl`.
+    use_bias: whether the network has biases, set here or in `lm_tpl`; None: as in `lm_tpl`.
     lm_tpl: of the network, the child `lm`.
     packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
       padding only at its end, and `segment_ids` are ignored; attention then needs only the causal mask.
@@ -47,6 +49,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   num_kv_heads: int | None = None
   dims_per_head: int | None = None
   hidden_dims: int | None = None
+  use_bias: bool | None = None
   lm_tpl: Config = template(TransformerLm)
   packed: bool = True
   tokens_are_bytes: bool = False
@@ -55,10 +58,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def setup(self) -> None:
     lm = self.lm_tpl.clone()
-    for name in _SIZES:
-      own, there = getattr(self, name), getattr(lm, name)
+    for name in _PASSED_ON:
+      own = getattr(self, name)
       if own is None:
         continue
+      there = getattr(lm, name)
       if there is not None and there is not REQUIRED and there != own:
         raise ConfigError(
           f'{self.path_name}.{name} is {own}, but {self.path_name}.lm_tpl.{name} is {there}; set one of them'
@@ -116,6 +120,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   # ---------------------------------------------------------------- decoding
 
+  @property
+  def context(self) -> int | None:
+    """How many tokens decoding sees at once, the last ones; None for all."""
+    return self.decoder.context(getattr(self.lm, 'max_positions', None))
+
   def prefill(self, ids_BP: jax.Array, lengths_B: jax.Array, cache_length: int) -> jax.Array:
     """Returns logits [B, V] of the token after each prompt; the caches, of `cache_length` slots, are its decode state.
 
@@ -148,10 +157,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       logits_BV, side = self.lm.apply(variables, ids_BT, pos_BT, last_B, decode_state=state, method='extend_step')
       return logits_BV, side.decode_state
 
-    cache_length = self.decoder.cache_length(prompt_length)
+    context = self.context
+    cache_length = self.decoder.cache_length(prompt_length, context)
     _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
     key = None if self.decoder.temperature == 0 else self.next_prng_key()
-    decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key)
+    decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key, context)
     metrics = {
       'decoded_length': weighted_mean(decoded.lengths, prompt_lengths_B > 0),
       'log_prob': weighted_mean(decoded.log_probs, jnp.arange(decoded.ids.shape[1]) < decoded.lengths[:, None]),

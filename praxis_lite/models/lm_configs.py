@@ -36,6 +36,8 @@ def transformer_lm(
   max_len: int = 1024,
   rotary_base: float = 10_000.0,
   tie_embeddings: bool | None = None,
+  use_bias: bool | None = None,
+  activation: str | None = None,
   dropout: float = 0.0,
   repeat: bool = True,
   remat: str = 'none',
@@ -53,6 +55,8 @@ def transformer_lm(
     max_len: number of learned positions of 'gpt2'.
     rotary_base: longest wavelength of the rotary positions of 'llama', over 2 pi.
     tie_embeddings: whether softmax and embedding share a table; None: as the style says.
+    use_bias: whether linear layers and norms have biases; None: as the style says.
+    activation: of the feed-forward layers, see `activations.py`; None: 'silu' for 'llama', 'gelu_tanh' for 'gpt2'.
     dropout: rate on embeddings and on what is added to the residual stream.
     repeat: whether the blocks are a scan; False: each block is a separate layer.
     remat: see `layers/repeat.py`.
@@ -77,6 +81,8 @@ def transformer_lm(
     norm = Config(RMSNorm, epsilon=1e-5)
     block.attention_tpl.rotary_tpl = Config(RotaryPositions, max_timescale=rotary_base)
     block.ff_tpl = Config(GatedFeedForward, out_init=residual_init)
+  if activation is not None:
+    block.ff_tpl.activation = activation
   block.attention_tpl.out_tpl.params_init = residual_init
   block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
   lm.dropout_tpl = Config(Dropout, rate=dropout)
@@ -94,6 +100,7 @@ def transformer_lm(
     num_kv_heads=num_kv_heads,
     dims_per_head=dims_per_head,
     hidden_dims=hidden_dims,
+    use_bias=use_bias,
     lm_tpl=lm,
     fprop_dtype=fprop_dtype,
   )

@@ -77,6 +77,14 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   return {kind: Collective(*total) for kind, total in totals.items()}
 
 
+def scopes(name: str) -> str:
+  """The scopes in the name of an operation: 'lm/ff/dot' of 'jit(step)/transpose(jvp(lm))/ff/jit(f)/dot'."""
+  name = re.sub(r'jit\([^()]*\)', '', name)
+  while (inner := re.sub(r'\w+\(([^()]*)\)', r'\1', name)) != name:
+    name = inner
+  return '/'.join(filter(None, name.split('/')))
+
+
 def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[str, int]) -> None:
   """Raises an AssertionError, listing all collectives, unless each kind in `expected` runs that many times.
 

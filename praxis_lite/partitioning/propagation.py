@@ -38,24 +38,20 @@ class Site:
 
   Attributes:
     op: the operation. Its arrays are the operands, then the results.
+    where: the operation as it is named in profiles.
     shapes: the global shape of each array.
     mesh: the axes that may split them, in the order of the mesh; those that `shard_map` maps are left out.
     mended: what was done to its operands besides stating how they are split.
   """
 
-  def __init__(self, op: ir.Operation, mesh: ir.Attribute, axes: tuple[Axis, ...]):
-    self.op = op
+  def __init__(self, op: ir.Operation, where: str, mesh: ir.Attribute, axes: tuple[Axis, ...]):
+    self.op, self.where = op, where
     self.shapes = tuple(tuple(v.type.shape) for v in (*op.operands, *op.results))
     self.mended: list[str] = []
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
     self._stated: dict[int, ir.Operation] = {}
     manual = _manual_axes(op)
     self.mesh = tuple(axis for axis in axes if axis.name not in manual)
-
-  @property
-  def where(self) -> str:
-    """The operation as it is named in profiles."""
-    return str(self.op.location).partition('"')[2].partition('"')[0]
 
   def mend(self, what: str) -> bool:
     """Notes that something is done to the operands; False if it has been done before."""
@@ -134,7 +130,9 @@ class Propagation:
     self._sizes = {axis.name: axis.size for axis in mesh[1]}
     with module.context:
       symbol = ir.FlatSymbolRefAttr.get(mesh[0])
-      self.sites = [Site(op, symbol, mesh[1]) for op in operations(module.operation, names)]
+      callers = {_callee(call): call for call in operations(module.operation, {'func.call'})}
+      found = operations(module.operation, names)
+      self.sites = [Site(op, _name(op, callers), symbol, mesh[1]) for op in found]
 
   def instances(self) -> list[Instance]:
     """Propagates the shardings that the module has now, and reads them."""
@@ -157,12 +155,26 @@ class Propagation:
       yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
 
 
+def _callee(call: ir.Operation) -> str:
+  return ir.FlatSymbolRefAttr(call.attributes['callee']).value
+
+
+def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
+  """The name of an operation, after that of a call of its function."""
+  name = str(op.location).partition('"')[2].partition('"')[0]
+  parent = op.parent
+  while parent is not None and parent.operation.name != 'func.func':
+    parent = parent.operation.parent
+  call = None if parent is None else callers.get(ir.StringAttr(parent.operation.attributes['sym_name']).value)
+  return name if call is None else f'{_name(call, callers)}/{name}'
+
+
 def _inline_calls(module: ir.Operation) -> None:
   """Puts the body of each function in place of its calls, as XLA does before it propagates."""
   functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
   while calls := operations(module, {'func.call'}):
     for call in calls:
-      body = functions[ir.FlatSymbolRefAttr(call.attributes['callee']).value].regions[0].blocks[0]
+      body = functions[_callee(call)].regions[0].blocks[0]
       known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
       *inside, returned = (op.operation for op in body.operations)
       with ir.InsertionPoint(call):

@@ -25,7 +25,8 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
-from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks, own_hooks, watched_metrics
+from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
+from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
@@ -40,6 +41,7 @@ from praxis_lite.runtime.run_config import (
   run_keys,
 )
 from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -77,7 +79,7 @@ def run_train(
   verify_numerics: bool = False,
   advise: Advice | None = None,
   hooks: Sequence[Hook] = (),
-  profile_steps: ProfiledSteps | None = None,
+  profile_steps: tuple[int, int] | None = None,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -104,10 +106,12 @@ def run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    config = with_vocabulary(config, directory)
     task = config.task.instantiate()
     settings = task.train
     check_intervals(settings)
     check_hooks(hooks)
+    profiled = None if profile_steps is None else ProfiledSteps.parse(profile_steps)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
@@ -198,7 +202,7 @@ def run_train(
       tell_of_checkpoints()
 
     run = Run(task, directory, state, results, save=save, line=console.line)
-    profiling = [] if profile_steps is None else [to_close.enter_context(ProfileSteps(profile_steps))]
+    profiling = [] if profiled is None else [to_close.enter_context(ProfileSteps(profiled))]
     all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks])
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
@@ -206,6 +210,8 @@ def run_train(
 
     # ---- train
     ended_by = 'done'
+    if is_primary_process():
+      keep_vocabulary(config, directory)
     batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
     to_close.enter_context(stop)
     all_hooks.on_start(run)

@@ -81,6 +81,8 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
   check_choice('what', settings.what, KINDS)
   for name, values, choices in (('format', settings.formats, FORMATS), ('platforms', settings.platforms, PLATFORMS)):
     for value in values:
+      if value == 'gpu':
+        raise ConfigError("platforms: 'gpu' is two platforms here, 'cuda' (NVIDIA) and 'rocm' (AMD)")
       check_choice(name, value, choices)
     if not values:
       raise ConfigError(f'{name}: expected at least one of {", ".join(choices)}')
@@ -171,8 +173,7 @@ def _forward_program(
     return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
 
   inputs = {_identifier(path_name(path)): x for path, x in shapes.items()}
-  inputs = _used(forward, _shapes(variables), inputs)
-  return _exported('forward', forward, variables, inputs, settings)
+  return _exported('forward', forward, variables, inputs, settings, only_used=True)
 
 
 def _used(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
@@ -214,23 +215,40 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
 
 
 def _exported(
-  name: str, function: Function, variables: NestedDict, inputs: Arrays, settings: ExportSettings
+  name: str,
+  function: Function,
+  variables: NestedDict,
+  inputs: Arrays,
+  settings: ExportSettings,
+  only_used: bool = False,
 ) -> _Program:
+  """Exports a function, with `only_used` of those of the inputs that it depends on."""
+  shapes = {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
   function.__name__ = name
   try:
-    exported = export.export(jax.jit(function), platforms=settings.platforms)(_shapes(variables), inputs)
-  except (jax.errors.JAXTypeError, jax.core.InconclusiveDimensionOperation, NotImplementedError) as error:
-    if settings.batch_size is not None:
+    inputs = _used(function, shapes, inputs) if only_used else inputs
+    exported = export.export(jax.jit(function), platforms=settings.platforms)(shapes, inputs)
+  except Exception as error:
+    if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
-    reason = str(error).strip().splitlines()[0].rstrip('.')
+    reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip('.')
     raise ConfigError(
-      f'task.model: its {name} cannot be exported for any batch size ({reason}); choose one, such as batch_size=8'
+      f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
+      'choose a size, such as batch_size=8, or fewer platforms'
     ) from error
   return _Program(name, inputs, exported)
 
 
-def _shapes(variables: NestedDict) -> Arrays:
-  return {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
+def _traces_with_rows(function: Function, variables: Arrays, inputs: Arrays) -> bool:
+  """Whether a function that does not take arrays of any batch size takes those of one."""
+  known = {
+    n: jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype) for n, x in inputs.items()
+  }
+  try:
+    jax.eval_shape(function, variables, known)
+  except Exception:
+    return False
+  return True
 
 
 def _batch_dim(settings: ExportSettings) -> Any:
@@ -336,11 +354,12 @@ def _table(kind: str, arrays: Arrays) -> str:
   return '\n'.join(rows) + '\n'
 
 
-_WHAT = {'forward': 'predictions for a batch', 'decode': 'next-token logits with caches, for a loop of decoding'}
+_WHAT = {'forward': 'Predictions for a batch', 'decode': 'Logits of next tokens with caches, for a loop of decoding'}
 
 _README_HEAD = """# An exported model
 
-{what}, as programs of one device for {platforms}. `signature.json` says the same in JSON. `batch` stands for any size.
+{what}, as programs of one device for these platforms: {platforms}.
+`signature.json` says the same in JSON. A size `batch` may be any.
 """
 
 _README_DECODE = """## The loop

@@ -20,6 +20,7 @@ from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
 from praxis_lite.runtime.prompts import prompt_batch
 from praxis_lite.runtime.run_config import build_datasets, job_directory
 from praxis_lite.runtime.trained import TrainedModel, restore_model
+from praxis_lite.runtime.vocabulary import with_vocabulary
 
 
 def run_eval(
@@ -40,6 +41,7 @@ def run_eval(
   Raises:
     UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
   """
+  config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.datasets)
   inputs = datasets.evaluation
   if not inputs:
@@ -64,6 +66,7 @@ def run_decode(
   seed: int = 0,
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
+  config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not datasets.inputs:
     raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')

@@ -172,6 +172,8 @@ def _regex(field: str, pattern: str) -> re.Pattern[str]:
 
 
 def _expanded(match: re.Match[str], replacement: str, field: str) -> str:
+  if not replacement.isprintable():  # '\1' in a string that is not raw.
+    raise ConfigError(f"{field}: {replacement!r} is no path; write groups in a raw string, as in r'lm.\\1'")
   try:
     return match.expand(replacement)
   except (re.error, IndexError) as error:

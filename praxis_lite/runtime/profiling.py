@@ -22,12 +22,12 @@ class ProfiledSteps(NamedTuple):
   last: int
 
   @classmethod
-  def parse(cls, text: str) -> ProfiledSteps:
-    """Returns the steps of a text like '10:15'; raises ConfigError if it is another one."""
-    first, colon, last = text.partition(':')
-    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-      raise ConfigError(f'profile_steps = {text!r}: expected the first and the last step, as in 10:15')
-    return cls(int(first), int(last))
+  def parse(cls, steps: str | tuple[int, int]) -> ProfiledSteps:
+    """Returns the steps of a text like '10:15', or of a pair; raises ConfigError if they are not such."""
+    ends = steps.split(':') if isinstance(steps, str) else [str(step) for step in steps]
+    if len(ends) != 2 or not all(end.isdecimal() for end in ends) or not 1 <= int(ends[0]) <= int(ends[1]):
+      raise ConfigError(f'profile_steps = {steps!r}: expected the first and the last step, as in 10:15')
+    return cls(*map(int, ends))
 
 
 class ProfileSteps(Hook):

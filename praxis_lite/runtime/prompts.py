@@ -56,7 +56,8 @@ def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation
 
 def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[int]:
   try:
-    return encode(prompt)
+    with located(f'{name}={prompt!r}'):
+      return encode(prompt)
   except UnicodeEncodeError as error:  # A shell passed bytes that are not text.
     raise UserError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
 

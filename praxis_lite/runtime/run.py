@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -23,8 +23,9 @@ from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.runtime.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
-from praxis_lite.runtime.record import RunRecord, has_record, read_record
+from praxis_lite.runtime.record import RunRecord, changes_named, has_record, read_record
 from praxis_lite.runtime.trained import TrainedModel, restore_model
+from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.task import SingleTask
 
 
@@ -106,9 +107,10 @@ class SavedRun:
       UserError: there is no such checkpoint, or the mesh does not fit the task or the devices.
     """
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
-    return restore_model(
-      self.config, self.directory, create_mesh, step=step, use_ema='evaluate' if ema is None else ema, seed=seed
-    )
+    use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
+    config = with_vocabulary(self.config, self.directory)
+    with changes_named(self.directory, config):
+      return restore_model(config, self.directory, create_mesh, step=step, use_ema=use_ema, seed=seed)
 
   def __repr__(self) -> str:
     return f'<run {self.directory}, checkpoints of steps {self.checkpoints.steps}>'

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,6 +82,9 @@ class Datasets(NamedTuple):
           raise DataError(f'{data.label}: there is no batch in it') from None
         data.reset()
         model.check_input(data, batch)
+        for training in self.inputs:
+          if training.is_training and data is not training:
+            training.check_beside(data)
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
@@ -131,6 +134,11 @@ def held_for_training(path: Path) -> Iterator[None]:
   Raises UserError if another run is training there. The system releases the lock in whatever way the process ends. A
   file system without locks is not an error.
   """
+  if sys.platform == 'win32':  # It has no such locks, and the command line does not train there.
+    yield
+    return
+  import fcntl
+
   directory = os.open(path, os.O_RDONLY)
   try:
     fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)

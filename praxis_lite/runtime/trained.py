@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -16,13 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.config import Config
+from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
-from praxis_lite.models.base import BaseModel
+from praxis_lite.models import BaseModel, LanguageModel
 from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
+from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
@@ -87,6 +89,7 @@ class TrainedModel:
     self.seed = seed
     self._sizes: dict[str, list[int]] = {}  # The batch sizes that were compiled, by what is compiled.
     self._tasks_by_sampler: dict[str, TaskOnMesh] = {}
+    self._has_noted = False
 
   # ---------------------------------------------------------------- what it is
 
@@ -193,7 +196,9 @@ class TrainedModel:
     if isinstance(prompts, str):
       raise UserError(f'decode: expected a list of prompts, got one text; pass [{prompts!r}]')
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
-    decoded = self._by_row(tasks, prompt_batch(tokens), lambda task: task.decode_step, key).decoded
+    batch = prompt_batch(tokens)
+    self._note_what_is_not_seen(tasks.jax_task.model, int(batch['prompt_lengths'].max()))
+    decoded = self._by_row(tasks, batch, lambda task: task.decode_step, key).decoded
     ids = [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
     if all(isinstance(prompt, str) for prompt in prompts):
       return [continued_text(self._tokenizer(), prompt, row) for prompt, row in zip(tokens, ids)]
@@ -280,6 +285,15 @@ class TrainedModel:
       self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh)
     return self._tasks_by_sampler[name]
 
+  def _note_what_is_not_seen(self, model: BaseModel, prompt_length: int) -> None:
+    """Prints, once, that a language model does not see all tokens of what it continues."""
+    if not isinstance(model, LanguageModel) or model.context is None or self._has_noted or not is_primary_process():
+      return
+    seen, most = model.context, prompt_length + model.decoder.max_decode_steps - 1
+    if most > seen:
+      self._has_noted = True
+      print(f'note: the model sees {seen} tokens at once; of up to {most}, the last {seen}', file=sys.stderr)
+
   def _tokenizer(self) -> BaseTokenizer:
     if self.tokenizer is None:
       raise UserError('decode: texts need a dataset with a tokenizer, and there is none; pass lists of tokens')
@@ -340,7 +354,7 @@ def restore_model(
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
   """The dataset of a name or number; one without a name is called by its class."""
-  names = [dataset.name or getattr(dataset.__fn_or_cls__, '__name__', '') for dataset in datasets]
+  names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
   if isinstance(wanted, str) and wanted in names:
     return datasets[names.index(wanted)]
   if isinstance(wanted, int) and -len(names) <= wanted < len(names):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.errors import ConfigError, NumericsError
 from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.partitioning.padding import slice_to
 from praxis_lite.training.execution import EXECUTIONS
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
@@ -58,7 +59,7 @@ def compare_gradients(
     ConfigError: there is nothing to compare with: one device has not the memory, or there are several hosts, and the
       other partitioning does not take this task; or it draws other random numbers.
   """
-  found = _norms(partitioned, partitioned.jax_task.partitioning, state, prng_key, batch)
+  found = _Norms(partitioned, partitioned.jax_task.partitioning, batch)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)
   cpu = partitioned.mesh.devices.flat[0].platform == 'cpu'
   tolerance = _EXACT if cpu and partitioned.jax_task.model.fprop_dtype == jnp.float32 else _ROUNDED
@@ -83,6 +84,19 @@ def compare_gradients(
   return Compared(reference, sum(norm.size for norm in expected.values()), worst)
 
 
+class _Norms:
+  """The norms of the gradients of a task's step, of any state and batch of the same shapes; compiled once."""
+
+  def __init__(self, partitioned: PartitionedTask, partitioning: str, batch: NestedDict):
+    layout = StateLayout(*(_without_slots(tree) for tree in partitioned.layout))
+    alone = PartitionedTask(partitioned.jax_task, jax.eval_shape(lambda: batch), layout=layout)
+    self._step = alone.gradient_norms(EXECUTIONS[partitioning](partitioned.jax_task, layout))
+
+  def __call__(self, state: TrainState, prng_key: jax.Array, batch: NestedDict) -> Norms:
+    norms = leaves(self._step(_without_slots(state), prng_key, batch).mean_metrics)
+    return {path_name(path): np.asarray(norm) for path, norm in norms.items()}
+
+
 def _reference(
   partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
 ) -> tuple[str, Norms]:
@@ -94,51 +108,32 @@ def _reference(
     one = Mesh(np.array([device]).reshape((1,) * len(partitioned.mesh.axis_names)), partitioned.mesh.axis_names)
     whole = jax.sharding.SingleDeviceSharding(device)
     try:
-      small = PartitionedTask(task, jax.tree.map(_shape, batch), mesh=one)
-      true = jax.tree.map(
-        lambda x, true: jax.device_put(x, whole)[tuple(map(slice, true.shape))],
-        state.mdl_vars,
-        partitioned.unpadded_state_shapes.mdl_vars,
-      )
-      there = state.replace(mdl_vars=true, step=jax.device_put(state.step, whole))
-      rows = jax.device_put(batch, whole)
+      norms = _Norms(PartitionedTask(task, jax.eval_shape(lambda: batch), mesh=one), 'auto', batch)
+      stored = jax.device_put((state.mdl_vars, state.step, batch), whole)
+      there = state.replace(mdl_vars=slice_to(stored[0], partitioned.layout.mdl_vars.unpadded_shapes), step=stored[1])
+      expected = norms(there, prng_key, stored[2])
       if own != 'auto':
-        _refuse_random_numbers(small, there, prng_key, rows)
-      return 'on one device', _norms(small, 'auto', there, prng_key, rows)
+        _refuse_random_numbers(expected, norms(there, jax.random.fold_in(prng_key, 1), stored[2]))
+      return 'on one device', expected
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
       problem = 'one device has not the memory'
   other = next(name for name in EXECUTIONS if name != own)
   try:
-    _refuse_random_numbers(partitioned, state, prng_key, batch)
-    return f'with partitioning={other!r}', _norms(partitioned, other, state, prng_key, batch)
+    by_name = {name: _Norms(partitioned, name, batch) for name in ('auto', other)}
+    one_key, another = (by_name['auto'](state, key, batch) for key in (prng_key, jax.random.fold_in(prng_key, 1)))
+    _refuse_random_numbers(one_key, another)
+    return f'with partitioning={other!r}', by_name[other](state, prng_key, batch)
   except ConfigError as error:
     raise ConfigError(f'{problem}, and partitioning={other!r} does not take this task: {error}') from error
-
-
-def _norms(
-  partitioned: PartitionedTask, partitioning: str, state: TrainState, prng_key: jax.Array, batch: NestedDict
-) -> Norms:
-  layout = StateLayout(*(_without_slots(tree) for tree in partitioned.layout))
-  alone = PartitionedTask(partitioned.jax_task, jax.tree.map(_shape, batch), layout=layout)
-  step = alone.gradient_norms(EXECUTIONS[partitioning](partitioned.jax_task, layout))
-  norms = leaves(step(_without_slots(state), prng_key, batch).mean_metrics)
-  return {path_name(path): np.asarray(norm) for path, norm in norms.items()}
 
 
 def _without_slots(tree: TrainState) -> TrainState:
   return tree.replace(opt_states={}, ema_vars=None)
 
 
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _refuse_random_numbers(
-  partitioned: PartitionedTask, state: TrainState, prng_key: jax.Array, batch: NestedDict
-) -> None:
+def _refuse_random_numbers(one_key: Norms, another: Norms) -> None:
   """Raises a ConfigError if gradients depend on the key: under `shard_map` each device draws numbers of its own."""
-  one, other = (_norms(partitioned, 'auto', state, key, batch) for key in (prng_key, jax.random.fold_in(prng_key, 1)))
-  if not all(np.allclose(one[name], other[name], rtol=_EXACT) for name in one):
+  if not all(np.allclose(one_key[name], another[name], rtol=_EXACT) for name in one_key):
     raise ConfigError('the model draws random numbers, such as dropout, and under shard_map each device draws its own')

@@ -38,7 +38,7 @@ class PartitionedStep(Generic[OutT]):
     donate_argnums: arguments whose memory the result may reuse.
 
   Attributes:
-    guarded: once it is compiled, the operations that XLA would have computed wrongly; see `partitioning/guards.py`.
+    guarded: once it is compiled, the operations that XLA would have computed wrongly; see `partitioning/guards/`.
   """
 
   def __init__(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from praxis_lite.call import SideOutputs, Summary, Surroundings
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning.learner import BoundLearner
+from praxis_lite.models.base import checked_outputs
 from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
@@ -95,18 +96,13 @@ def train_step_single_learner(
 
 
 def gradient_norms(
-  jax_task: SingleTask,
-  states: TrainState[jax.Array],
-  prng_key: jax.Array,
-  inputs: NestedDict,
-  execution: Execution | None = None,
+  jax_task: SingleTask, states: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict, execution: Execution
 ) -> TrainStepOutput:
   """A train step that is not taken: its metrics are the norms of the gradients, and the state stays as it was.
 
   Arguments are those of `train_step_single_learner`. There is a norm for each trained variable, float32: a scalar, or
   [layers, 1, ...] with a norm for each repeated layer.
   """
-  execution = execution or Execution()
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, execution)
   return TrainStepOutput(states, loss, learner.norms(gradients, execution.sum_parts), {}, {})
@@ -128,9 +124,8 @@ def _loss_and_gradients(
     trained: NestedDict, others: NestedDict, key: jax.Array, batch: NestedDict
   ) -> tuple[jax.Array, LossOutput]:
     variables = execution.readable(merge(others, trained))
-    (metrics, per_example), side = model.apply(
-      variables, batch, key=key, do_eval=False, surroundings=execution.surroundings
-    )
+    out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=execution.surroundings)
+    metrics, per_example = checked_outputs(model, out)
     loss, metrics = with_aux_losses(metrics, side)
     loss, total = execution.share_of_loss(loss, metrics['loss'][1])
     return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
@@ -158,9 +153,8 @@ def eval_step_single_learner(
     surroundings: what layers need to know of the mesh; by default there is none.
   """
   key = jax.random.fold_in(prng_key, global_step)
-  (metrics, per_example), side = jax_task.model.apply(
-    mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings
-  )
+  out, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings)
+  metrics, per_example = checked_outputs(jax_task.model, out)
   loss, metrics = with_aux_losses(metrics, side)
   return EvalStepOutput(loss, metrics, per_example, side.summaries)
 
@@ -201,10 +195,8 @@ def decode_step(
 ) -> DecodeStepOutput:
   """Decodes one batch of prompts; arguments as of `eval_step_single_learner`."""
   key = jax.random.fold_in(prng_key, global_step)
-  (metrics, decoded), _ = jax_task.model.apply(
-    mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings
-  )
-  return DecodeStepOutput(metrics, decoded)
+  out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings)
+  return DecodeStepOutput(*checked_outputs(jax_task.model, out, method='decode'))
 
 
 def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:

@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 from praxis_lite.config import Config, config_values, nested_configs, target
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.learning.schedules import Constant
+from praxis_lite.partitioning.guards import Guarded
 from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.partitioning.padding import pad_to, slice_to
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -97,6 +99,11 @@ class Runner:
       return self._partitioned.eval_step
     return self._partitioned.decode_step if self._case.kind is Kind.DECODING else self._partitioned.train_step
 
+  @property
+  def guarded(self) -> list[Guarded]:
+    """The operations that a guard changed, once there are results."""
+    return self._step.guarded
+
   def results(self, noise: int = 0, seed: int = 0) -> Results:
     """Returns the results.
 
@@ -122,9 +129,7 @@ class Runner:
     case, learner = self._case, self._case.task.learner.bind(self._case.task.model.abstract_init())
     before = case.state.replace(mdl_vars=variables)
     out = self._partitioned.train_step(_stored(before, self._layout), key, case.batch)
-    after = jax.tree.map(
-      lambda x, true: _host(x)[tuple(map(slice, true.shape))], out.state, self._layout.unpadded_shapes
-    )
+    after = slice_to(jax.tree.map(_host, out.state), self._layout.unpadded_shapes)
     found = {Name('loss', ''): np.asarray(out.weighted_loss)}
     declared, values = leaves(case.task.model.abstract_init()), leaves(after.mdl_vars)
     if case.kind is Kind.GRADIENT:
@@ -280,14 +285,8 @@ def _rounded_otherwise(path: Path, x: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _stored(tree: object, layout: StateLayout) -> object:
-  """Arrays of the host, padded and on the mesh."""
-
-  def place(x: np.ndarray, padded: jax.ShapeDtypeStruct) -> jax.Array:
-    missing = [(0, size - own) for size, own in zip(padded.shape, x.shape)]
-    # A copy: steps reuse the memory of their state.
-    return jax.device_put(np.pad(x, missing) if missing else x, padded.sharding, may_alias=False)
-
-  return jax.tree.map(place, tree, layout.padded_shapes)
+  """Arrays of the host, padded and on the mesh; copies, because steps reuse the memory of their state."""
+  return jax.device_put(pad_to(tree, layout.padded_shapes), layout.shardings, may_alias=False)
 
 
 def _host(x: jax.Array) -> np.ndarray | jax.Array:

@@ -27,6 +27,7 @@ from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.explain.explanation import format_bytes, format_mesh
 from praxis_lite.explain.report import batch_of
 from praxis_lite.models.base import BaseModel
+from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.partitioning.mesh import create_device_mesh
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.partitioning.specs import Placement
@@ -54,6 +55,8 @@ from praxis_lite.verification.steps import (
 _TOLERANCE = 1e-4
 _TIMES_NOISE = 30.0
 _NOISE_SEEDS = (1, 2)
+# How many guarded operations are named.
+_MOST_GUARDED = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Verification:
     mesh_sizes, sizes: of the mesh axes; and real size -> size that it was verified with, where these differ.
     compared: the steps that were compared, with their numbers of rows.
     not_compared: what was not compared, and why.
+    guarded: the operations that XLA would have computed wrongly on the mesh, with their layers, each once.
     differences: what differs from one device; empty if all is right.
     remedy: the nearest mappings that are right, if something differs and such were found.
     seconds: how long it took.
@@ -102,6 +106,7 @@ class Verification:
   sizes: dict[int, int]
   compared: tuple[str, ...]
   not_compared: tuple[str, ...]
+  guarded: tuple[str, ...]
   differences: tuple[Difference, ...]
   remedy: str
   seconds: float
@@ -146,7 +151,7 @@ def verify(
     _check_memory(small)
   comparison = _Comparison(small)
   devices, microbatches = comparison.mesh.size, comparison.task.learner.num_microbatches
-  few, many = max(1, devices - 1), 2 * devices * microbatches - bool(_rows(inputs) % (devices * microbatches))
+  few, many = max(1, devices - 1), 2 * devices * microbatches - bool(batch_size(inputs) % (devices * microbatches))
   comparison.compare_training(few, () if quick else (many,))
   if not quick:
     comparison.compare_inference(few)
@@ -163,6 +168,7 @@ def verify(
     small.sizes,
     tuple(comparison.compared),
     tuple(comparison.not_compared),
+    tuple(dict.fromkeys(comparison.guarded)),
     tuple(comparison.differences),
     remedy,
     time.perf_counter() - start,
@@ -174,6 +180,9 @@ def format_verification(found: Verification) -> str:
   sizes = ', '.join(f'{n} as {k}' for n, k in found.sizes.items())
   lines = [f'mesh {format_mesh(found.mesh_sizes)}, in small: sizes {sizes or "as they are"}']
   lines += [f'not compared: {text}' for text in found.not_compared]
+  if found.guarded:
+    first, more = found.guarded[:_MOST_GUARDED], len(found.guarded) - _MOST_GUARDED
+    lines.append(f'guarded against XLA: {"; ".join(first)}{f"; and {more} more" if more > 0 else ""}')
   lines += [f'wrong: {difference}' for difference in found.differences]
   what = ', '.join(found.compared)
   if found.is_right:
@@ -193,6 +202,7 @@ class _Comparison:
     self.task = task_of(small.config, Kind.GRADIENT)
     self.compared: list[str] = []
     self.not_compared: list[str] = []
+    self.guarded: list[str] = []
     self.differences: list[Difference] = []
     self.failed: tuple[Case, remedies.IsRight] | None = None
     self._one = _mesh(dict.fromkeys(small.mesh_sizes, 1))
@@ -250,8 +260,9 @@ class _Comparison:
       self._compare(case, _mesh(sizes), ' with dropout')
 
   def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '') -> None:
+    on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
     with ThreadPoolExecutor(2) as pool:  # Both compile for seconds.
-      mesh_results = pool.submit(lambda: Runner(case, mesh or self.mesh, specs_of(self.small)).results())
+      mesh_results = pool.submit(on_mesh.results)
       one_results = pool.submit(self._on_one_device, case)
       found, (expected, noise) = mesh_results.result(), one_results.result()
     if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
@@ -259,6 +270,7 @@ class _Comparison:
         f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
       )
     self.compared.append(f'{case.kind} of {case.rows} rows{note}')
+    self.guarded += [f'{guarded.op} in {guarded.layer or "the step"}' for guarded in on_mesh.guarded]
     is_right = functools.partial(_differences, expected=expected, noise=noise)
     different = is_right(found)
     self.differences += [
@@ -332,12 +344,8 @@ def _configured(
     )
   if inputs is None:
     raise DataError('the shapes of a training batch are not known without reading the data; pass them to verify')
-  weights = jax.ShapeDtypeStruct((_rows(inputs),), np.float32)
+  weights = jax.ShapeDtypeStruct((batch_size(inputs),), np.float32)
   return named, {'weights': weights, **inputs}, None if prompts is None else dict(prompts)
-
-
-def _rows(inputs: Mapping[str, object]) -> int:
-  return int(jax.tree.leaves(inputs)[0].shape[0])
 
 
 def _mesh(sizes: Mapping[str, int]) -> Mesh:

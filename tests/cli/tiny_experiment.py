@@ -42,6 +42,8 @@ class TinyModel(BaseModel):
 
 @registry.register
 class Tiny(BaseExperiment):
+  """Random numbers."""
+
   mesh_axis_names = ('data',)
 
   def task(self):

@@ -5,7 +5,9 @@ import json
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from praxis_lite import inputs
 from praxis_lite.config import Config
@@ -38,7 +40,11 @@ def paths(tmp_path_factory):
   flat = {'image': _arrays()['image'], 'label': _arrays()['label']}
   for i in range(3):
     part = slice(4 * i, 4 * i + 4)
-    inputs.write_tfrecords(str(root / f'{i}.tfrecord'), {k: x[part] for k, x in flat.items()})
+    rows = {k: x[part] for k, x in flat.items()}
+    inputs.write_tfrecords(str(root / f'{i}.tfrecord'), rows)
+    inputs.write_array_records(str(root / f'{i}.array_record'), rows)
+    columns = {'image': list(rows['image']), 'label': rows['label'], 'id': [f'row {k}' for k in rows['label']]}
+    parquet.write_table(pa.table(columns), root / f'{i}.parquet', row_group_size=3)
   return root
 
 
@@ -57,6 +63,8 @@ def _case(name, root):
     'TextInput': lambda: Config(inputs.TextInput, path=str(root / '*.txt'), seq_len=8),
     'TFDataInput': lambda: Config(inputs.TFDataInput, dataset_fn=_dataset),
     'TFRecordInput': lambda: Config(inputs.TFRecordInput, file_pattern=str(root / '*.tfrecord'), features=record),
+    'ArrayRecordInput': lambda: Config(inputs.ArrayRecordInput, path=str(root / '*.array_record'), features=record),
+    'TableInput': lambda: Config(inputs.TableInput, path=str(root / '*.parquet'), features=record, mixed_groups=2),
     'MixtureInput': lambda: Config(inputs.MixtureInput, inputs=sources, weights=[1, 2]),
     'SyntheticInput': lambda: Config(inputs.SyntheticInput, features=features, num_synthetic_examples=NUM_EXAMPLES),
     'SyntheticLMInput': lambda: Config(
@@ -73,7 +81,7 @@ CONCRETE = sorted(
   for name, cls in vars(inputs).items()
   if isinstance(cls, type)
   and issubclass(cls, inputs.BaseInput)
-  and cls not in (inputs.BaseInput, inputs.RandomAccessInput)
+  and cls not in (inputs.BaseInput, inputs.GrainInput, inputs.RandomAccessInput)
 )
 
 

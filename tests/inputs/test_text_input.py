@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.inputs import ByteTokenizer, SentencePieceTokenizer, TextInput
+from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.inputs import ByteTokenizer, CharTokenizer, SentencePieceTokenizer, TextInput
 
 FIELDS = {'seq_len': 8, 'batch_size': 2}
 
@@ -115,6 +115,104 @@ def test_byte_zero_in_data_is_kept_apart_by_special_ids_above_255(tmp_path):
   assert _labels(TextInput(path=tmp_path, tokenizer_tpl=tokenizer, **FIELDS)).tolist() == [0, 255, 0, 257]
 
 
+WINDOWS = {'packing': 'windows', 'is_training': True, 'seq_len': 5, 'batch_size': 4}
+
+
+def test_windows_are_random_places_of_the_stream_and_resume(tmp_path):
+  text = ''.join(chr(33 + i) for i in range(90))
+  _write(tmp_path, a=text)
+  source = TextInput(path=tmp_path, **WINDOWS)
+  stream, starts, states = '\0' + text + '\0', [], []
+  for _ in range(200):
+    states.append(source.get_state())
+    batch = next(source)
+    for ids, labels in zip(batch['ids'], batch['labels']):
+      starts.append(stream.index(bytes(ids.tolist()).decode()) if ids[0] else 0)
+      assert bytes(ids.tolist()).decode() == stream[starts[-1] :][:5]
+      assert bytes(labels.tolist()).decode() == stream[starts[-1] + 1 :][:5]
+  assert set(starts) == set(range(len(stream) - 5))  # Every place, the last one too, and no other.
+  assert max(np.bincount(starts)) < 30
+  assert sorted(batch) == sorted(TextInput(path=tmp_path, packing='concat', **FIELDS).get_next())
+  for i in (0, 7, 150):
+    fresh = TextInput(path=tmp_path, **WINDOWS)
+    fresh.set_state(states[i])
+    hosts = [TextInput(path=tmp_path, **WINDOWS, num_hosts=2, host_index=h) for h in range(2)]
+    for host in hosts:
+      host.set_state(states[i])
+    np.testing.assert_array_equal(np.concatenate([next(h)['ids'] for h in hosts]), next(fresh)['ids'])
+  epochs = list(TextInput(path=tmp_path, num_epochs=2, **WINDOWS))
+  assert [int(b['weights'].sum()) // 5 for b in epochs] == [4, 4, 4, 4, 3] * 2
+  assert epochs[0]['ids'].tolist() != epochs[5]['ids'].tolist()
+  assert next(TextInput(path=tmp_path, seed=1, **WINDOWS))['ids'].tolist() != next(source.reset())['ids'].tolist()
+
+
+def test_windows_that_are_not_shuffled_are_the_rows_of_concat(tmp_path):
+  _write(tmp_path, a='some text to be read', b='and more')
+  rows, windows = (TextInput(path=tmp_path, packing=p, **FIELDS) for p in ('concat', 'windows'))
+  assert _text(windows) == _text(rows)
+
+
+def test_windows_need_a_longer_text(tmp_path):
+  _write(tmp_path, a='abc')
+  with pytest.raises(DataError, match=r'seq_len: windows of 5 tokens need a text that is longer; it has 5'):
+    next(TextInput(path=tmp_path, **WINDOWS))
+
+
+def test_a_state_of_another_packing_is_refused(tmp_path):
+  _write(tmp_path, a='some text to be read')
+  state = TextInput(path=tmp_path, packing='concat', **FIELDS).get_state()
+  with pytest.raises(CheckpointError, match="packing = 'concat', but this input has 'windows'"):
+    TextInput(path=tmp_path, packing='windows', **FIELDS).set_state(state)
+
+
+@pytest.mark.parametrize('split_by', ['position', 'file'])
+def test_a_share_may_be_held_out_for_validation_alone(tmp_path, split_by):
+  lines = [f'line {i:03d}\n' for i in range(200)]
+  texts = {'one': ''.join(lines)} if split_by == 'position' else {f'f{i}': line for i, line in enumerate(lines)}
+  _write(tmp_path, **texts)
+  shares = {'split_by': split_by, 'heldout_fraction': 0.1, 'test_fraction': 0.0}
+  parts = [
+    _text(TextInput(path=tmp_path, split=s, **shares, **FIELDS)).replace(b'\0', b'').splitlines()
+    for s in ('train', 'validation')
+  ]
+  assert sorted(parts[0] + parts[1]) == [line.strip().encode() for line in lines]
+  assert len(parts[1]) == (20 if split_by == 'position' else pytest.approx(20, abs=12))
+  if split_by == 'position':
+    assert parts[0][-1] < parts[1][0]  # Validation is the last part.
+  with pytest.raises(ConfigError, match="there is no 'test' text, since test_fraction is 0"):
+    TextInput(path=tmp_path, split='test', **shares, **FIELDS)
+
+
+def test_parts_of_a_text_that_would_overlap_are_refused(tmp_path):
+  _write(tmp_path, a='some text to be read')
+  text = Config(TextInput, name='v', path=str(tmp_path), heldout_fraction=0.1, **FIELDS)
+  train = text.clone(name='t', split='train', is_training=True).instantiate()
+  train.check_beside(text.clone(split='validation').instantiate())
+  with pytest.raises(ConfigError, match=r'v: its split_by, heldout_fraction or test_fraction is not that of t'):
+    train.check_beside(text.clone(split='validation', heldout_fraction=0.2).instantiate())
+
+
+def test_character_tokenizers_of_two_texts_are_refused(tmp_path):
+  _write(tmp_path, a='abc', b='abd')
+  inputs = [
+    TextInput(
+      name=n, path=str(tmp_path / f'{n}.txt'), tokenizer_tpl=Config(CharTokenizer, path=str(tmp_path / f)), **FIELDS
+    )
+    for n, f in (('a', 'a.txt'), ('b', 'b.txt'))
+  ]
+  with pytest.raises(ConfigError, match=r'b\.tokenizer_tpl: its 3 characters are not the 3 of a'):
+    inputs[0].check_beside(inputs[1])
+
+
+def test_characters_are_counted_in_bytes_and_unknown_ones_name_the_input(tmp_path):
+  _write(tmp_path, a='é漢!\n', b='x')
+  tokenizer = Config(CharTokenizer, path=str(tmp_path / 'a.txt'))
+  source = TextInput(path=str(tmp_path / 'a.txt'), tokenizer_tpl=tokenizer, **FIELDS)
+  assert sum(b['bytes'].sum() for b in source) == source.num_bytes == 7
+  with pytest.raises(DataError, match=r"^other\.path: 'x' \(U\+0078\) is not among the 4 characters"):
+    next(TextInput(name='other', path=str(tmp_path / 'b.txt'), tokenizer_tpl=tokenizer, **FIELDS))
+
+
 @pytest.fixture(scope='module')
 def model_path(tmp_path_factory):
   sentencepiece = pytest.importorskip('sentencepiece')
@@ -194,11 +292,12 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'packing': 'pack'}, "packing: expected 'concat' or 'packed', got 'pack'"),
+    ({'packing': 'pack'}, "packing: expected 'concat', 'packed' or 'windows', got 'pack'"),
     ({'seq_len': 0}, 'seq_len: expected an integer of at least 1'),
     ({'split': 'valid'}, r"split: 'valid' is none of train, validation, test\. Did you mean 'validation'\?"),
     ({'split_by': 'line'}, 'split_by'),
     ({'heldout_fraction': 0.5}, 'heldout_fraction'),
+    ({'test_fraction': -0.1}, 'test_fraction: expected at least 0 and less than 0.5, or None'),
     ({'document_separator': ''}, 'document_separator'),
   ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.inputs import ByteTokenizer, SentencePieceTokenizer
+from praxis_lite.inputs import ByteTokenizer, CharTokenizer, SentencePieceTokenizer
 
 TEXT = 'def f(x):\n  return "é 漢字 ﬁn"\n\n\n  # the end   of it\n'
 
@@ -36,6 +36,41 @@ def test_bytes_that_are_no_text_decode_to_replacement_characters():
   tokenizer = ByteTokenizer(min_vocab_size=300)
   assert tokenizer.decode([ord('a'), 0xFF, ord('b')]) == 'a\ufffdb'
   assert tokenizer.decode([ord('a'), 299, ord('b')]) == 'a\ufffdb'
+
+
+@given(st.text(st.characters(blacklist_categories=['Cs']), min_size=1))
+def test_characters_decode_to_the_text_they_came_from(text):
+  tokenizer = CharTokenizer(vocabulary=''.join(sorted(set(text))))
+  [tokens] = tokenizer.encode_documents([text.encode()])
+  assert tokenizer.decode([tokenizer.special_ids[0], *tokens.ids, *tokenizer.special_ids]) == text
+  assert ''.join(tokenizer.characters[i] for i in tokens.ids) == text
+  assert tokens.num_bytes.tolist() == [len(c.encode()) for c in text]
+
+
+def test_the_vocabulary_is_the_sorted_characters_of_the_text(tmp_path):
+  (tmp_path / 'a.txt').write_text('hello\n')
+  (tmp_path / 'b.txt').write_text('漢h')
+  tokenizer = CharTokenizer(path=str(tmp_path))
+  assert tokenizer.characters == '\nehlo漢'
+  assert (tokenizer.vocab_size, tokenizer.special_ids) == (7, (6, 6, 6))
+  assert tokenizer.encode('hello') == [2, 1, 3, 3, 4]
+  assert tokenizer.decode([2, 6, 99]) == 'h\ufffd'
+
+
+def test_characters_that_are_not_in_the_vocabulary_are_named(tmp_path):
+  with pytest.raises(DataError, match=r"'é' \(U\+00E9\) is not among the 3 characters of the vocabulary, 'abc'"):
+    CharTokenizer(vocabulary='abc').encode('abé')
+  with pytest.raises(DataError, match=r"'a' \(U\+0061\) is not among the 1 characters"):
+    CharTokenizer(vocabulary='漢').encode('a')
+  (tmp_path / 'empty').write_text('')
+  for fields, message in (
+    ({}, r'CharTokenizer\.path: expected the text whose characters'),
+    ({'vocabulary': 'aba'}, "CharTokenizer.vocabulary: 'a' is in it more than once"),
+    ({'path': str(tmp_path / 'absent')}, r'CharTokenizer\.path: there is no file or directory .*absent'),
+    ({'path': str(tmp_path / 'empty')}, r'CharTokenizer\.path: there is no text in'),
+  ):
+    with pytest.raises((ConfigError, DataError), match=message):
+      CharTokenizer(**fields).encode('a')
 
 
 @pytest.fixture(scope='module')

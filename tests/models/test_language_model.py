@@ -21,6 +21,7 @@ from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import partition_spmd_model
+from praxis_lite.trees import leaves
 
 pytestmark = pytest.mark.slow
 
@@ -256,6 +257,19 @@ def test_bfloat16_computes_near_float32_from_float32_weights():
   np.testing.assert_allclose(metrics['loss'][0], expected['loss'][0], rtol=0.02)
 
 
+@pytest.mark.parametrize('style', ['gpt2', 'llama'])
+def test_biases_are_off_and_on_by_one_field(style):
+  def biases(use_bias):
+    variables = leaves(config(style=style).set(use_bias=use_bias).instantiate().abstract_init())
+    return {path[-2] for path in variables if path[-1] in ('b', 'bias')}
+
+  assert biases(False) == set()
+  linears = {'query', 'key', 'value', 'out', 'up', 'down'}
+  norms = {'attention_norm', 'ff_norm', 'final_norm'}
+  assert biases(True) == (linears | norms if style == 'gpt2' else linears | {'gate'})
+  assert biases(None) == (biases(True) if style == 'gpt2' else set())
+
+
 # ------------------------------------------------------------------ decoding
 
 PROMPT_LENGTHS = np.array([2, 5, 1, 0], np.int32)
@@ -320,12 +334,27 @@ def test_sampling_depends_on_the_key():
   assert not np.array_equal(first, other)
 
 
-def test_decoding_beyond_learned_positions_is_an_error():
-  p = config(style='gpt2', max_len=7)
-  p.decoder_tpl.set(max_decode_steps=4, temperature=0.0)
+@pytest.mark.slow
+@pytest.mark.parametrize('fields, max_context', [({'style': 'gpt2', 'max_len': 7}, None), ({}, 4)])
+def test_decoding_beyond_the_context_sees_the_last_tokens_only(fields, max_context):
+  p = config(**fields)
+  p.decoder_tpl.set(max_decode_steps=6, temperature=0.0, max_context=max_context)
   model = p.instantiate()
-  with pytest.raises(ConfigError, match=r'position_tpl\.max_len: 7 is less than the sequence length, 8'):
-    model.apply(model.init(jax.random.key(0)), prompts(), do_eval=True, method='decode')
+  variables = jax.tree.map(np.asarray, model.init(jax.random.key(0)))
+  context = max_context or 7
+  assert model.context == context
+  _, decoded = decode(model, variables, prompts())
+  for row, length in enumerate(PROMPT_LENGTHS[:3]):
+    ids = list(prompts()['ids'][row, :length])
+    for step in range(6):
+      seen = ids[-context:]
+      padded = np.zeros((1, context), np.int32)
+      padded[0, : len(seen)] = seen
+      after = log_softmax(logits(model, variables, padded)[0, len(seen) - 1])
+      assert decoded['ids'][row, step] == after.argmax()
+      np.testing.assert_allclose(decoded['log_probs'][row, step], after.max(), atol=1e-4)
+      ids.append(after.argmax())
+  assert decoded['lengths'].tolist() == [6, 6, 6, 0]
 
 
 # ------------------------------------------------------------------ meshes

@@ -1,7 +1,7 @@
 """Each guard is still needed, and suffices: the smallest program that it guards against, without it and with it.
 
 A test here that fails without the guard says that XLA has become right, and that the guard in
-`partitioning/guards.py` can go.
+`partitioning/guards/` can go.
 """
 
 import os

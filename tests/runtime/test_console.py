@@ -35,6 +35,15 @@ def test_a_diverging_loss_is_still_readable():
   assert 'loss nan' in train_line(1, 2, {'loss': np.nan}, None)
 
 
+@pytest.mark.parametrize(
+  ('loss', 'text'),
+  [(3.2e-5, '3.20e-05'), (0.00123, '0.00123'), (0.0512, '0.0512'), (0.1, '0.100'), (0.0, '0.000'), (-0.02, '-0.0200')],
+)
+def test_a_small_loss_keeps_its_digits(loss, text):
+  assert train_line(1, 2, {'loss': loss}, None) == f'step 1/2 loss {text}'
+  assert float(metrics_line(1, 'eval/valid', {'loss': loss}).split()[-1]) == pytest.approx(loss, rel=1e-3)
+
+
 def test_an_evaluation_line_has_the_loss_first_and_leaves_arrays_out():
   line = metrics_line(120, 'eval/valid', {'acc': 0.5, 'loss': 2.0, 'aux': np.zeros(3)}, '57 batches, 3.1 s')
   assert line == 'step 120 eval/valid loss 2.000 acc 0.5000 (57 batches, 3.1 s)'

@@ -16,7 +16,7 @@ from tiny_runs import Config, examples, open_gate, tiny_run
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.runtime import Checkpointer, Hook, run_eval, run_train
-from praxis_lite.runtime.hooks import WatchedMetric
+from praxis_lite.runtime.improvement import WatchedMetric
 from praxis_lite.runtime.metrics import EvalResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
@@ -149,6 +149,12 @@ def test_settings_out_of_range_are_told(tmp_path, fields, message):
     config.task.instantiate()
 
 
+def test_without_evaluations_in_between_early_stopping_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match=r'patience is set, .*; set task\.train\.eval_interval_steps$'):
+    run_train(overfitting(patience=3, eval_interval_steps=None), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 # -------------------------------------------------------------------- hooks of one's own
 
 
@@ -232,7 +238,10 @@ def test_a_cell_of_a_notebook_can_be_run_again_with_another_config_and_leaves_no
   wider = tiny_run(3, num_train_steps=2)
   assert run_train(wider, tmp_path / 'other').step == 2
   gc.collect()
-  assert {t.name for t in threading.enumerate()} <= before
+  for thread in threading.enumerate():
+    if thread.name not in before:
+      thread.join(timeout=30)  # It may be ending.
+      assert not thread.is_alive(), thread
   assert sorted(step for split, step, name in curves(tmp_path) if (split, name) == ('train', 'loss')) == [1, 2, 3, 4, 5]
 
 

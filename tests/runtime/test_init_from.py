@@ -145,6 +145,7 @@ MISTAKES = {
   'partial matches nothing': ({'partial': ('head', 'x')}, r"partial\[1\]: 'x' matches no variable of this model"),
   'no regex': ({'rules': (('(', None),)}, r"rules\[0\]: '\(' is not a regular expression: "),
   'no group': ({'rules': (('head', r'\2'), *RULES)}, r"rules\[0\]: '\\\\2' is not a path with groups of 'head'"),
+  'not raw': ({'rules': (('(head)', '\1'), *RULES)}, r"rules\[0\]: '\\x01' is no path; write groups in a raw string"),
   'no pair': ({'rules': ('head', 'v')}, r'rules\[0\]: expected a pair \(regex, path in the checkpoint or None\)'),
   'no such source': (
     {'rules': ((r'body\.w', 'ww'), *RULES)},

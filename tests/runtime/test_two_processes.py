@@ -27,7 +27,8 @@ if sys.argv[5:] == ['interrupted'] and sys.argv[2] == '1':
       os.kill(os.getpid(), signal.SIGINT)
     return save(self, step, *args)
   Checkpointer.save = save_interrupted
-config = tiny_run(4, noise=0.0, gate=sys.argv[4], eval_interval_steps=8, decode_interval_steps=15)
+config = tiny_run(4, noise=0.0, gate=sys.argv[4], eval_interval_steps=8, decode_interval_steps=15, best_metric='loss')
+config.task.train.early_stopping.patience = 9
 result = run_train(config, sys.argv[3])
 print('ended by', result.ended_by, result.step, flush=True)
 """
@@ -78,6 +79,9 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())
   lines = [json.loads(line) for line in (tmp_path / 'two' / 'metrics.jsonl').read_text().splitlines()]
   assert [r['step'] for r in lines if r['split'] == 'train'] == list(range(1, 21))
+  losses = {r['step']: r['metrics']['loss'] for r in lines if r['split'] == 'eval/valid'}
+  best = json.loads((tmp_path / 'two' / 'best.json').read_text())
+  assert {8, 16, 20} <= losses.keys() and (best['value'], best['step']) == min((v, k) for k, v in losses.items())
   (last,) = (r for r in lines if (r['split'], r['step']) == ('eval/valid', 20))
   assert abs(last['metrics']['loss'] - expected_loss(together.state.mdl_vars, 33, 1)) < 1e-5
   assert len((tmp_path / 'two' / 'decoded' / 'prompts' / 'step_00000020.jsonl').read_text().splitlines()) == 7

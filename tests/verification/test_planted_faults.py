@@ -61,7 +61,9 @@ def mlp_over_all_axes():
 
 
 def test_products_without_their_guard(monkeypatch):
-  assert verify(mlp_over_all_axes(), inputs(32), quick=True).is_right
+  found = verify(mlp_over_all_axes(), inputs(32), quick=True)
+  assert found.is_right
+  assert found.guarded and 'guarded against XLA: dot_general in ' in format_verification(found)
   unguarded(monkeypatch)
   found = verify(mlp_over_all_axes(), inputs(32), quick=True)
   assert any(name.startswith('network.linear_') for name in found.variables())

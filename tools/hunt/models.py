@@ -211,7 +211,7 @@ class Model:
     outcome = self._compare('float32', 3e-4, 1e-6)
     if outcome.kind == 'wrong':
       with jax.enable_x64(True):
-        outcome = self._compare('float64', 1e-7, 1e-12)
+        outcome = self._compare('float64', 1e-5, 1e-12)
     return outcome
 
   def _compare(self, dtype: str, tolerance: float, rounding: float) -> Outcome:

@@ -13,6 +13,7 @@ from praxis_lite.partitioning.guards import images, lookups
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE
 from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
 from praxis_lite.partitioning.guards.products import guard_product, keeps_product
+from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Split
 
 T = TypeVar('T')
@@ -37,6 +38,11 @@ class Guarded(NamedTuple):
   before: tuple[Split, ...]
   after: tuple[Split, ...]
   mended: tuple[str, ...] = ()
+
+  @property
+  def layer(self) -> str:
+    """The layers that the operation is in, such as 'lm/softmax'; empty outside of all."""
+    return scopes(self.where).rpartition('/')[0]
 
 
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {

@@ -1,0 +1,74 @@
+"""Files of an input: from a path, a directory, a pattern, or a list of those, to names of files."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.inputs.rows import produced
+
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
+
+
+def find_files(path: object, where: str) -> list[str]:
+  """Returns the files that `path` names, sorted, each once.
+
+  Args:
+    path: a file, a directory, a glob pattern, a list of those, or a function (or the `Config` of one) that returns
+      them. Hidden files of a directory are left out; `**` in a pattern is any number of directories.
+    where: name of the path in error messages.
+
+  Raises:
+    ConfigError: `path` is none of these.
+    DataError: a path does not exist, or no file is found.
+  """
+  path = produced(path)
+  paths = [path] if isinstance(path, (str, os.PathLike)) else path
+  if not isinstance(paths, Iterable) or not all(isinstance(entry, (str, os.PathLike)) for entry in paths):
+    raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
+  found: set[str] = set()
+  for entry in paths:
+    found.update(_files_of(os.path.expanduser(os.fspath(entry)), where))
+  if not found:
+    raise DataError(f'{where}: no files, since the list of paths is empty')
+  return sorted(found)
+
+
+def _files_of(path: str, where: str) -> list[str]:
+  if os.path.isdir(path):
+    files, missing = list(walk(path, lambda name: name.startswith('.'))), f'there are no files in the directory {path}'
+  elif os.path.exists(path):
+    return [path]
+  elif glob.has_magic(path):
+    files, missing = [f for f in glob.glob(path, recursive=True) if os.path.isfile(f)], f'no file matches {path}'
+  else:
+    files, missing = [], f'there is no file or directory {path or repr(path)}'
+  if not files:
+    raise DataError(f'{where}: {missing}')
+  return files
+
+
+def read_file(file: str, where: str) -> bytes:
+  """Returns the content of a file; raises DataError if it cannot be read."""
+  try:
+    with open(file, 'rb') as f:
+      return f.read()
+  except OSError as e:
+    raise DataError(f'{where}: cannot read {file}: {e.strerror}') from None
+
+
+def check_utf8(data: bytes, file: str, where: str) -> None:
+  """Raises DataError unless the content of `file` is UTF-8."""
+  try:
+    data.decode()
+  except UnicodeDecodeError as e:
+    raise DataError(f'{where}: {file} is not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}') from None
+
+
+def walk(root: str, left_out: Callable[[str], bool]) -> Iterator[str]:
+  """Yields the files below `root`, except those whose name, or that of a directory above them, is `left_out`."""
+  for directory, subdirectories, names in os.walk(root):
+    subdirectories[:] = [d for d in subdirectories if not left_out(d)]
+    yield from (os.path.join(directory, name) for name in names if not left_out(name))

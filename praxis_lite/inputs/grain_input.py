@@ -1,0 +1,309 @@
+"""Inputs that Grain reads, in worker processes if wanted: `ArrayRecordInput`, and `TableInput` in `tables.py`.
+
+    source[0], source[1], ...     numbered parts of an epoch, each read, parsed and stacked on its own
+    worker w of N                 parts w, w + N, ...; they are returned in their order
+
+So the batches are the same with any number of workers, and a position is found without reading what is before it.
+Needs `pip install praxis_lite[grain]`; Grain is imported at the first read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import signal
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+from absl import flags
+
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.errors import ConfigError, DataError, UserError
+from praxis_lite.inputs.files import Paths, find_files
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows
+from praxis_lite.inputs.streamed import Groups, StreamedInput
+from praxis_lite.inputs.tf_example import features_of_example, serialized_example
+
+# Of an endless stream, a pipeline goes on for so many epochs before another one is opened.
+_MANY_EPOCHS = 1_000_000
+
+PartT = TypeVar('PartT', covariant=True)
+
+
+class Parts(Protocol[PartT]):
+  """What Grain takes as a source. It is sent to the workers."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, number: int) -> PartT: ...
+
+
+@functools.cache
+def import_grain() -> ModuleType:
+  """Imports Grain; raises ConfigError if it is not installed."""
+  try:
+    import grain
+  except ImportError:
+    raise ConfigError('Grain is not installed; pip install praxis_lite[grain]') from None
+  if not flags.FLAGS.is_parsed():  # Grain reads flags of its own, which have their defaults in a program without any.
+    flags.FLAGS.mark_as_parsed()
+  return grain
+
+
+class GrainInput(StreamedInput):
+  """An input of files whose examples have `features`, or are made by `parse_fn`.
+
+  Attributes:
+    path: a file, a directory, a glob pattern, a list of those, or a function (or `Config` of one) that returns them.
+    features: arrays of an example by name, as `Feature` configs. What else is stored is ignored.
+    parse_fn: instead of `features`, a function of one record that returns the example, a dict (possibly nested) of
+      arrays; always of the same shapes and dtypes.
+    num_workers: processes that read and parse; 0: threads of this process. They import the main script again, so in a
+      script of your own the work must stand below `if __name__ == '__main__':`.
+    num_threads: threads that read and parse, where there are no worker processes.
+  """
+
+  path: Paths | Callable[[], Paths] | Config = REQUIRED
+  features: dict[str, Config | Feature] | None = None
+  parse_fn: Callable[[Any], Rows] | None = None
+  num_workers: int = 0
+  num_threads: int = 2
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(num_workers=0, num_threads=1)
+    if (self.features is None) == (self.parse_fn is None):
+      raise ConfigError(f'{self.label}: set one of features and parse_fn')
+    if self.features is not None:
+      self._features = build_features(self.features, f'{self.label}.features')
+
+  @functools.cached_property
+  def files(self) -> list[str]:
+    """The files, sorted."""
+    return find_files(self.path, f'{self.label}.path')
+
+  @property
+  def num_examples(self) -> int:
+    """Examples in an epoch, over all hosts."""
+    raise NotImplementedError
+
+  def first_example(self) -> Rows:
+    """Returns the first example in the order of the files, with a dimension 0 of size 1."""
+    raise NotImplementedError
+
+  def example_struct(self) -> Struct:
+    if self.features is not None:
+      return {k: f.struct() for k, f in self._features.items()}
+    return self._parsed_struct
+
+  @functools.cached_property
+  def _parsed_struct(self) -> Struct:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.first_example())
+
+  def batches_per_epoch(self) -> int:
+    whole, rest = divmod(self.num_examples, self.batch_size)
+    return whole + bool(rest and not self.drop_remainder)
+
+  def identity(self) -> dict[str, Any]:
+    return {**super().identity(), 'num_examples': self.num_examples}
+
+  def last_epoch(self, epoch: int) -> int:
+    """Returns up to which epoch, and not including it, a pipeline that begins in `epoch` goes on."""
+    return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
+
+  def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
+    """Yields the parts of a source in order. The threads or processes that read ahead end with the generator."""
+    grain = import_grain()
+    dataset = grain.MapDataset.source(source)
+    if self.num_workers:
+      options = grain.MultiprocessingOptions(num_workers=min(self.num_workers, len(source)), per_worker_buffer_size=2)
+      one_thread = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+      dataset = dataset.to_iter_dataset(one_thread).mp_prefetch(options, worker_init_fn=_end_with_parent)
+    else:
+      ahead = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=2 * self.num_threads)
+      dataset = dataset.to_iter_dataset(ahead)
+    parts = iter(dataset)
+    try:
+      yield from parts
+    finally:
+      parts.close()
+
+
+class ArrayRecordInput(GrainInput):
+  """Records of ArrayRecord files, each at hand by its number: shuffling is over all of them, and costs no memory.
+
+  Each host reads its own records only. For fast reading in random order, files should be written with `group_size:1`.
+
+  Attributes: those of `GrainInput`; `features` are those of a `tf.train.Example`, stored as `TFRecordInput` says, and
+  `parse_fn` takes the bytes of a record.
+
+  Raises (when the data is first needed):
+    ConfigError: Grain is not installed.
+    DataError: no file is found, a file is not an ArrayRecord file, or a record cannot be parsed.
+  """
+
+  @property
+  def num_examples(self) -> int:
+    return len(self._source)
+
+  def first_example(self) -> Rows:
+    if not self.num_examples:
+      raise DataError(f'{self.label}.path: there are no records in {self.path!r}')
+    return self._parse(self._source.__getitems__([0]))
+
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
+    if not self.num_examples:
+      return
+    epochs = range(epoch, self.last_epoch(epoch))
+    seed = self.seed if self.shuffle else None
+    yield from self.parts(_RecordGroups(self._source, epochs, seed, position, count, start, stop, self._parse))
+
+  @functools.cached_property
+  def _parse(self) -> Callable[[Sequence[bytes]], Rows]:
+    if self.parse_fn is not None:
+      return ParseEach(self.parse_fn, f'{self.label}.parse_fn')
+    return _ParseExamples(self._features, f'{self.label}.features')
+
+  @functools.cached_property
+  def _source(self) -> Any:
+    sources = import_grain().sources
+    for file in self.files:
+      try:
+        sources.ArrayRecordDataSource([file])
+      except (RuntimeError, ValueError, OSError) as e:
+        raise DataError(f'{self.label}.path: {file} is not a whole ArrayRecord file: {e}') from None
+    return sources.ArrayRecordDataSource(self.files)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RecordGroups:
+  """Groups of `count` records of epochs, from `position` of the first on; the last of each epoch is less, or empty.
+
+  Of each group, how many records it has, and the examples [start, stop) of them.
+  """
+
+  source: Any
+  epochs: range
+  seed: int | None
+  position: int
+  count: int
+  start: int
+  stop: int
+  parse: Callable[[Sequence[bytes]], Rows]
+
+  def __len__(self) -> int:
+    return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
+
+  def _groups_of(self, position: int) -> int:
+    """How many groups an epoch has from a position on."""
+    return max(len(self.source) - position, 0) // self.count + 1
+
+  @property
+  def _in_first_epoch(self) -> int:
+    return self._groups_of(self.position)
+
+  def __getitem__(self, number: int) -> tuple[int, Rows | None]:
+    size = len(self.source)
+    if number < self._in_first_epoch:
+      epoch, first = self.epochs[0], self.position + number * self.count
+    else:
+      later, number = divmod(number - self._in_first_epoch, self._groups_of(0))
+      epoch, first = self.epochs[1 + later], number * self.count
+    available = max(min(self.count, size - first), 0)
+    places = range(first + self.start, first + min(self.stop, available))
+    if not places:
+      return available, None
+    indices = list(places)
+    if self.seed is not None:
+      shuffled = import_grain().experimental.index_shuffle
+      seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+      indices = [shuffled(i, max_index=size - 1, seed=seed, rounds=4) for i in places]
+    return available, self.parse(self.source.__getitems__(indices))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParseEach:
+  """Makes rows of records by a function of one of them; `where` is its name in errors."""
+
+  parse_fn: Callable[[Any], Rows]
+  where: str
+
+  def __call__(self, records: Sequence[Any]) -> Rows:
+    try:
+      examples = [self.parse_fn(record) for record in records]
+    except UserError:
+      raise
+    except Exception as e:
+      raise DataError(f'{self.where}: it failed on a record: {type(e).__name__}: {e}') from e
+    if not isinstance(examples[0], Mapping):
+      raise DataError(f'{self.where}: expected it to return a dict of arrays, got {type(examples[0]).__name__}')
+    try:
+      return canonical_rows(jax.tree.map(lambda *xs: np.stack(xs), *examples), self.where)
+    except ValueError as e:
+      if isinstance(e, DataError):
+        raise
+      raise DataError(f'{self.where}: it returns arrays of different names or shapes: {e}') from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ParseExamples:
+  """Makes rows of serialized `tf.train.Example`s."""
+
+  features: dict[str, Feature]
+  where: str
+
+  def __call__(self, records: Sequence[bytes]) -> Rows:
+    parsed = [features_of_example(record, self.where) for record in records]
+    return canonical_rows({name: self._stack(name, parsed) for name in self.features}, self.where)
+
+  def _stack(self, name: str, parsed: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+    feature, where = self.features[name], f'{self.where}[{name!r}]'
+    shape, kind = tuple(feature.shape), 'iu' if np.dtype(feature.dtype).kind in 'biu' else 'f'
+    out = np.empty((len(parsed), *shape), np.int64 if kind == 'iu' else np.float32)
+    for row, example in zip(out.reshape(len(parsed), -1), parsed):
+      values = example.get(name)
+      if values is None:
+        raise DataError(f'{where}: a record has no such feature; it has {", ".join(sorted(example)) or "none"}')
+      if values.dtype.kind not in kind or values.size != row.size:
+        raise DataError(
+          f'{where}: expected {row.size} values of {feature.dtype}, and a record has {values.size} of {values.dtype}'
+        )
+      row[:] = values
+    return cast(out, feature.dtype, where)
+
+
+def cast(values: np.ndarray, dtype: str, where: str) -> np.ndarray:
+  """Returns integers or floats in `dtype`; raises DataError for integers that it cannot hold."""
+  to = np.dtype(dtype)
+  if to.kind in 'iu' and values.dtype.kind in 'iu' and values.size and not np.can_cast(values.dtype, to):
+    low, high = values.min(), values.max()
+    if low < np.iinfo(to).min or high > np.iinfo(to).max:
+      raise DataError(f'{where}: values from {low} to {high} do not fit in {dtype}')
+  return values.astype(to, copy=False)
+
+
+def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:
+  """Writes arrays with examples in dimension 0 as `tf.train.Example` records, in the form `ArrayRecordInput` reads."""
+  import_grain()
+  from array_record.python import array_record_module
+
+  arrays = [np.asarray(v) for v in rows.values()]
+  writer = array_record_module.ArrayRecordWriter(path, 'group_size:1')
+  try:
+    for example in zip(*arrays, strict=True):
+      writer.write(serialized_example(dict(zip(rows, example))))
+  finally:
+    writer.close()
+
+
+def _end_with_parent(worker: int, num_workers: int) -> None:
+  """Has the system end this worker when the process that started it is killed, which could not tell it to stop."""
+  del worker, num_workers
+  if sys.platform == 'linux':
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -1,0 +1,285 @@
+"""TableInput: rows of Parquet and Arrow files, through Grain and PyArrow.
+
+A file consists of groups of rows: the row groups of Parquet, the record batches of Arrow. A group is read as a whole.
+With `shuffle`, the groups are in a new order each epoch, and the rows of `mixed_groups` groups are shuffled together:
+
+    groups   3 0 | 4 1 | 2        mixed_groups = 2; a position is in a known chunk of two groups, so a restore
+    rows     all of 3 and 0, shuffled | all of 4 and 1 | ...                    reads nothing before that chunk
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from praxis_lite.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.inputs.grain_input import GrainInput, ParseEach, cast
+from praxis_lite.inputs.random_access import permutation
+from praxis_lite.inputs.rows import Feature, Rows, canonical_rows, concatenate_rows
+from praxis_lite.inputs.streamed import Groups
+
+if TYPE_CHECKING:
+  import pyarrow as pa
+
+_Group = tuple[str, int]  # A file, and the number of a group in it.
+
+
+@functools.cache
+def import_pyarrow() -> ModuleType:
+  """Imports PyArrow; raises ConfigError if it is not installed."""
+  try:
+    import pyarrow
+    import pyarrow.compute
+    import pyarrow.parquet
+  except ImportError:
+    raise ConfigError('PyArrow is not installed; pip install praxis_lite[grain]') from None
+  return pyarrow
+
+
+class Column(Feature):
+  """A column as an array of an example: numbers, or lists of as many numbers as the shape has.
+
+  Attributes:
+    column: name of the column; None: that of the array.
+  """
+
+  column: str | None = None
+
+
+class TableInput(GrainInput):
+  """Rows of Parquet files, and of Arrow files in the format for files (Feather) or streams.
+
+  Each host reads all groups, and of Parquet only the columns it needs, and keeps its own rows.
+
+  Attributes: those of `GrainInput`, and
+    features: arrays of an example by name, as configs of `Feature` or `Column`.
+    parse_fn: takes a row, a dict of Python values by column.
+    columns: the columns that `parse_fn` gets; None: all.
+    mixed_groups: how many groups are shuffled together.
+
+  Raises (when the data is first needed):
+    ConfigError: Grain or PyArrow is not installed.
+    DataError: no file is found, a file is none of these, a column is missing, or is not what its feature says.
+  """
+
+  columns: tuple[str, ...] | None = None
+  mixed_groups: int = 4
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_at_least(mixed_groups=1)
+    if self.columns is not None and self.features is not None:
+      raise ConfigError(f'{self.label}.columns: features say which columns are read; leave it out')
+
+  @functools.cached_property
+  def _groups(self) -> tuple[list[_Group], np.ndarray]:
+    """All groups of the files, in order, and how many rows each has."""
+    groups, sizes = [], []
+    for file in self.files:
+      for number, size in enumerate(_group_sizes(file, f'{self.label}.path')):
+        if size:
+          groups.append((file, number))
+          sizes.append(size)
+    return groups, np.array(sizes, np.int64)
+
+  @property
+  def num_examples(self) -> int:
+    return int(self._groups[1].sum())
+
+  def first_example(self) -> Rows:
+    groups, _ = self._groups
+    if not groups:
+      raise DataError(f'{self.label}.path: there are no rows in {self.path!r}')
+    return self._convert(_read_group(groups[0], self._columns, self._convert.where).slice(0, 1))
+
+  def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
+    groups, sizes = self._groups
+    if not groups:
+      return
+    epochs = range(epoch, self.last_epoch(epoch))
+    chunks = _Chunks(
+      groups, epochs, self.seed if self.shuffle else None, self.mixed_groups, self._columns, self._convert
+    )
+    ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.of_epoch(epoch)])
+    # A position at the end is in the last chunk, behind its rows.
+    first = min(int(np.searchsorted(ends, position, side='right')), len(ends) - 1)
+    at = position - (int(ends[first - 1]) if first else 0)
+    left, taken = int(ends[-1]) - position, 0
+    parts: list[Rows] = []
+    for chunk in self.parts(dataclasses.replace(chunks, first=first)):
+      size = len(chunk['weights'])
+      while at < size:
+        n = min(size - at, count - taken)
+        low, high = max(start - taken, 0), min(stop - taken, n)
+        if low < high:
+          own = slice(at + low, at + high)
+          parts.append(jax.tree.map(lambda x, own=own: x[own], chunk))
+        at, taken, left = at + n, taken + n, left - n
+        if taken == count:
+          yield count, concatenate_rows(parts)
+          taken, parts = 0, []
+      at = 0
+      if not left:
+        yield taken, concatenate_rows(parts)
+        left, taken, parts = int(ends[-1]), 0, []
+
+  @functools.cached_property
+  def _convert(self) -> _Converter:
+    if self.parse_fn is not None:
+      return _Converter(None, ParseEach(self.parse_fn, f'{self.label}.parse_fn'), f'{self.label}.columns')
+    return _Converter(self._features, None, f'{self.label}.features')
+
+  @property
+  def _columns(self) -> tuple[str, ...] | None:
+    if self.features is None:
+      return self.columns
+    return tuple(dict.fromkeys(_column_of(name, f) for name, f in self._features.items()))
+
+
+def _column_of(name: str, feature: Feature) -> str:
+  return getattr(feature, 'column', None) or name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+  """The chunks of epochs, from number `first` of the first epoch on, each as rows in their order."""
+
+  groups: list[_Group]
+  epochs: range
+  seed: int | None
+  groups_of_chunk: int
+  columns: tuple[str, ...] | None
+  convert: _Converter
+  first: int = 0
+
+  @property
+  def _per_epoch(self) -> int:
+    return math.ceil(len(self.groups) / self.groups_of_chunk)
+
+  def __len__(self) -> int:
+    return len(self.epochs) * self._per_epoch - self.first
+
+  def of_epoch(self, epoch: int) -> list[np.ndarray]:
+    """Returns the numbers of the groups of each chunk."""
+    order = np.arange(len(self.groups)) if self.seed is None else permutation(len(self.groups), self.seed, epoch)
+    return [order[i : i + self.groups_of_chunk] for i in range(0, len(order), self.groups_of_chunk)]
+
+  def __getitem__(self, number: int) -> Rows:
+    later, number = divmod(self.first + number, self._per_epoch)
+    epoch = self.epochs[later]
+    tables = [_read_group(self.groups[i], self.columns, self.convert.where) for i in self.of_epoch(epoch)[number]]
+    rows = concatenate_rows([self.convert(table) for table in tables])
+    assert rows is not None
+    if self.seed is None:
+      return rows
+    order = permutation(len(rows['weights']), self.seed, epoch, number)
+    return jax.tree.map(lambda x: x[order], rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Converter:
+  """Makes rows of a table: by features, or by a function of each row; `where` is where its columns are named."""
+
+  features: dict[str, Feature] | None
+  parse: ParseEach | None
+  where: str
+
+  def __call__(self, table: pa.Table) -> Rows:
+    if self.features is None:
+      assert self.parse is not None
+      return self.parse(table.to_pylist())
+    arrays = {name: self._array(table, name, feature) for name, feature in self.features.items()}
+    return canonical_rows(arrays, self.where)
+
+  def _array(self, table: pa.Table, name: str, feature: Feature) -> np.ndarray:
+    where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
+    pa = import_pyarrow()
+    array, count = table.column(column).combine_chunks(), table.num_rows
+    if isinstance(array, pa.ChunkedArray):  # As in some versions, where there is no chunk or one is too large.
+      array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    size, expected = 1, int(np.prod(feature.shape))
+    while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+      if array.null_count:
+        raise DataError(f'{where}: column {column!r} has {array.null_count} rows without a value')
+      lengths = pa.compute.list_value_length(array).unique().to_pylist()
+      if len(lengths) > 1:
+        few, many = min(lengths), max(lengths)
+        raise DataError(f'{where}: column {column!r} has lists of {few} to {many} values; expected {expected} in each')
+      size *= lengths[0] if lengths else 1
+      array = array.flatten()
+    stored = str(array.type)
+    is_float, wants_float = pa.types.is_floating(array.type), np.dtype(feature.dtype).kind not in 'biu'
+    if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
+      raise DataError(f'{where}: column {column!r} is {stored}, not numbers; make numbers of it in a parse_fn')
+    if is_float and not wants_float:
+      raise DataError(f'{where}: column {column!r} is {stored}; expected {feature.dtype}')
+    if size != expected:
+      raise DataError(f'{where}: column {column!r} has {size} values a row; the shape {feature.shape} has {expected}')
+    if array.null_count:
+      raise DataError(f'{where}: column {column!r} has {array.null_count} rows without a value')
+    values = array.to_numpy(zero_copy_only=False)
+    return cast(values, feature.dtype, where).reshape(count, *feature.shape)
+
+
+# -------------------------------------------------------------------- files
+
+
+def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> pa.Table:
+  """Returns a group of a file; raises DataError if it cannot be read, or a column is missing."""
+  pa, (file, number) = import_pyarrow(), group
+  try:
+    if _is_parquet(file):
+      with pa.parquet.ParquetFile(file, memory_map=True) as opened:
+        _check_columns(columns, opened.schema_arrow.names, file, where)
+        return opened.read_row_group(number, columns=None if columns is None else list(columns), use_threads=False)
+    table = pa.Table.from_batches([_batches(file)[number]])
+    _check_columns(columns, table.column_names, file, where)
+    return table if columns is None else table.select(list(columns))
+  except (pa.ArrowException, OSError) as e:
+    raise DataError(f'{where}: group {number} of {file} cannot be read: {_line(e)}') from None
+
+
+def _check_columns(columns: tuple[str, ...] | None, known: list[str], file: str, where: str) -> None:
+  for column in columns or ():
+    if column not in known:
+      close = did_you_mean(column, known)
+      raise DataError(f'{where}: there is no column {column!r} in {file}.{close} It has {", ".join(known)}')
+
+
+def _group_sizes(file: str, where: str) -> list[int]:
+  """Returns how many rows each group of a file has; raises DataError if it is no such file."""
+  pa = import_pyarrow()
+  try:
+    if _is_parquet(file):
+      metadata = pa.parquet.read_metadata(file)
+      return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    return [batch.num_rows for batch in _batches(file)]
+  except (pa.ArrowException, OSError) as e:
+    raise DataError(f'{where}: {file} is not a whole Parquet or Arrow file: {_line(e)}') from None
+
+
+@functools.lru_cache(maxsize=256)
+def _batches(file: str) -> list[pa.RecordBatch]:
+  """The record batches of an Arrow file, on the disk until they are used."""
+  pa = import_pyarrow()
+  source = pa.memory_map(file)
+  if source.read(6) == b'ARROW1':
+    reader = pa.ipc.open_file(source)
+    return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+  source.seek(0)
+  return list(pa.ipc.open_stream(source))
+
+
+def _is_parquet(file: str) -> bool:
+  with open(file, 'rb') as f:
+    return f.read(4) == b'PAR1'
+
+
+def _line(error: Exception) -> str:
+  return str(error).strip().split('\n')[0]

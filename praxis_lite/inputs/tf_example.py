@@ -1,0 +1,82 @@
+"""`tf.train.Example` records without TensorFlow, which takes seconds and hundreds of megabytes to import.
+
+Example   1: features        Features  1: map from a name to a Feature
+Feature   one of   1: BytesList   2: FloatList   3: Int64List        each with   1: its values
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, DataError
+
+# Floats are declared as the bytes that they are stored as, for NumPy to read at once.
+_DECLARATION = """
+name: "praxis_lite/example.proto" package: "praxis_lite" syntax: "proto3"
+message_type { name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".praxis_lite.Features" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE
+          type_name: ".praxis_lite.Features.FeatureEntry" }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".praxis_lite.Feature" } } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".praxis_lite.Bytes"
+          oneof_index: 0 }
+  field { name: "float_list" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".praxis_lite.Bytes"
+          oneof_index: 0 }
+  field { name: "int64_list" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".praxis_lite.Integers"
+          oneof_index: 0 } }
+message_type { name: "Bytes" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Integers" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+"""
+
+
+@functools.cache
+def _example_class() -> Any:
+  """The class of the message."""
+  try:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+  except ImportError:
+    raise ConfigError('protobuf is not installed; pip install praxis_lite[grain]') from None
+  pool = descriptor_pool.DescriptorPool()
+  pool.Add(text_format.Parse(_DECLARATION, descriptor_pb2.FileDescriptorProto()))
+  return message_factory.GetMessageClass(pool.FindMessageTypeByName('praxis_lite.Example'))
+
+
+def features_of_example(record: bytes, where: str) -> dict[str, np.ndarray]:
+  """Returns the values of each feature of a serialized example, [n] float32, int64 or object (bytes).
+
+  Raises DataError, which begins with `where`, if the record is no example.
+  """
+  message = _example_class()
+  try:
+    example = message.FromString(record)
+  except Exception as e:  # DecodeError, of google.protobuf.
+    raise DataError(f'{where}: a record of {len(record)} bytes is not a tf.train.Example: {e}') from None
+  return {name: _values(feature) for name, feature in example.features.feature.items()}
+
+
+def _values(feature: Any) -> np.ndarray:
+  kind = feature.WhichOneof('kind')
+  if kind == 'float_list':
+    return np.frombuffer(b''.join(feature.float_list.value), '<f4')
+  if kind == 'int64_list':
+    return np.array(feature.int64_list.value, np.int64)
+  return np.array(list(feature.bytes_list.value), object)
+
+
+def serialized_example(example: dict[str, np.ndarray]) -> bytes:
+  """Returns the record of an example: integers and booleans as int64 lists, floats as float lists, flattened."""
+  message = _example_class()()
+  for name, x in example.items():
+    feature = message.features.feature[name]
+    if x.dtype.kind in 'biu':
+      feature.int64_list.value.extend(x.ravel().astype(np.int64).tolist())
+    else:
+      feature.float_list.value.append(x.ravel().astype('<f4').tobytes())
+  return message.SerializeToString()

@@ -1,0 +1,64 @@
+"""The vocabulary of a run: what a character tokenizer reads from a text is kept in the directory of the run.
+
+    job_log_dir/vocabulary.json      {"vocabulary": the characters in the order of their ids}
+
+So the weights and the ids of a run belong together for ever, whatever becomes of the text. A vocabulary in the config
+comes first; a directory without a checkpoint has none to belong to, and its file is written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from praxis_lite.config import Config, nested_configs, target
+from praxis_lite.errors import CheckpointError
+from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.inputs import CharTokenizer
+from praxis_lite.trees import NestedDict
+
+_FILE = 'vocabulary.json'
+
+
+def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
+  """Returns the config with the vocabulary that the run in `job_log_dir` keeps, in each tokenizer that has none set.
+
+  Returns the config itself if there is no such tokenizer, or no such run.
+
+  Raises CheckpointError if the file cannot be read.
+  """
+  directory = Path(job_log_dir).expanduser()
+  if not _without_vocabulary(config) or not any(directory.glob('checkpoints/*')):
+    return config
+  try:
+    vocabulary = json.loads((directory / _FILE).read_text(encoding='utf-8'))['vocabulary']
+  except FileNotFoundError:
+    return config
+  except (OSError, ValueError, KeyError) as error:
+    raise CheckpointError(f'{directory / _FILE} cannot be read: {error}') from None
+  inputs = ([c.clone() for c in group] for group in (config.datasets, config.decode_datasets))
+  config = ExperimentConfig(config.task, *inputs)
+  for tokenizer in _without_vocabulary(config):
+    tokenizer.vocabulary = vocabulary
+  return config
+
+
+def keep_vocabulary(config: ExperimentConfig, directory: Path) -> None:
+  """Writes the vocabulary of the run, if a tokenizer of its config has one."""
+  tokenizers = _tokenizers(config)
+  if tokenizers:
+    content: NestedDict = {'vocabulary': tokenizers[0].instantiate().characters}
+    partial = directory / f'{_FILE}.partial'
+    partial.write_text(json.dumps(content, ensure_ascii=False), encoding='utf-8')
+    partial.replace(directory / _FILE)
+
+
+def _tokenizers(config: ExperimentConfig) -> list[Config]:
+  """Returns the configs of all character tokenizers of the inputs."""
+  inputs = [*config.datasets, *config.decode_datasets]
+  return [c for top in inputs for c in nested_configs(top) if target(c) is CharTokenizer]
+
+
+def _without_vocabulary(config: ExperimentConfig) -> list[Config]:
+  return [c for c in _tokenizers(config) if c.vocabulary is None]

@@ -1,0 +1,193 @@
+"""Exported models compute what the model does, in a process that cannot import praxis_lite."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import examples, tiny_run
+
+from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.experiment import configure
+from praxis_lite.experiments.lm import StdlibLmTiny
+from praxis_lite.models.base import BaseModel
+from praxis_lite.runtime.programs import TaskOnMesh
+from praxis_lite.runtime.run import _mesh_for
+from praxis_lite.runtime.trained import TrainedModel
+from praxis_lite.training.state import initialize_train_state
+
+P, M = 8, 5  # Length of prompts; tokens to decode.
+
+LOAD_AND_RUN = """
+import json, re, sys
+sys.modules['praxis_lite'] = None  # Importing it fails.
+import jax, numpy as np, os
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
+import tensorflow as tf
+
+
+class ForJax:
+  def __init__(self, folder):
+    signature = json.load(open(f'{folder}/signature.json'))
+    stored = np.load(f'{folder}/variables.npz')
+    self.variables = {n: stored[n].view(jax.numpy.dtype(v['dtype'])) for n, v in signature['variables'].items()}
+    self.programs = {
+      n: jax.jit(jax.export.deserialize(open(f'{folder}/{n}.stablehlo', 'rb').read()).call)
+      for n in signature['programs']
+    }
+
+  def __call__(self, name, inputs):
+    return {n: np.asarray(x) for n, x in self.programs[name](self.variables, inputs).items()}
+
+
+class ForTensorFlow:
+  def __init__(self, folder):
+    self.model = tf.saved_model.load(f'{folder}/saved_model')
+
+  def __call__(self, name, inputs):
+    outputs = self.model.signatures[name](**{n: tf.constant(x) for n, x in inputs.items()})
+    return {n: x.numpy() for n, x in outputs.items()}
+
+
+def decoded(run, ids, lengths, tokens):
+  out = run('prefill', {'ids': ids, 'lengths': lengths})
+  chosen, logits = [], [out['logits']]
+  for i in range(tokens):
+    chosen.append(np.argmax(out['logits'], -1).astype(np.int32))
+    if i < tokens - 1:
+      caches = {n: x for n, x in out.items() if n != 'logits'}
+      out = run('decode_step', {'ids': chosen[-1], 'positions': (lengths + i).astype(np.int32), **caches})
+      logits.append(out['logits'])
+  return np.stack(chosen, 1), np.stack(logits, 1)
+
+
+root, given, results = sys.argv[1], np.load(f'{sys.argv[1]}/given.npz'), {}
+for name, loader in (('jax', ForJax), ('tf', ForTensorFlow)):
+  forward = loader(f'{root}/forward')
+  for rows in (1, 5):
+    results[f'{name}_forward_{rows}'] = forward('forward', {'x': given['x'][:rows]})['predictions']
+  if name == 'tf':
+    results['tf_serving'] = forward('serving_default', {'x': given['x']})['predictions']
+  results[f'{name}_logits'] = loader(f'{root}/lm')('forward', {'ids': given['text']})['logits']
+  results[f'{name}_tokens'], results[f'{name}_each'] = decoded(
+    loader(f'{root}/decode'), given['ids'], given['lengths'], int(given['tokens'])
+  )
+os.chdir(f'{root}/forward')
+for block in re.findall(r'^```python\\n(.*?)^```', open('README.md').read(), re.M | re.S):
+  exec(block, {})  # The README says how, and what it says runs.
+np.savez(f'{root}/results.npz', **results)
+"""
+
+
+def loaded(config, devices=1):
+  """A model with first values, as `load` returns it."""
+  task = config.task.instantiate()
+  tasks = TaskOnMesh(task, _mesh_for(task, (devices,)))
+  state = tasks.layout.padded(initialize_train_state(task, jax.random.key(0)))
+  return TrainedModel(config, tasks, state.mdl_vars, state.step)
+
+
+@pytest.fixture(scope='module')
+def regression():
+  config = tiny_run()
+  config.task.model.set(dtype='bfloat16', fprop_dtype='float32')
+  return loaded(config, devices=8)
+
+
+@pytest.fixture(scope='module')
+def lm(tmp_path_factory):
+  path = tmp_path_factory.mktemp('data') / 'text.txt'
+  path.write_text('def main():\n  return 1\n' * 200)
+  config = configure(StdlibLmTiny)
+  for dataset in config.datasets:
+    dataset.path = str(path)
+  return loaded(config)
+
+
+@pytest.mark.slow
+def test_programs_of_both_kinds_compute_elsewhere_what_the_model_computes(tmp_path, regression, lm, run_python):
+  regression.export(tmp_path / 'forward')
+  lm.export(tmp_path / 'lm')
+  lm.export(tmp_path / 'decode', 'decode', prompt_length=P, max_tokens=M)
+  x = examples(5, 3)['x']
+  text = np.random.default_rng(0).integers(0, 256, (3, 32), np.int32)
+  lengths = np.array([3, 8, 1], np.int32)
+  given = {'x': x, 'text': text, 'ids': text[:, :P], 'lengths': lengths, 'tokens': M}
+  np.savez(tmp_path / 'given.npz', **given)
+  process = run_python(LOAD_AND_RUN, str(tmp_path), cwd=tmp_path)
+  assert process.wait() == 0, process.communicate()[1]
+  results = np.load(tmp_path / 'results.npz')
+
+  prompts = [row[:length].tolist() for row, length in zip(text, lengths)]
+  tokens = np.array(lm.decode(prompts, temperature=0, max_tokens=M))
+  whole = [np.array([prompt + row.tolist()]) for prompt, row in zip(prompts, tokens)]
+  each = [lm.predict({'ids': ids})['logits'][0, len(p) - 1 : -1] for ids, p in zip(whole, prompts)]
+  close = {'rtol': 1e-5, 'atol': 1e-5}
+  for name in ('jax', 'tf'):
+    for rows in (1, 5):
+      np.testing.assert_allclose(results[f'{name}_forward_{rows}'], regression.predict({'x': x[:rows]}), **close)
+    np.testing.assert_allclose(results[f'{name}_logits'], lm.predict({'ids': text})['logits'], **close)
+    np.testing.assert_array_equal(results[f'{name}_tokens'], tokens)
+    np.testing.assert_allclose(results[f'{name}_each'], np.stack(each), **close)
+  np.testing.assert_allclose(results['tf_serving'], regression.predict({'x': x}), **close)
+
+  signature = json.loads((tmp_path / 'decode' / 'signature.json').read_text())
+  assert signature['model'] == 'LanguageModel' and set(signature['programs']) == {'prefill', 'decode_step'}
+  ids = {'shape': ['batch', P], 'dtype': 'int32'}
+  assert signature['programs']['prefill']['inputs'] == {'ids': ids, 'lengths': {'shape': ['batch'], 'dtype': 'int32'}}
+  # Labels, and segments that the model ignores, are no inputs.
+  forward = json.loads((tmp_path / 'lm' / 'signature.json').read_text())['programs']['forward']
+  assert list(forward['inputs']) == ['ids'] and forward['platforms'] == ['cpu', 'cuda', 'tpu']
+  variables = json.loads((tmp_path / 'forward' / 'signature.json').read_text())['variables']
+  assert variables['w'] == {'shape': [10, 7], 'dtype': 'bfloat16'}
+
+
+def test_one_format_one_batch_size_and_chosen_inputs(tmp_path, lm):
+  batch = {'ids': np.zeros((1, 12), np.int32)}
+  out = lm.export(tmp_path / 'new' / 'out', batch=batch, batch_size=3, formats=('stablehlo',), platforms=('cpu',))
+  assert sorted(p.name for p in out.iterdir()) == ['README.md', 'forward.stablehlo', 'signature.json', 'variables.npz']
+  program = jax.export.deserialize((out / 'forward.stablehlo').read_bytes())
+  assert [x.shape for x in program.out_avals] == [(3, 12, 256)]
+  assert 'tensorflow' not in (out / 'README.md').read_text()
+  assert [p.name for p in out.parent.iterdir()] == ['out']  # Nothing else is left behind.
+
+
+class CountsRows(BaseModel):
+  """Its Python needs the number of rows."""
+
+  def compute_predictions(self, batch):
+    return batch['x'] / len(batch['x'])
+
+
+def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path, regression, lm):
+  out = tmp_path / 'out'
+  told = (
+    r"^task.model: TinyModel has no prefill and extend_step, so it cannot be exported as 'decode'; 'forward' exports"
+  )
+  with pytest.raises(ConfigError, match=told):
+    regression.export(out, 'decode')
+  with pytest.raises(
+    ConfigError, match=r"^what: expected 'forward' or 'decode', got 'foward'.* Did you mean 'forward'"
+  ):
+    regression.export(out, 'foward')
+  with pytest.raises(ConfigError, match=r"^format: expected 'stablehlo' or 'saved_model', got 'onnx'"):
+    regression.export(out, formats=('onnx',))
+  with pytest.raises(ConfigError, match=r"^platforms: 'gpu' is two platforms here, 'cuda' .* and 'rocm'"):
+    regression.export(out, platforms=('gpu',))
+  with pytest.raises(ConfigError, match=r'^prompt_length: expected at least 1, got 0'):
+    lm.export(out, 'decode', prompt_length=0)
+  odd = tiny_run()
+  odd.task.model = type(odd.task)(CountsRows)
+  with pytest.raises(
+    ConfigError, match=r'forward cannot be exported for any batch size on cpu, cuda, tpu \(.*; choose a size, such as'
+  ):
+    loaded(odd).export(out)
+  assert not out.exists() and not list(tmp_path.iterdir())
+  out.mkdir()
+  (out / 'mine').write_text('kept')
+  with pytest.raises(UserError, match=rf'^out: {re.escape(str(out))} exists and is not an empty directory'):
+    regression.export(out)
+  with pytest.raises(UserError, match=r'^out: .*mine exists and is not an empty directory'):
+    regression.export(out / 'mine')
+  assert (out / 'mine').read_text() == 'kept'

@@ -1,0 +1,91 @@
+"""Errors in a layer's method, called from Python: what is explained, what is left as it is, what stays the cause."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite import Config, Layer, WeightHParams
+from praxis_lite.errors import UserError
+from praxis_lite.mistakes import MissingEntryError, ShapesError
+
+
+class Product(Layer):
+  def setup(self):
+    self.create_variable('w', WeightHParams((3, 2)))
+
+  def __call__(self, x_BD):
+    return x_BD @ self.theta.w
+
+
+class Outer(Layer):
+  def setup(self):
+    self.create_child('inner', Config(Product))
+
+  def __call__(self, x):
+    return self.inner(x)
+
+  def choose(self, x):
+    return self.inner(x) if x.sum() > 0 else x
+
+  def read(self, batch, key='y'):
+    return batch[key]
+
+  def nested(self, batch):
+    return batch['x']['z']
+
+  def shape_of(self, x):
+    a, b, c = x.shape
+    return a + b + c
+
+  def on_the_host(self, x):
+    return np.ones((2, 3)) + np.ones((2, 4))
+
+  def wrong_call(self, x):
+    return self.inner(x, 3)
+
+
+@pytest.fixture
+def call():
+  layer = Config(Outer).instantiate()
+  variables = layer.init(jax.random.key(0))
+  return lambda method, *args: layer.apply(variables, *args, method=method)[0]
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+def test_shapes_that_do_not_fit_name_layer_operands_and_line_and_keep_their_cause(call, jitted):
+  run = jax.jit(lambda x: call('__call__', x)) if jitted else lambda x: call('__call__', x)
+  with pytest.raises(
+    ShapesError, match=r'^inner \(Product\.__call__\): .*; x_BD \[5, 4\], w \[3, 2\] \(.*\.py:\d+\)'
+  ) as told:
+    run(jnp.ones((5, 4)))
+  assert isinstance(told.value, TypeError | ValueError) and isinstance(told.value.__cause__, TypeError)
+
+
+def test_shapes_of_numpy_and_of_unpacking_are_told_too(call):
+  with pytest.raises(ShapesError, match=r'^Outer\.on_the_host: operands could not be broadcast .*; x \[5, 3\] \('):
+    call('on_the_host', jnp.ones((5, 3)))
+  with pytest.raises(ShapesError, match=r'^Outer\.shape_of: not enough values to unpack .*; x \[5, 3\] \('):
+    call('shape_of', jnp.ones((5, 3)))
+
+
+@pytest.mark.parametrize('key', ['y', 'xx'])
+def test_a_missing_entry_is_told_with_those_that_there_are(call, key):
+  with pytest.raises(
+    MissingEntryError, match=rf"^Outer\.read: the batch has no entry '{key}'; its entries: x\."
+  ) as told:
+    call('read', {'x': jnp.ones(3)}, key)
+  assert isinstance(told.value, KeyError) and isinstance(told.value, UserError)
+
+
+def test_what_is_not_about_arrays_or_a_dict_at_hand_keeps_its_type(call):
+  with pytest.raises(KeyError) as missing:
+    call('nested', {'x': {'y': jnp.ones(3)}})
+  assert not isinstance(missing.value, UserError)
+  with pytest.raises(jax.errors.TracerBoolConversionError):
+    jax.jit(lambda x: call('choose', x))(jnp.ones((5, 3)))
+  with pytest.raises(TypeError, match='positional argument') as wrong:
+    call('wrong_call', jnp.ones((5, 3)))
+  assert not isinstance(wrong.value, UserError)
