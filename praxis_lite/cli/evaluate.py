@@ -11,10 +11,8 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.runtime.inference import run_eval
-  from praxis_lite.runtime.record import changes_named
 
-  with changes_named(job_log_dir, config):
-    run_eval(config, job_log_dir, step=values.step)
+  run_eval(config, job_log_dir, step=values.step)
   return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
   from praxis_lite.runtime.runs import RunState
 
 _MOST_FIELDS = 8
+_CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # What is before the name of a class or function.
 _HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
 _LEFT = ('run', 'differs in')
 
@@ -28,7 +30,7 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
   for run, fields in zip(runs, differing_fields(runs)):
     total = '' if run.num_steps is None else f'/{run.num_steps}'
     best = run.best(metric, mode)
-    shown = [f'{name}={value}' for name, value in list(fields.items())[:_MOST_FIELDS]]
+    shown = [f'{name}={_CLASS.sub("", value)}' for name, value in list(fields.items())[:_MOST_FIELDS]]
     shown += [f'and {len(fields) - _MOST_FIELDS} more'] if len(fields) > _MOST_FIELDS else []
     rows.append(
       (

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
   from praxis_lite.runtime.sweep import Point
 
 
+# Exit codes of a process that a signal has ended: of `train`, which saves first, and before it trains.
+_STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
+
+
 def _run(values: flags.FlagValues) -> int:
   if not values.exp:
     raise UserError('--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them')
@@ -26,6 +30,13 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--job_log_dir is missing: name a directory for the runs, as in --job_log_dir=runs/rates')
 
   from praxis_lite.config.text import to_text
+  from praxis_lite.runtime.record import has_record
+
+  if has_record(values.job_log_dir):
+    raise UserError(
+      f'--job_log_dir={values.job_log_dir} is that of a run; name another directory, for the runs to be in'
+    )
+
   from praxis_lite.runtime.distributed import leave_accelerators_alone
   from praxis_lite.runtime.run_config import job_directory
   from praxis_lite.runtime.sweep import FinishedPoints, grid, last_line, run_points
@@ -46,6 +57,8 @@ def _run(values: flags.FlagValues) -> int:
       if code == 0:
         finished.add(point, configs[point])
         print(f'{numbers[point]}: done in {seconds:.0f} s', flush=True)
+      elif code in _STOPPED:
+        print(f'{numbers[point]}: stopped: {last_line(folder, point)}', flush=True)
       else:
         failed.append(point)
         print(f'{numbers[point]}: exit code {code}: {last_line(folder, point)}', flush=True)

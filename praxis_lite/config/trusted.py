@@ -15,6 +15,7 @@ in the package that was named: `praxis_lite.importing:os.system` and `my_module:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import inspect
@@ -81,9 +82,10 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
     if _is_allowed(module, name, found):
       return found
   elif module in sys.modules:
-    found = _lookup(sys.modules[module], name)
-    if isinstance(found, type) and issubclass(found, Configurable):
-      return found
+    with contextlib.suppress(UserError):
+      found = _lookup(sys.modules[module], name)
+      if isinstance(found, type) and issubclass(found, Configurable):
+        return found
   else:
     raise UntrustedError(f'{module} is not one of the packages that a recorded config may name', module)
   raise UntrustedError(f'{reference} is not something that a recorded config may name', module)

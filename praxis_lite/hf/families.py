@@ -271,9 +271,12 @@ class Gpt2(Family):
       pairs += [Pair('transformer.wte.weight', 'softmax.w')]
     else:
       pairs += [Pair('transformer.wte.weight', 'embedding.w'), Pair('lm_head.weight', 'softmax.w', 'D V -> V D')]
-    norms = {'ln_f': 'final_norm', f'{layer}ln_1': f'{ours}attention_norm', f'{layer}ln_2': f'{ours}ff_norm'}
-    for theirs, name in norms.items():
-      theirs = theirs if theirs != 'ln_f' else 'transformer.ln_f'
+    norms = {
+      'final_norm': 'transformer.ln_f',
+      f'{ours}attention_norm': f'{layer}ln_1',
+      f'{ours}ff_norm': f'{layer}ln_2',
+    }
+    for name, theirs in norms.items():
       pairs += [Pair(f'{theirs}.weight', f'{name}.scale'), Pair(f'{theirs}.bias', f'{name}.bias')]
     for i, name in enumerate(('query', 'key', 'value')):
       pairs += [
@@ -458,17 +461,14 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
       )
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
       yield f'{ours.path_name}.{field.name}, which is {here!r} here and {there!r} there'
-  pairs: list[tuple[Layer, Layer | None]] = []
+  children, of_theirs = dict(ours.children()), dict(theirs.children())
   if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
-    children = dict(theirs.children())
-    pairs = [(child, children.get(name)) for name, child in ours.children() if name != 'transformer']
-    pairs += list(zip(blocks_of(ours), blocks_of(theirs)))
-  else:
-    children = dict(theirs.children())
-    pairs = [(child, children.get(name)) for name, child in ours.children()]
-  for here_child, there_child in pairs:
-    if there_child is not None:
-      yield from _differences(here_child, there_child)
+    del children['transformer']
+    for here_block, there_block in dict.fromkeys(zip(blocks_of(ours), blocks_of(theirs))):
+      yield from _differences(here_block, there_block)
+  for name, child in children.items():
+    if name in of_theirs:  # Otherwise the fields differ that say whether there is one.
+      yield from _differences(child, of_theirs[name])
 
 
 def _shortest_cycle(windows: list[int | None]) -> tuple[int | None, ...]:

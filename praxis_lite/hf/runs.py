@@ -36,6 +36,7 @@ from praxis_lite.models import LanguageModel, set_sharding
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.placement import placed_specs
 from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables
+from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.record import write_record
 from praxis_lite.runtime.run_config import job_directory
 from praxis_lite.task import SingleTask
@@ -98,14 +99,16 @@ def import_run(
     variables = {'lm': read_variables(checkpoint, found, of_lm)}
     step = jax.device_put(np.zeros((), np.int32), layout.shardings.step)
     checkpointer.save(0, TrainState(step, variables, None), layout.unpadded_shapes, None, in_pieces=True)
-    assets.mkdir(exist_ok=True)
-    copied = _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
+    if is_primary_process():
+      assets.mkdir(exist_ok=True)
+      _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
     checkpointer.wait()
-    write_record(directory, config, mesh=mesh.shape)
+    if is_primary_process():
+      write_record(directory, config, mesh=mesh.shape)
   size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
   lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
-  if not {TOKENIZER_FILE, _SENTENCEPIECE_FILE} & {*copied}:
+  if config.datasets[0].tokenizer_tpl == Config(HfTokenizer, path=REQUIRED):
     lines.append('there is no tokenizer beside it; set datasets[*].tokenizer_tpl to decode and train on text')
   return [*lines, f'step 0: saved in {directory / "checkpoints"}']
 

@@ -15,6 +15,7 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -119,9 +120,14 @@ class GrainInput(StreamedInput):
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
     """Yields the parts of a source in order. The threads or processes that read ahead end with the generator."""
     grain = import_grain()
-    dataset = grain.MapDataset.source(source)
+    yield source[0]  # Here: one batch, which a run looks at before it begins, is not worth starting processes.
+    if len(source) == 1:
+      return
+    dataset = grain.MapDataset.source(source)[1:]
     if self.num_workers:
-      options = grain.MultiprocessingOptions(num_workers=min(self.num_workers, len(source)), per_worker_buffer_size=2)
+      _start_quiet_tracker()
+      workers = min(self.num_workers, len(source) - 1)
+      options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
       one_thread = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
       dataset = dataset.to_iter_dataset(one_thread).mp_prefetch(options, worker_init_fn=_end_with_parent)
     else:
@@ -129,7 +135,9 @@ class GrainInput(StreamedInput):
       dataset = dataset.to_iter_dataset(ahead)
     parts = iter(dataset)
     try:
-      yield from parts
+      for part in parts:
+        # Workers pass arrays in shared memory, which those that live on until the exit would keep.
+        yield jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, part) if self.num_workers else part
     finally:
       parts.close()
 
@@ -299,6 +307,19 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
       writer.write(serialized_example(dict(zip(rows, example))))
   finally:
     writer.close()
+
+
+def _start_quiet_tracker() -> None:
+  """Starts the process that frees shared memory such that it does not warn of what it frees.
+
+  Grain leaves to it the parts that are on their way when a pipeline is closed.
+  """
+  option = 'ignore:resource_tracker:UserWarning'
+  sys.warnoptions.append(option)  # It is started with these.
+  try:
+    resource_tracker.ensure_running()
+  finally:
+    sys.warnoptions.remove(option)
 
 
 def _end_with_parent(worker: int, num_workers: int) -> None:

@@ -68,7 +68,6 @@ class StreamedInput(BaseInput):
   def close(self) -> None:
     if self._pipeline is not None:
       self._pipeline[1].close()
-    # A chunk may be in memory that is shared with a process of the pipeline.
     self._pipeline = self._chunk = None
 
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:

@@ -102,11 +102,7 @@ class RunRecord:
     try:
       roots = _decoded(self._encoded, self._trusted)
     except UntrustedError as error:
-      raise UntrustedError(
-        f'{self.directory / _RECORD}: {error}. If you trust that code, name its module or file, as in '
-        f'--trust={error.module}; or name the experiment with --exp. This run was made by: {self._made_by()}',
-        error.module,
-      ) from None
+      raise UntrustedError(f'{self.directory / _RECORD}: {error}. {self._remedy(error.module)}', error.module) from None
     except UserError as error:
       raise ConfigError(f'{self.directory / _RECORD}: {error}') from None
     task = roots.get('task')
@@ -114,8 +110,12 @@ class RunRecord:
       raise ConfigError(f'{self.directory / _RECORD}: {self.lost.get("task", "it has no config of a task")}')
     return ExperimentConfig(task, _configs(roots.get('datasets')), _configs(roots.get('decode_datasets')))
 
-  def _made_by(self) -> str:
-    return self.launches[-1].command if self.launches else 'an unknown command'
+  def _remedy(self, module: str) -> str:
+    trust = f'If you trust that code, name its module or file, as in --trust={module}; or name'
+    if module == '__main__':
+      trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
+    made_by = f' This run was made by: {self.launches[-1].command}' if self.launches else ''
+    return f'{trust} the experiment with --exp.{made_by}'
 
 
 def write_record(
@@ -186,7 +186,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
   Raises:
     UserError: there is no record, or it cannot be read.
   """
-  directory = Path(job_log_dir)
+  directory = Path(job_log_dir).expanduser()
   file = directory / _RECORD
   try:
     record = json.loads(file.read_text(encoding='utf-8'))
@@ -208,7 +208,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
 
 def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
   """Whether a directory is that of a recorded run."""
-  return (Path(job_log_dir) / _RECORD).is_file()
+  return (Path(job_log_dir).expanduser() / _RECORD).is_file()
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
     with contextlib.suppress(UserError):
       lines = diff_texts(read_record(job_log_dir).text, to_text(config.roots()))
       relevant = [line for line in lines if line.removeprefix('+ ').removeprefix('- ').startswith(_DECIDE_THE_STATE)]
-      relevant.sort(key=lambda line: 'split_dims_mapping' in line)  # These change no shape.
+      relevant.sort(key=lambda line: any(field in line for field in _DECIDE_NO_SHAPE))  # A stable sort.
       if relevant:
         shown = '; '.join(shortened(relevant, most=5))
         error.args = (f'{error} What differs from the recorded config: {shown}.',)
@@ -228,6 +228,7 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
 
 
 _DECIDE_THE_STATE = ('task.model', 'task.train.learner')
+_DECIDE_NO_SHAPE = ('split_dims_mapping', '.decoder_tpl')
 
 
 # -------------------------------------------------------------------- reading
@@ -292,7 +293,9 @@ def _umask() -> int:
 
 
 def _command_line() -> str:
-  return shlex.join([os.path.basename(sys.argv[0] or 'python'), *sys.argv[1:]])
+  program = Path(sys.argv[0] or 'python')
+  started = ['python', '-m', program.parent.name] if program.name == '__main__.py' else [program.name]
+  return shlex.join([*started, *sys.argv[1:]])
 
 
 def _versions() -> Iterator[tuple[str, str]]:

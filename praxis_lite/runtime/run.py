@@ -23,7 +23,7 @@ from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.runtime.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
-from praxis_lite.runtime.record import RunRecord, changes_named, has_record, read_record
+from praxis_lite.runtime.record import RunRecord, has_record, read_record
 from praxis_lite.runtime.trained import TrainedModel, restore_model
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.task import SingleTask
@@ -109,8 +109,7 @@ class SavedRun:
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
     use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
     config = with_vocabulary(self.config, self.directory)
-    with changes_named(self.directory, config):
-      return restore_model(config, self.directory, create_mesh, step=step, use_ema=use_ema, seed=seed)
+    return restore_model(config, self.directory, create_mesh, step=step, use_ema=use_ema, seed=seed)
 
   def __repr__(self) -> str:
     return f'<run {self.directory}, checkpoints of steps {self.checkpoints.steps}>'

@@ -29,6 +29,7 @@ from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runtime.prompts import continued_text, encode_prompt, prompt_batch, task_with_sampler, tokenizer_of
+from praxis_lite.runtime.record import changes_named
 from praxis_lite.runtime.run_config import Datasets, run_keys
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -346,7 +347,8 @@ def restore_model(
     tasks = TaskOnMesh(task, create_mesh(task))
     check(task.model)
     ema: bool = getattr(task, use_ema).use_ema if isinstance(use_ema, str) else use_ema
-    variables, global_step = restore_variables(checkpointer, tasks.layout, use_ema=ema, step=step)
+    with changes_named(job_log_dir, config):
+      variables, global_step = restore_variables(checkpointer, tasks.layout, use_ema=ema, step=step)
   finally:
     checkpointer.close()
   return TrainedModel(config, tasks, variables, global_step, seed)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from quick_xla import xla_flags
@@ -86,6 +88,28 @@ def test_runs_where_there_are_none(tmp_path, capsys):
   assert main(['runs', str(tmp_path)]) == 0
   assert capsys.readouterr().out == f'there are no runs in {tmp_path}\n'
   assert main(['runs', str(tmp_path / 'nothing')]) == 2
+
+
+def test_a_sweep_in_the_directory_of_a_run_is_refused(tmp_path, capsys):
+  (tmp_path / 'run.json').touch()
+  assert main(['sweep', EXP, f'--job_log_dir={tmp_path}', '--set=task.model.hidden=1,2']) == 2
+  assert 'is that of a run' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
+  steps = '--set=task.train.num_train_steps=100000000'
+  command = [sys.executable, '-m', 'praxis_lite', 'sweep', EXP, f'--job_log_dir={tmp_path}', steps]
+  process = subprocess.Popen([*command, '--set=task.model.hidden=3,4'], stdout=subprocess.PIPE, text=True)
+  while not (tmp_path / 'hidden=3' / 'metrics.jsonl').exists():
+    assert process.poll() is None
+    time.sleep(0.1)
+  process.send_signal(signal.SIGINT)
+  out, _ = process.communicate(timeout=120)
+  assert process.returncode == 130
+  assert re.search(r'\[1/2\] hidden=3: stopped: step \d+ of 100000000: saved in ', out)
+  assert 'the same command goes on' in out and 'hidden=4' not in out
+  assert (tmp_path / 'hidden=3' / 'checkpoints').exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import types
 
 import pytest
 
@@ -117,7 +118,8 @@ def test_which_runs_are_verified_first(monkeypatch, tmp_path, arguments, verifie
   from praxis_lite.runtime import executor
 
   seen = []
-  monkeypatch.setattr(executor, 'run_train', lambda *args, **kwargs: None)
+  done = types.SimpleNamespace(ended_by='done')
+  monkeypatch.setattr(executor, 'run_train', lambda *args, **kwargs: done)
   monkeypatch.setattr(verify.subprocess, 'run', lambda *args, **kwargs: seen.append(1) or ended(0))
   command = ['train', EXP, f'--job_log_dir={tmp_path}', '--nocompilation_cache', *arguments]
   assert main(command) == 0

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from checkpoints import CASES, IDS
 from on_meshes import MESHES, load
+
+from praxis_lite.hf import export_run, import_run, write_model
+from praxis_lite.inputs import HfTokenizer
+from praxis_lite.models import transformer_lm
+from praxis_lite.runtime.record import read_record
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
@@ -63,3 +69,47 @@ def test_there_and_back(case, mesh, tmp_path):
   assert state.keys() == original.keys()
   for name, tensor in original.items():
     assert torch.equal(state[name], tensor), name
+
+
+def test_16_bits_there_and_back(tmp_path):
+  random_model('llama').to(torch.bfloat16).save_pretrained(tmp_path / 'theirs')
+  import_run(tmp_path / 'theirs', tmp_path / 'run')
+  export_run(read_record(tmp_path / 'run').config, tmp_path / 'run', tmp_path / 'ours')
+  theirs, ours = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ('theirs', 'ours'))
+  assert ours.dtype == torch.bfloat16
+  for name, tensor in theirs.state_dict().items():
+    assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_a_tokenizer_and_its_chats_are_those_of_transformers(tmp_path):
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(special_tokens=['<s>', '</s>', '<|user|>', '<|assistant|>'], show_progress=False)
+  tokenizer.train_from_iterator(['the cat sat on the mat'] * 9, trainer)
+  tokenizer.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 0)])
+  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token='<s>', eos_token='</s>')
+  theirs.chat_template = (
+    "{{- bos_token }}\n{%- for m in messages %}\n  {{- '<|' + m.role + '|>' + m['content'] | trim + eos_token }}\n"
+    '{%- endfor %}\n{%- if add_generation_prompt %}<|assistant|>{% endif %}'
+  )
+  theirs.save_pretrained(tmp_path)
+  ours = HfTokenizer(path=str(tmp_path))
+  messages = [{'role': 'user', 'content': ' the cat\n'}]
+  assert ours.special_ids == (0, 1, 1)
+  assert ours.prompt_ids('the mat') == theirs('the mat')['input_ids']
+  assert ours.decode([0, 4, 5, 6, 1]) == theirs.decode([0, 4, 5, 6, 1], skip_special_tokens=True)
+  expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+  assert ours.chat_prompt(messages) == expected == '<s><|user|>the cat</s><|assistant|>'
+  assert ours.chat_ids(messages) == theirs(expected, add_special_tokens=False)['input_ids']
+
+
+@pytest.mark.parametrize('style', ['llama', 'gpt2'])
+def test_a_model_that_was_trained_here_is_loaded(style, tmp_path):
+  model = transformer_lm(vocab_size=37, model_dims=18, num_layers=2, num_heads=3, style=style).instantiate()
+  rng = np.random.default_rng(0)
+  variables = jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape, np.float32), model.init(jax.random.key(0)))
+  write_model(tmp_path, model, variables)
+  expected, _ = model.lm.apply(variables['lm'], IDS, method='logits')
+  np.testing.assert_allclose(logits_of(loaded(tmp_path)), expected, rtol=1e-5, atol=1e-5)

@@ -79,6 +79,14 @@ def test_a_config_that_names_an_unknown_module_is_refused_with_the_remedy(tmp_pa
   assert not (tmp_path / 'ran').exists()
 
 
+def test_a_class_of_a_script_is_refused_with_another_remedy(tmp_path):
+  write_record(tmp_path, experiment())
+  text = (tmp_path / 'run.json').read_text().replace('praxis_lite.models.language_model:', '__main__:')
+  (tmp_path / 'run.json').write_text(text)
+  with pytest.raises(ConfigError, match=r'defined in a script or a notebook.*--exp'):
+    _ = read_record(tmp_path).config
+
+
 def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
   (tmp_path / 'mine_of_record.py').write_text('def schedule(step):\n  return 1.0\n')
   monkeypatch.chdir(tmp_path)

@@ -76,7 +76,7 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
   capfd.readouterr()
   assert _decode('--prompt=a li', '--seed=3') == 0
   assert capfd.readouterr().out == captured.out
-  assert _decode('--prompt=é') == 1
+  assert _decode('--prompt=é') == 2
   assert "--prompt='é': 'é' (U+00E9) is not among the 10 characters of the vocabulary" in capfd.readouterr().err
 
   (run / 'run' / 'vocabulary.json').write_text('{')
