@@ -23,6 +23,8 @@ def workspace(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
   monkeypatch.setattr(registry, 'PACKAGES', ('my_experiments',))
+  for name in [name for name in sys.modules if name.partition('.')[0] == 'my_experiments']:  # A guide's, for example.
+    monkeypatch.delitem(sys.modules, name)
   before = dict(sys.modules)
   yield tmp_path
   for name in set(sys.modules) - set(before):

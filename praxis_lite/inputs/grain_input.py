@@ -15,7 +15,6 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from multiprocessing import resource_tracker
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -317,6 +316,8 @@ def _start_quiet_tracker() -> None:
   option = 'ignore:resource_tracker:UserWarning'
   sys.warnoptions.append(option)  # It is started with these.
   try:
+    from multiprocessing import resource_tracker  # Only where there are workers: Windows imports other modules for it.
+
     resource_tracker.ensure_running()
   finally:
     sys.warnoptions.remove(option)
