@@ -14,6 +14,7 @@ from praxis_lite.cli.main import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.read_text()]
+WITH_COMMANDS = [p for p in [ROOT / 'README.md', *GUIDES] if '```sh' in p.read_text()]
 COMMANDS = re.compile(r'^```sh\n(.*?)^```', re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
@@ -43,7 +44,7 @@ def test_guide_runs_as_a_script_where_there_is_one_device(guide, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('guide', [p for p in GUIDES if '```sh' in p.read_text()], ids=lambda p: p.stem)
+@pytest.mark.parametrize('guide', WITH_COMMANDS, ids=lambda p: p.stem)
 def test_commands_of_a_guide_run(guide, tmp_path, monkeypatch, shared_programs):
   """The blocks marked `sh`, in order, in one directory; in this process, because starting one takes seconds."""
   import jax

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,9 @@ def workspace(tmp_path, monkeypatch):
   """An empty registry, and an empty folder that is the working directory, first on sys.path, and forgotten after."""
   monkeypatch.setattr(registry, '_entries', {})
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+  # Without what other tests, such as those of guides, have left of theirs.
+  elsewhere = [folder for folder in sys.path if not pathlib.Path(folder, 'my_experiments.py').exists()]
+  monkeypatch.setattr(sys, 'path', [str(tmp_path), *elsewhere])
   monkeypatch.setattr(registry, 'PACKAGES', ('my_experiments',))
   for name in [name for name in sys.modules if name.partition('.')[0] == 'my_experiments']:  # A guide's, for example.
     monkeypatch.delitem(sys.modules, name)

@@ -101,7 +101,8 @@ def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
   steps = '--set=task.train.num_train_steps=100000000'
   command = [sys.executable, '-m', 'praxis_lite', 'sweep', EXP, f'--job_log_dir={tmp_path}', steps]
   process = subprocess.Popen([*command, '--set=task.model.hidden=3,4'], stdout=subprocess.PIPE, text=True)
-  while not (tmp_path / 'hidden=3' / 'metrics.jsonl').exists():
+  metrics = tmp_path / 'hidden=3' / 'metrics.jsonl'
+  while not (metrics.exists() and metrics.stat().st_size):  # It has taken steps.
     assert process.poll() is None
     time.sleep(0.1)
   process.send_signal(signal.SIGINT)
