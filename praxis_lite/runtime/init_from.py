@@ -56,6 +56,10 @@ class WarmStart:
         )
       self._partitioned = partitioned
       self._checkpointer = Checkpointer(os.path.expanduser(settings.path), read_only=True)
+      if not self._checkpointer.all_steps():
+        raise CheckpointError(
+          f'there is no checkpoint in {self._checkpointer.directory}; path is the directory of a run'
+        )
       self._step = self._checkpointer.existing_step(cast(Step, settings.step))
       self._where = os.path.join(self._checkpointer.directory, str(self._step))
       self._saved: dict[str, Record] = self._checkpointer.about(self._step)['variables']

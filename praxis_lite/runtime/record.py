@@ -111,7 +111,7 @@ class RunRecord:
     return ExperimentConfig(task, _configs(roots.get('datasets')), _configs(roots.get('decode_datasets')))
 
   def _remedy(self, module: str) -> str:
-    trust = f'If you trust that code, name its module or file, as in --trust={module}; or name'
+    trust = f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; or name'
     if module == '__main__':
       trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
     made_by = f' This run was made by: {self.launches[-1].command}' if self.launches else ''
