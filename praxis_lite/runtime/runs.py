@@ -96,7 +96,7 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
   Args:
     runs: the runs.
     metric: a full name, such as 'eval/validation/loss', or the end of one; None: the `best_metric` that the configs
-      agree on, or the loss.
+      agree on, or the loss; of several inputs, that which most runs have.
     mode: 'min' if lower is better, or 'max'; None: that of the configs, where their metric is meant, or 'min'.
 
   Raises:
@@ -117,7 +117,7 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
   if metric is not None and not found:
     close = did_you_mean(metric, known)
     raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no metrics"}')
-  return found[0] if found else wanted, mode
+  return max(found, key=lambda name: sum(name in run.metrics for run in runs), default=wanted), mode
 
 
 def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | None:

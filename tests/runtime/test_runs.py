@@ -111,6 +111,7 @@ def test_which_metric_runs_are_compared_by(tmp_path):
   recorded = read_run(make_run(tmp_path / 'c', *best, valid=[1.0]))
   assert metric_to_compare([recorded], None, None) == ('eval/valid/accuracy', 'max')
   assert metric_to_compare([recorded], 'loss', None) == ('eval/valid/loss', 'min')
+  assert metric_to_compare([two, one, one], None, None) == ('eval/valid/loss', 'min')  # Most runs have it.
   assert best_run([one, two], 'eval/valid/loss', 'min') is one
   assert best_run([one, two], 'nothing', 'min') is None
 
