@@ -130,7 +130,7 @@ class Propagation:
     self._sizes = {axis.name: axis.size for axis in mesh[1]}
     with module.context:
       symbol = ir.FlatSymbolRefAttr.get(mesh[0])
-      callers = {_callee(call): call for call in operations(module.operation, {'func.call'})}
+      callers = {callee(call): call for call in operations(module.operation, {'func.call'})}
       found = operations(module.operation, names)
       self.sites = [Site(op, _name(op, callers), symbol, mesh[1]) for op in found]
 
@@ -155,7 +155,8 @@ class Propagation:
       yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
 
 
-def _callee(call: ir.Operation) -> str:
+def callee(call: ir.Operation) -> str:
+  """The name of the function that a call calls."""
   return ir.FlatSymbolRefAttr(call.attributes['callee']).value
 
 
@@ -169,12 +170,17 @@ def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
   return name if call is None else f'{_name(call, callers)}/{name}'
 
 
+def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
+  """The functions of a module, by the name that a call has in `callee`."""
+  return {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+
+
 def _inline_calls(module: ir.Operation) -> None:
   """Puts the body of each function in place of its calls, as XLA does before it propagates."""
-  functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+  functions = functions_of(module)
   while calls := operations(module, {'func.call'}):
     for call in calls:
-      body = functions[_callee(call)].regions[0].blocks[0]
+      body = functions[callee(call)].regions[0].blocks[0]
       known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
       *inside, returned = (op.operation for op in body.operations)
       with ir.InsertionPoint(call):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxlib.mlir import ir
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.propagation import operations
+from praxis_lite.partitioning.propagation import callee, functions_of, operations
 
 
 def refuse_lapack_in_branches(module: ir.Operation) -> None:
@@ -14,14 +14,14 @@ def refuse_lapack_in_branches(module: ir.Operation) -> None:
   XLA's CPU runtime does so where several calls of LAPACK, such as `jnp.linalg.eigh`, stand in one branch, as in an
   optimizer such as Shampoo under "skip steps that are not finite". Test: `test_several_eigh_in_a_branch`.
   """
-  functions = {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
+  functions = functions_of(module)
 
   def calls(root: ir.Operation) -> int:
     custom = [
       ir.StringAttr(op.attributes['call_target_name']).value for op in operations(root, {'stablehlo.custom_call'})
     ]
-    inside = [ir.FlatSymbolRefAttr(op.attributes['callee']).value for op in operations(root, {'func.call'})]
-    return sum(name.startswith('lapack_') for name in custom) + sum(calls(functions[name]) for name in inside)
+    inside = operations(root, {'func.call'})
+    return sum(name.startswith('lapack_') for name in custom) + sum(calls(functions[callee(call)]) for call in inside)
 
   for branch in operations(module, {'stablehlo.case'}):
     if (number := calls(branch)) > 1:

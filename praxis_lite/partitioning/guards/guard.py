@@ -6,11 +6,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-from jaxlib.mlir import ir
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.guards import images, lookups
-from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE
+from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
 from praxis_lite.partitioning.guards.products import guard_product, keeps_product
 from praxis_lite.partitioning.hlo import scopes
@@ -71,8 +70,8 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     refuse_lapack_in_branches(module.operation)
     propagation = Propagation(module, {*_GUARDS, PRODUCT, TRANSPOSE})
     # Lowered without Shardy, a program says nothing of its mesh but its size.
-    attributes = module.operation.attributes
-    on_mesh = 'mhlo.num_partitions' in attributes and ir.IntegerAttr(attributes['mhlo.num_partitions']).value > 1
+    parts = 'mhlo.num_partitions'
+    on_mesh = parts in module.operation.attributes and integer(module.operation, parts) > 1
     if on_mesh and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
     first: dict[Site, tuple[Split, ...]] = {}

@@ -97,9 +97,13 @@ def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
   return (*after,)
 
 
+def _numbers(scatter: Instance) -> stablehlo.ScatterDimensionNumbers:
+  return stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+
+
 def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
   """Splits in which no part of a dimension that is written by slices is split."""
-  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  numbers = _numbers(scatter)
   skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
   table, updates = scatter.site.shapes[0], scatter.site.shapes[ROWS]
   window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
@@ -116,7 +120,7 @@ def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
 def _ids_as_updates(scatter: Instance) -> tuple[Split, ...] | None:
   """Splits of ids as those of their updates, and of a table whose rows are split over none of these axes."""
   table, ids, updates, _ = scatter.splits
-  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  numbers = _numbers(scatter)
   ids = _as_rows(ids, updates, _scattered(scatter))
   over = axes_of(ids)
   rows = [dim for dim in numbers.scattered_dims_to_operand_dims if over.intersection(table[dim])]
@@ -143,7 +147,7 @@ def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, in
 
 
 def _scattered(scatter: Instance) -> dict[int, int]:
-  numbers = stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
+  numbers = _numbers(scatter)
   return _pairs(scatter, numbers.update_window_dims, numbers.index_vector_dim)
 
 
