@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import glob
 import math
-import os
 import signal
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -25,8 +23,9 @@ def _run(values: flags.FlagValues) -> int:
   profile_steps = None if values.profile_steps is None else ProfiledSteps.parse(values.profile_steps)
   config, job_log_dir = configured_run(values)
 
-  is_new = not glob.glob(os.path.join(glob.escape(job_log_dir), 'checkpoints', '[0-9]*'))
-  if values.verify and is_new and is_worth_verifying(config.task):
+  from praxis_lite.runtime.checkpoints import saved_steps
+
+  if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task):
     verify_first(experiment_arguments(values), enabled=values.process_id in (None, 0))
 
   from praxis_lite.runtime.distributed import initialize_distributed

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.runtime.files import replace_file
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
@@ -175,9 +176,7 @@ class Checkpointer:
     if self._best is None:
       path.unlink(missing_ok=True)
     else:
-      written = path.with_suffix('.json.tmp')
-      written.write_text(json.dumps(self._best._asdict()) + '\n', encoding='utf-8')
-      os.replace(written, path)
+      replace_file(path, json.dumps(self._best._asdict()) + '\n')
     self._recorded_best = self._best
 
   def _read_best(self) -> BestCheckpoint | None:
@@ -210,11 +209,14 @@ class Checkpointer:
     """Returns the steps of all complete checkpoints, in order."""
     return sorted(self._manager.all_steps())
 
-  def existing_step(self, step: Step = None) -> int:
-    """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint."""
+  def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
+    """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint.
+
+    `remedy` is what the error says where there is none at all.
+    """
     steps = self.all_steps()
     if not steps:
-      raise CheckpointError(f'there is no checkpoint in {self.directory}; train first, with the same --job_log_dir')
+      raise CheckpointError(f'there is no checkpoint in {self.directory}; {remedy}')
     if step == 'best':
       if self._best is None:
         raise CheckpointError(
@@ -289,6 +291,14 @@ class Checkpointer:
       yield
     except Exception as error:
       raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}') from error
+
+
+def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
+  """Returns the steps of the complete checkpoints of a run, in order, from the names of their folders alone."""
+  try:
+    return sorted(int(entry.name) for entry in os.scandir(Path(job_log_dir, _DIRECTORY)) if entry.name.isdecimal())
+  except OSError:
+    return []
 
 
 class _KeepBest:

@@ -56,11 +56,7 @@ class WarmStart:
         )
       self._partitioned = partitioned
       self._checkpointer = Checkpointer(os.path.expanduser(settings.path), read_only=True)
-      if not self._checkpointer.all_steps():
-        raise CheckpointError(
-          f'there is no checkpoint in {self._checkpointer.directory}; path is the directory of a run'
-        )
-      self._step = self._checkpointer.existing_step(cast(Step, settings.step))
+      self._step = self._checkpointer.existing_step(cast(Step, settings.step), remedy='path is the directory of a run')
       self._where = os.path.join(self._checkpointer.directory, str(self._step))
       self._saved: dict[str, Record] = self._checkpointer.about(self._step)['variables']
       self._wanted = records_of(partitioned.unpadded_state_shapes.mdl_vars)

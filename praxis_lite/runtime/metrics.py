@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
+from praxis_lite.runtime.files import replace_file
 
 if TYPE_CHECKING:
   import tensorboardX
@@ -203,10 +204,7 @@ def _truncate_jsonl(path: Path, step: int) -> set[str]:
     return set()
   records = list(metric_lines(path))
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
-  # By a second file, so that a run killed here still has the complete old one.
-  shortened = path.with_suffix('.jsonl.tmp')
-  shortened.write_text(''.join(kept), encoding='utf-8')
-  os.replace(shortened, path)
+  replace_file(path, ''.join(kept))  # A run that is killed here still has the complete old one.
   return {record['split'] for _, record in records if record['step'] == step}
 
 

@@ -18,7 +18,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -34,6 +33,7 @@ from praxis_lite.config.text import diff_texts, to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.runtime.files import replace_file
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
@@ -269,27 +269,6 @@ def _printable(text: str) -> str:
 
 
 # -------------------------------------------------------------------- writing
-
-
-def replace_file(path: Path, text: str) -> None:
-  """Writes a file that appears complete or not at all."""
-  handle, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')
-  try:
-    with open(handle, 'w', encoding='utf-8') as file:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
-    os.chmod(name, 0o666 & ~_umask())
-    os.replace(name, path)
-  except BaseException:
-    os.unlink(name)
-    raise
-
-
-def _umask() -> int:
-  mask = os.umask(0o022)
-  os.umask(mask)
-  return mask
 
 
 def _command_line() -> str:

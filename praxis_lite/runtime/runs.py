@@ -14,6 +14,7 @@ import numpy as np
 
 from praxis_lite.config.text import fields_of
 from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.runtime.checkpoints import saved_steps
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import has_record, read_record
 
@@ -81,7 +82,7 @@ def read_run(directory: Path) -> RunState:
   num_steps = fields.get('task.train.num_train_steps', '')
   return RunState(
     directory,
-    max([0, *metrics.steps.tolist(), *_checkpoints(directory)]),
+    max([0, *metrics.steps.tolist(), *saved_steps(directory)]),
     int(num_steps) if num_steps.isdecimal() else None,
     _is_locked(directory),
     max(_written(directory), default=0.0),
@@ -172,11 +173,6 @@ def age(run: RunState) -> str:
 
 
 # -------------------------------------------------------------------- files
-
-
-def _checkpoints(directory: Path) -> Iterator[int]:
-  with contextlib.suppress(OSError):
-    yield from (int(entry.name) for entry in os.scandir(directory / 'checkpoints') if entry.name.isdecimal())
 
 
 def _written(directory: Path) -> Iterator[float]:

@@ -16,6 +16,7 @@ from praxis_lite.config import Config, nested_configs, target
 from praxis_lite.errors import CheckpointError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import CharTokenizer
+from praxis_lite.runtime.files import replace_file
 from praxis_lite.trees import NestedDict
 
 _FILE = 'vocabulary.json'
@@ -49,9 +50,7 @@ def keep_vocabulary(config: ExperimentConfig, directory: Path) -> None:
   tokenizers = _tokenizers(config)
   if tokenizers:
     content: NestedDict = {'vocabulary': tokenizers[0].instantiate().characters}
-    partial = directory / f'{_FILE}.partial'
-    partial.write_text(json.dumps(content, ensure_ascii=False), encoding='utf-8')
-    partial.replace(directory / _FILE)
+    replace_file(directory / _FILE, json.dumps(content, ensure_ascii=False))
 
 
 def _tokenizers(config: ExperimentConfig) -> list[Config]:
