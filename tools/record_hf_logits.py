@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 'tests' / 'hf')]
 
 import numpy as np
-import torch
 import transformers
-from checkpoints import CASES, GOLDEN, IDS, write
+from checkpoints import CASES, GOLDEN, write
+from theirs import greedy_of, loaded, logits_of
 
 NEW_TOKENS = 5
 
@@ -35,24 +35,13 @@ def record(case: str) -> None:
     saved = json.loads((Path(folder) / 'config.json').read_text())
     saved |= {'architectures': [type(model).__name__]}
     write(Path(folder), saved, shapes)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager', dtype=torch.float32)
-  ids = torch.tensor(IDS, dtype=torch.long)
-  with torch.no_grad():
-    logits = loaded(ids).logits.numpy()
-    greedy = loaded.generate(
-      ids,
-      attention_mask=torch.ones_like(ids),
-      do_sample=False,
-      min_new_tokens=NEW_TOKENS,
-      max_new_tokens=NEW_TOKENS,
-      eos_token_id=None,
-      pad_token_id=0,
-    )
+    model = loaded(folder)
+  logits, greedy = logits_of(model), greedy_of(model, NEW_TOKENS)
   content = {
     'config': saved,
     'tensors': {name: list(shape) for name, shape in shapes.items()},
     'logits': np.round(logits.astype(np.float64), 6).tolist(),
-    'greedy': greedy[:, IDS.shape[1] :].tolist(),
+    'greedy': greedy.tolist(),
   }
   GOLDEN.mkdir(exist_ok=True)
   lines = [f'{json.dumps(name)}: {json.dumps(value)}' for name, value in content.items()]

@@ -15,6 +15,8 @@ from praxis_lite.runtime.record import read_record
 
 torch = pytest.importorskip('torch', reason='needs PyTorch: pip install praxis_lite[hf-oracle]')
 transformers = pytest.importorskip('transformers', reason='needs transformers: pip install praxis_lite[hf-oracle]')
+from theirs import greedy_of, loaded, logits_of  # noqa: E402
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
 
@@ -26,29 +28,6 @@ def random_model(case):
     for parameter in model.parameters():
       parameter += 0.2 * torch.randn_like(parameter)
   return model
-
-
-def loaded(folder):
-  return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager', dtype=torch.float32)
-
-
-def logits_of(model):
-  with torch.no_grad():
-    return model(torch.tensor(IDS, dtype=torch.long)).logits.numpy()
-
-
-def greedy_of(model, count):
-  ids = torch.tensor(IDS, dtype=torch.long)
-  tokens = model.generate(
-    ids,
-    attention_mask=torch.ones_like(ids),
-    do_sample=False,
-    min_new_tokens=count,
-    max_new_tokens=count,
-    eos_token_id=None,
-    pad_token_id=0,
-  )
-  return tokens[:, IDS.shape[1] :].numpy()
 
 
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
