@@ -26,7 +26,8 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
-from praxis_lite.layers.repeat import Repeat, check_remat, remat
+from praxis_lite.layers.remat import check_remat, remat
+from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 
 T = TypeVar('T')
@@ -109,7 +110,7 @@ class StackedTransformer(Layer):
     num_layers: number of layers.
     sliding_windows: the `sliding_window` of the attention of the first layers, and again from the first one on, so that
       (4096, None) alternates; None: as `layers_tpl` says.
-    remat, remat_save_names: what each layer keeps for the backward pass; see `repeat.py`.
+    remat, remat_save_names: what each layer keeps for the backward pass; see `remat.py`.
   """
 
   layers_tpl: Config = template(TransformerBlock)
