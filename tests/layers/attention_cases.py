@@ -25,7 +25,7 @@ class Case(NamedTuple):
   prefix: bool = False
   relative_bias: bool = False
   dropout: bool = False
-  fields: dict[str, Any] = {}  # noqa: RUF012
+  fields: dict[str, Any] = {}
 
 
 CASES = {

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, arguments, attend
-
-from praxis_lite.layers.blockwise import blockwise_attention
-from praxis_lite.layers.masks import Visibility
 
 
 @pytest.mark.parametrize('name', CASES)
