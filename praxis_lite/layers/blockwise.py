@@ -103,7 +103,7 @@ def blockwise_attention(
     block_size: largest number of queries and of keys in a block; None: 512, and less for a small window.
   """
   formula, heads, integers = described(query_BTNH, key_BSKH, value_BSKH, visible, bias, dropout, scale, logit_soft_cap)
-  return _attend(formula, block_size or largest_block(integers.visible), heads, integers)
+  return attend_in_blocks(formula, block_size or largest_block(integers.visible), heads, integers)
 
 
 def described(
@@ -136,7 +136,8 @@ def largest_block(visible: Visibility) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(formula: Formula, block_size: int, heads: Heads, integers: Integers) -> jax.Array:
+def attend_in_blocks(formula: Formula, block_size: int, heads: Heads, integers: Integers) -> jax.Array:
+  """Returns attention [B, T, N, H] in blocks of at most this size; its gradient is computed in blocks too."""
   return _forward(formula, block_size, heads, integers)[0]
 
 
@@ -184,7 +185,7 @@ def _backward(
   return jax.tree.map(lambda g, x: g.astype(x.dtype), of_heads, heads), None
 
 
-_attend.defvjp(_forward, _backward)
+attend_in_blocks.defvjp(_forward, _backward)
 
 
 def _in_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[blocks.Queries, blocks.Keys]:

@@ -112,6 +112,7 @@ def set_sharding(
   batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
   data_axis: str | None = 'data',
   mdl_axis: str | None = 'mdl',
+  context_axis: str | None = None,
 ) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
@@ -125,15 +126,17 @@ def set_sharding(
   Args:
     config: of a `LanguageModel` or a `TransformerLm`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
   block = lm.transformer_tpl.layers_tpl
-  bld, blf = (batch_axes, None, None), (batch_axes, None, mdl_axis)
-  blnh = (batch_axes, None, mdl_axis, None)
+  bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
+  blnh = (batch_axes, context_axis, mdl_axis, None)
   for layer in (lm, block):
     layer.activation_split_dims_mapping.out = bld
   block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
   block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+  block.attention_tpl.context_axis = context_axis
   block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
   block.ff_tpl.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
