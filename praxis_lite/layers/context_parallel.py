@@ -101,7 +101,9 @@ def context_parallel_attention(
   if split.method == 'all_to_all':
     head_parts *= mesh.shape[split.axis]
   heads, integers = _divisible(split, heads, integers, head_parts)
-  plan = _Plan.of(split, T, S, integers.visible, block_size or largest_block(integers.visible))
+  rows = heads.query.shape[0] * heads.query.shape[2]
+  rows //= math.prod(mesh.shape[a] for a in (*split.batch_axes, *split.head_axes))
+  plan = _Plan.of(split, T, S, integers.visible, block_size or largest_block(integers.visible, rows))
   attend = _ring if split.method == 'ring' else _all_to_all
   return slice_to(attend(plan, formula, heads, integers), query_BTNH.shape)
 
