@@ -75,16 +75,17 @@ def check_types(cls: type[Configurable], values: Mapping[str | int, object], pat
     try:
       _convert(value, hint)
     except MismatchError as mismatch:
-      whose = f', the default of {cls.__qualname__}' if is_default else ''
-      raise ConfigError(f'{path}.{name}: expected {mismatch}, got {_given(value)}{whose}') from None
+      given = f'{_given(value)}, the default of {cls.__qualname__}' if is_default else _given(value)
+      if is_named(value):
+        write = f'{name}: Config = template({value.__name__})' if is_default else f'Config({value.__name__}, ...)'
+        given = f'{given}; write {write}'
+      raise ConfigError(f'{path}.{name}: expected {mismatch}, got {given}') from None
 
 
 def _given(value: object) -> str:
-  """As `describe`, but short, with a remedy for what only lacks `Config(...)` around it."""
+  """As `describe`, but short."""
   if isinstance(value, Config):
     return f'the config of {getattr(target(value), "__qualname__", target(value))}'
-  if is_named(value):
-    return f'{value.__name__}; write Config({value.__name__}, ...)'
   text = describe(value)
   return text if len(text) < 80 else type(value).__name__
 
