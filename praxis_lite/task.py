@@ -186,7 +186,7 @@ class SingleTask(Configurable):
       learner = self.train.learner.clone()
       if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
         learner.schedule.total_steps = self.train.num_train_steps
-      self.learner: Learner = build_at('learner', learner)
+      self.learner: Learner = learner.instantiate()
     model_p: object = self.model
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):

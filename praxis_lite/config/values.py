@@ -63,8 +63,8 @@ def fit(value: object, hint: object, current: object) -> object:
 def check_types(cls: type[Configurable], values: Mapping[str | int, object], path: str) -> None:
   """Raises ConfigError if a value does not have the annotated type of its field, which messages call `path.field`.
 
-  Only plain annotations are looked at: numbers, texts, dtypes, configs, and tuples, lists and dicts of them. A value
-  that is the default of its field may be None.
+  Only plain annotations are looked at: numbers, texts, tuples, lists and dicts of them, dtypes, initializers, configs.
+  A value that is the default of its field may be None.
   """
   make: Callable[..., object] = cls
   for name, hint in _plain_hints(make).items():
@@ -90,6 +90,9 @@ def _given(value: object) -> str:
   return text if len(text) < 80 else type(value).__name__
 
 
+_PLAIN = (int, float, bool, str, types.NoneType)
+
+
 @functools.cache
 def _plain_hints(cls: Callable[..., object]) -> dict[str, object]:
   hints = field_type_hints(cls)
@@ -103,9 +106,8 @@ def _is_plain(hint: object) -> bool:
   if len(members) > 1:
     return all(map(_is_plain, members))
   if typing.get_origin(hint) in (tuple, list, dict):
-    return all(a in (Any, Ellipsis) or _is_plain(a) for a in typing.get_args(hint))
-  plain = hint in (int, float, bool, str, types.NoneType) or _is_config(hint)
-  return plain or _is_configurable(hint) or _is_value_class(hint)
+    return all(a in (Any, Ellipsis, *_PLAIN) for a in typing.get_args(hint))
+  return hint in _PLAIN or _is_config(hint) or _is_configurable(hint) or _is_value_class(hint)
 
 
 def describe(value: object) -> str:

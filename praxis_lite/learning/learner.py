@@ -77,6 +77,8 @@ class Learner(Configurable):
     ConfigError: a value is out of range, or both kinds of decay are set.
   """
 
+  _config_path = 'learner'
+
   optimizer: Config = template(optax.adamw)
   learning_rate: float = 1e-3
   schedule: Config | Schedule = template(Constant)
