@@ -29,6 +29,7 @@ from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
+from praxis_lite.runtime.nonfinite import hints_in
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
@@ -97,7 +98,8 @@ def run_train(
   Raises:
     UserError: the config, the data, the directory or the checkpoint in it is not usable.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
-    NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
+    NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
+      steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
     Exception: what a hook raised, with a note that names the hook; the state has been saved.
   """
   startup = StartupTimes()
@@ -220,7 +222,8 @@ def run_train(
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
-    while run.step < total and not stop.requested_at(run.step) and run.stop_reason is None:
+    batch: NestedDict | None = None
+    while run.step < total and not (stop.requested_at(run.step) or run.stop_reason or log.skipped.too_many):
       try:
         batch = next(batches, None)
       except Exception:
@@ -244,6 +247,10 @@ def run_train(
     # ---- the end
     stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
     save()
+    if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
+      checkpointer.wait()
+      is_on_this_host = batch is not None and jax.process_count() == 1
+      raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else '')
     if not stop.requested:
       programs.run(evaluation, run.step, run.state)
       if settings.decode_interval_steps is not None:

@@ -242,8 +242,30 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
 
 def test_a_step_that_is_skipped_is_reported(tmp_path, capsys):
   result = run_train(with_bad_example(tiny_run(1, num_train_steps=5, log_interval_steps=5)), tmp_path)
-  assert 'step 3: the loss or a gradient is not finite; the update was skipped' in capsys.readouterr().out
+  skipped = 'step 3: the loss or a gradient is not finite (loss nan, grad_norm nan); the update was skipped'
+  assert skipped in capsys.readouterr().out
   assert result.step == 5 and all(np.isfinite(x).all() for x in parameters(result).values())
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_its_state_saved(tmp_path, capsys):
+  config = tiny_run(1, max_skipped_steps=5)
+  data = examples(50, 0)
+  data['y'][6:] = np.nan  # All batches but the first one are bad.
+  config.datasets[0].set(arrays=data, shuffle=False)
+  with pytest.raises(NonFiniteError, match=r"^from step 2 on, .*The last batch has values in 'y' that are not finite"):
+    run_train(config, tmp_path)
+  saved = Checkpointer(tmp_path, read_only=True).latest_step()
+  assert 6 <= saved <= 8 and 'eval/valid' not in capsys.readouterr().out
+  config.task.train.max_skipped_steps = None  # The same programs, as compiled.
+  assert run_train(config, tmp_path).ended_by == 'done'
+
+
+def test_a_run_of_which_all_steps_are_skipped_has_failed(tmp_path):
+  config = tiny_run(1, num_train_steps=3)
+  config.datasets[0].arrays['y'][:] = np.inf
+  with pytest.raises(NonFiniteError, match=r'^from step 1 on, .*still those that the run started from'):
+    run_train(config, tmp_path)
+  assert Checkpointer(tmp_path, read_only=True).latest_step() == 3
 
 
 def test_changed_data_is_refused_and_can_be_started_anew(tmp_path):
