@@ -109,7 +109,8 @@ class SkippedSteps:
     return NonFiniteError(
       f'from step {since} on, the loss or a gradient was not finite{self._cause}, so all {self.in_a_row} updates '
       f'up to step {self._step} were skipped. {hints or f"Likely causes: {likely}"}. What to do: {remedy}. '
-      f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self._limit} says how many steps in a row may be skipped; None: any number'
+      f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self._limit} says how many steps in a row may be skipped; '
+      'None: any number'
     )
 
 
