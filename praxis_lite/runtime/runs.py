@@ -191,7 +191,7 @@ def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]])
   groups: dict[str, list[str]] = {}
   for path in paths:
     groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)
-  shown = {}
+  shown: dict[str, str] = {}
   for pattern, members in groups.items():
     are_equal = all(len({fields.get(path) for path in members}) == 1 for fields in recorded)
     shown |= {path: pattern if are_equal and len(members) > 1 else path for path in members}
