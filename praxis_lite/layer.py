@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from praxis_lite import call
 from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
 from praxis_lite.config import Config, Configurable, config_values, template
-from praxis_lite.errors import ConfigError, DataError, UnknownFieldError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, UnknownFieldError, UserError, check_choice, did_you_mean
 from praxis_lite.mistakes import explained
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
@@ -379,8 +379,19 @@ class Layer(Configurable):
     return self._frame().key is not None
 
   def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
-    """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on."""
-    self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
+    """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on.
+
+    Raises:
+      ConfigError: `kind` is none of 'scalar', 'histogram', 'image' and 'text', or a scalar is not a single number.
+    """
+    name = f'{self.path_name}/{name}'
+    check_choice(f'{name}: kind of a summary', kind, ('scalar', 'histogram', 'image', 'text'))
+    if kind == 'scalar' and jnp.ndim(value):
+      raise ConfigError(
+        f"{name}: a summary of kind 'scalar' is a single number, got shape {jnp.shape(value)}; add its jnp.mean, or "
+        "all of it with kind='histogram'"
+      )
+    self._frame().add_summary(name, Summary(jnp.asarray(value), kind))
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
     """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
