@@ -167,6 +167,9 @@ def run_train(
     log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step)
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
+    available = jax.device_count() if devices is None else len(devices)
+    if available > tasks.mesh.size:
+      console.line(_unused_devices(task, tasks.mesh.size, available))
     for line in warm_start.report() if warm_start else ():
       console.line(line)
     if advise is not None and is_primary_process():
@@ -274,6 +277,15 @@ def _verified(partitioned: PartitionedTask, state: TrainState, key: jax.Array, b
     f'gradients verified: {compared.num_norms} norms, of each variable and layer, are those computed '
     f'{compared.reference}; largest difference {compared.worst:.1e} of the norm'
   )
+
+
+def _unused_devices(task: SingleTask, used: int, available: int) -> str:
+  """Returns the line that says that the mesh leaves devices idle, with a mesh of all of them."""
+  names = task.mesh_axis_names or ('data',)
+  axis = names.index('data') if 'data' in names else 0
+  shape = ','.join(str(available if i == axis else 1) for i in range(len(names))) + ',' * (len(names) == 1)
+  named = '' if task.mesh_axis_names else '--set "task.mesh_axis_names=(\'data\',)" '
+  return f'{available} devices, and the mesh uses {used}: to use all, {named}--set "task.ici_mesh_shape=({shape})"'
 
 
 def _introduction(name: str, partitioned: PartitionedTask) -> str:

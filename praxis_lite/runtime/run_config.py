@@ -88,7 +88,11 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
-  """Builds inputs that each read this process's share; raises ConfigError if two evaluation inputs have one name."""
+  """Builds inputs that each read this process's share.
+
+  Raises:
+    ConfigError: two evaluation inputs have one name, or one of them is named as the training input.
+  """
   inputs: list[BaseInput] = []
   for i, config in enumerate(configs):
     with located(f'{name}[{i}]'):
@@ -97,6 +101,13 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   twice = [label for label in labels if labels.count(label) > 1]
   if twice:
     raise ConfigError(f'{name}(): {len(twice)} inputs are called {twice[0]!r}; set the name of each')
+  named = {data.name: i for i, data in enumerate(inputs) if data.name and data.is_training}
+  for i, data in enumerate(inputs):
+    if data.name in named and not data.is_training:
+      raise ConfigError(
+        f'{name}[{named[data.name]}].name and {name}[{i}].name are both {data.name!r}, of training and evaluation '
+        f'data: their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
+      )
   return Datasets(name, inputs)
 
 

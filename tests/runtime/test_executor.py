@@ -193,7 +193,9 @@ def test_advice_is_printed_before_the_first_step(tmp_path, capsys):
 
   run_train(tiny_run(3, num_train_steps=1), tmp_path, advise=advise)
   assert asked == [({'data': 3}, (6, 10))]
-  assert capsys.readouterr().out.splitlines()[1:3] == ['warning: one', 'warning: two']
+  unused, *lines = capsys.readouterr().out.splitlines()[1:4]
+  assert unused == '8 devices, and the mesh uses 3: to use all, --set "task.ici_mesh_shape=(8,)"'
+  assert lines == ['warning: one', 'warning: two']
 
 
 def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
@@ -309,6 +311,9 @@ def test_what_cannot_be_run_is_told_before_anything_is_compiled(tmp_path):
     run_train(config._replace(datasets=[config.datasets[0], *config.datasets]), tmp_path)
   with pytest.raises(ConfigError, match="2 inputs are called 'valid'"):
     run_train(config._replace(datasets=[*config.datasets, config.datasets[1]]), tmp_path)
+  both_named = r"datasets\[0\]\.name and datasets\[1\]\.name are both 'train', of training and evaluation data"
+  with pytest.raises(ConfigError, match=both_named):
+    run_train(config._replace(datasets=[config.datasets[0], config.datasets[1].clone(name='train')]), tmp_path)
   with pytest.raises(ConfigError, match=r'task\.train\.save_interval_steps = 0'):
     run_train(tiny_run(1, save_interval_steps=0), tmp_path)
   (tmp_path / 'file').write_text('')
