@@ -93,6 +93,11 @@ class RunRecord:
     """The seed of the run: that of its last launch."""
     return self.launches[-1].seed if self.launches else 0
 
+  @property
+  def commands(self) -> list[str]:
+    """The command lines that made the run, the first one first, each once."""
+    return list(dict.fromkeys(launch.command for launch in self.launches))
+
   @functools.cached_property
   def config(self) -> ExperimentConfig:
     """The configs of the run. Fields that were left out are REQUIRED: set them before they are used.
@@ -116,7 +121,9 @@ class RunRecord:
     trust = f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; or name'
     if module == '__main__':
       trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
-    made_by = f' This run was made by: {self.launches[-1].command}' if self.launches else ''
+    first, *later = self.commands or ['']
+    made_by = f' This run was made by: {first}' if first else ''
+    made_by += f'; and resumed by: {"; ".join(shortened(later, most=3))}' if later else ''
     return f'{trust} the experiment with --exp.{made_by}'
 
 

@@ -102,6 +102,9 @@ def test_training_resumes_by_the_directory_alone_and_prints_what_changed(run, ca
     (5, 2, {'data': 2}),
   ]
   assert 'differs' not in call(capsys, 'train', run)
+  first, *later = read_record(run).commands
+  made, *resumed = re.findall('^(?:made|resumed) by  (.*)$', call(capsys, 'show', run), re.M)
+  assert (made, resumed) == (first, later)
   assert '  seed: 5 -> 6' in call(capsys, 'train', run, '--seed=6')
 
 
