@@ -260,8 +260,12 @@ def run_train(
         programs.run(decoding, run.step, run.state)
     checkpointer.wait()
     tell_of_checkpoints()
-    all_taken = '; all steps are taken' if run.step == first_step >= total else ''
-    console.line(f'step {run.step} of {total}: saved in {checkpointer.directory}{all_taken}')
+    if run.step > total:
+      how_far = f'step {run.step}, past the {total} of task.train.num_train_steps, so no step was taken'
+    else:
+      how_far = f'step {run.step} of {total}'
+    all_taken = '; all steps are taken' if run.step == first_step == total else ''
+    console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
     if run.stop_reason is not None:
       ended_by = 'stopped'
     return TrainResult(run.step, run.state, programs.metrics, (stop.received if stop.requested else None) or ended_by)

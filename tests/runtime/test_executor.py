@@ -205,6 +205,10 @@ def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   assert (result.step, result.ended_by) == (9, 'data')
   assert 'the training data is over after 9 of 20 steps' in capsys.readouterr().out
   assert Checkpointer(tmp_path, read_only=True).latest_step() == 9
+  assert type(result.metrics['eval/valid']['loss']) is float
+  again = run_train(tiny_run(1, num_train_steps=5), tmp_path)  # A shorter run than it was.
+  assert again.step == 9 and again.metrics == result.metrics
+  assert 'step 9, past the 5 of task.train.num_train_steps, so no step was taken: saved in' in capsys.readouterr().out
 
 
 class BreakingInput(ArrayInput):
