@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from praxis_lite.call import Constraint
 from praxis_lite.config import REQUIRED, Config, template
@@ -23,6 +24,7 @@ from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, own_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.partitioning.specs import Placement
 from praxis_lite.weighted import weighted_mean
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -190,8 +192,8 @@ class FullSoftmax(Layer):
     if self.chunk_size is None:
       return None
     rank, wt = class_ids.ndim + 1, self.weight_split_dims_mapping.wt
-    out = self.activation_split_dims_mapping.out
-    logits = self._resolve(out, f'{self.path_name}.activation_split_dims_mapping.out', rank=rank)
+    out, out_field = self.activation_split_dims_mapping.out, f'{self.path_name}.activation_split_dims_mapping.out'
+    logits = self._resolve(out, out_field, rank=rank)
     weight = self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=2)
     entry = logits.spec[-1] if logits is not None else weight and weight.spec[self._classes_axis]
     axes, size = own_axes(entry), auto_chunk_size(self.num_classes, class_ids.size, own_axes(entry))
@@ -208,11 +210,12 @@ class FullSoftmax(Layer):
       label_smoothing=self.label_smoothing,
       soft_cap=self.soft_cap,
     )
-    if self.surroundings.listener is not None:  # What is split as the logits are is those of one chunk.
-      shape = (*class_ids.shape, min(self.num_classes, chunks.size * chunks.num_parts))
-      field = f'{self.path_name}.activation_split_dims_mapping.out'
-      manual = self.surroundings.manual_axes
-      self.surroundings.listener(Constraint(field, logits, shape, jnp.dtype(jnp.float32), manual))
+    if self.surroundings.listener is not None:
+      # What is split as `out` says is a chunk of each part of the classes, [..., S, C].
+      why = () if logits is None else (*logits.why, 'the classes of a chunk are on one device')
+      of_chunk = None if logits is None else Placement(PartitionSpec(*logits.spec, None), why)
+      shape, manual = (*class_ids.shape, chunks.num_parts, chunks.size), self.surroundings.manual_axes
+      self.surroundings.listener(Constraint(out_field, of_chunk, shape, jnp.dtype(jnp.float32), manual))
     return chunks
 
 
