@@ -227,7 +227,7 @@ class TransformerLm(Layer):
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
   ) -> SoftmaxOutput:
-    """Returns logits [B, T, V] and the cross entropy of the labels [B, T].
+    """Returns the cross entropy of the labels [B, T], and logits [B, T, V] unless the softmax works in chunks.
 
     Args:
       ids_BT: int32 tokens.

@@ -126,7 +126,9 @@ CASES = {
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
   'SharedEmbeddingSoftmax': lambda: Case(
-    split(layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True),
+    split(
+      layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True, chunk_size=3
+    ),
     (X, ids(B, T)),
     float32_out=True,
   ),
