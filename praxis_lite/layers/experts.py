@@ -15,6 +15,7 @@ N tokens at hand, K experts per token, E experts, P parts of the expert axes, D 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -117,6 +118,20 @@ def dropless(
     rows = combine(mlp(_ragged(sizes), dispatch(rows, received)), received, len(rows))
     slots = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
   return combine(_scaled(slots, plan.weights_of_slots(routed.weights)), plan, x_ND.shape[0]), plan
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_outputs(x: jax.Array, axes: Axes) -> jax.Array:
+  """Inside `shard_map` without `check_vma`: the sum over axes that the result, an output, is not split over.
+
+  The gradient of such an output comes as equal shares. JAX's own rule adds them up by communication.
+  """
+  return jax.lax.psum(x, axes)
+
+
+sum_outputs.defvjp(
+  lambda x, axes: (jax.lax.psum(x, axes), None), lambda axes, _, share: (share * jax.lax.axis_size(axes),)
+)
 
 
 def _ragged(sizes: jax.Array) -> Product:

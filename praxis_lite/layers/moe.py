@@ -38,7 +38,7 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
-from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, with_capacity
+from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, sum_outputs, with_capacity
 from praxis_lite.layers.feedforward import FeedForwardWeightSplit, GatedFeedForward
 from praxis_lite.layers.routing import (
   Router,
@@ -257,7 +257,7 @@ class MoeFeedForward(Layer):
       out = self._expert_choice(split, x_BTD, scores_BTE, real_BT, mlp, num_experts)
     else:
       out = self._token_choice(split, x_BTD, scores_BTE, real_BT, bias_E, mlp, num_experts)
-    return out._replace(y=jax.lax.psum(out.y, split.tensor)) if split.tensor else out
+    return out._replace(y=sum_outputs(out.y, split.tensor)) if split.tensor else out
 
   def _token_choice(
     self,

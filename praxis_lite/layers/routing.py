@@ -112,7 +112,8 @@ class Router(Layer):
       bias_e        += bias_update_rate * sign(mean load - load_e), after each step     (Wang et al., 2024)
 
   f_e is the share of all choices that are expert e, P_e the mean over tokens of its score, as a share of the token's
-  scores. All means are over the tokens that are not padding, of all rows on all devices.
+  scores. All means are over the tokens that are not padding, of all rows on all devices; with several microbatches, of
+  one, of which the losses are then averaged.
 
   Attributes:
     input_dims: D.
@@ -124,6 +125,8 @@ class Router(Layer):
     weight_scale: factor of the weights.
     jitter: in training, router inputs are multiplied by numbers in [1 - jitter, 1 + jitter] (Fedus et al., 2022).
     z_loss_weight, load_balance_loss_weight: of the auxiliary losses; 0 disables one.
+    load_balance_scope: 'batch', or 'row': the mean over rows of the loss of each (DeepSeek-AI, 2024), which does not
+      depend on what other rows are in a batch.
     bias_update_rate: how much a step changes the biases of the choice, which keep experts equally loaded without an
       auxiliary loss; 0: there are none.
     weight_split_dims_mapping: `wt`, [D, E].
@@ -138,6 +141,7 @@ class Router(Layer):
   jitter: float = 0.0
   z_loss_weight: float = 0.0
   load_balance_loss_weight: float = 0.0
+  load_balance_scope: str = 'batch'
   bias_update_rate: float = 0.0
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(RouterActivationSplit)
@@ -145,6 +149,7 @@ class Router(Layer):
   def setup(self) -> None:
     check_choice(f'{self.path_name}.choice', self.choice, CHOICES)
     check_choice(f'{self.path_name}.score', self.score, SCORES)
+    check_choice(f'{self.path_name}.load_balance_scope', self.load_balance_scope, ('batch', 'row'))
     if not 0 <= self.jitter < 1:
       raise ConfigError(f'{self.path_name}.jitter: expected at least 0 and less than 1, got {self.jitter}')
     if not self.bias_update_rate >= 0:
@@ -180,10 +185,10 @@ class Router(Layer):
     expert over the mean; `load`, that of all experts over the mean.
 
     Args:
-      logits: [..., E].
-      real: [...] bool, False for padding.
-      load: [..., E] float32: how many tokens wanted each expert, or were wanted by it, in parts of the batch.
-      dropped: [...] float32: how many found no slot, or no expert, in parts of the batch.
+      logits: [B, T, E].
+      real: [B, T] bool, False for padding.
+      load: [B, parts, E] float32: how many tokens wanted each expert, or were wanted by it, in parts of rows.
+      dropped: [B, parts] float32: how many of these found no slot, or how many tokens no expert.
     """
     E, total = self.num_experts, self.surroundings.sum_over_rows
     scores = router_scores(logits, self.score)
@@ -191,19 +196,24 @@ class Router(Layer):
     entropy = jax.lax.stop_gradient(-jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1))
     z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     num_tokens = total(jnp.sum(real, dtype=jnp.float32))
-    load_E = jax.lax.stop_gradient(total(jnp.sum(load.reshape(-1, E), axis=0)))
+    load_BE = jax.lax.stop_gradient(jnp.sum(load, axis=1))
+    load_E = total(jnp.sum(load_BE, axis=0))
     num_choices = jnp.sum(load_E)
 
     def mean(values: jax.Array) -> jax.Array:
-      """The mean over tokens, of [...] or [..., E]."""
-      mask = real.reshape(*real.shape, *(1,) * (values.ndim - real.ndim))
-      return total(jnp.sum(jnp.where(mask, values, 0.0), axis=tuple(range(real.ndim)))) / jnp.maximum(num_tokens, 1.0)
+      """The mean over tokens, of [B, T] or [B, T, E]."""
+      mask = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
+      return total(jnp.sum(jnp.where(mask, values, 0.0), axis=(0, 1))) / jnp.maximum(num_tokens, 1.0)
 
     relative_E = load_E * E / jnp.maximum(num_choices, 1.0)
     if self.z_loss_weight:
       self.add_aux_loss('z_loss', mean(z), weight=self.z_loss_weight)
     if self.load_balance_loss_weight:
-      self.add_aux_loss('load_balance', jnp.sum(relative_E * mean(share)), weight=self.load_balance_loss_weight)
+      of_token = relative_E
+      if self.load_balance_scope == 'row':
+        of_token = (load_BE * E / jnp.maximum(jnp.sum(load_BE, axis=1, keepdims=True), 1.0))[:, None]
+      balance = mean(jnp.sum(of_token * share, axis=-1))
+      self.add_aux_loss('load_balance', balance, weight=self.load_balance_loss_weight)
     if self.bias_update_rate and not self.do_eval:
       self.update_var('bias', self.theta.bias + self.bias_update_rate * jnp.sign(jnp.mean(load_E) - load_E))
     offered = num_choices if self.choice == 'token' else num_tokens
