@@ -217,7 +217,8 @@ class MoeFeedForward(Layer):
     )
     padded = jax.tree.map(lambda spec, x: pad_to(x, padded_shape(x.shape, spec, sizes)), specs, args, is_leaf=_is_spec)
     y_BTD, load, dropped = mapped(*padded)
-    return ExpertOutputs(y_BTD[: x_BTD.shape[0], : x_BTD.shape[1]], load, dropped)
+    B, T, _ = x_BTD.shape
+    return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
   def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
     """Returns how tokens and weights are split over the mesh axes of these sizes."""

@@ -144,8 +144,8 @@ def set_sharding(
     layer.activation_split_dims_mapping.out = bld
   block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
   block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-  dense = block.ff_tpl
-  if issubclass(target(block.ff_tpl), MoeFeedForward):
+  dense, kind = block.ff_tpl, target(block.ff_tpl)
+  if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
     free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
     block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
     block.ff_tpl.activation_split_dims_mapping.out = bld
