@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,9 @@ class Layer(Configurable):
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
       split on entry, by rank; None leaves it as it comes.
   """
+
+  # Whether `__call__` takes the keyword `paddings`, [B, T], not zero where a token is padding.
+  takes_paddings: ClassVar[bool] = False
 
   name: str = ''
   dtype: DTypeLike | None = None
