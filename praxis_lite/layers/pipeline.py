@@ -25,8 +25,7 @@ B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -41,7 +40,7 @@ from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import check_remat, remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
-from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
+from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, select
 from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import SplitDimsMapping
 
@@ -237,7 +236,7 @@ class Pipelined(Repeat):
         self._check_result(x, y)
         changed.update(leaves(out.updates))
         new_cache = out.decode_state if cache else {}
-        aux = {name: (v, jnp.where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
+        aux = {name: (v, _where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
         kept = map_with_path(lambda path, old: _where(real, _or(lookup(out.updates, path), old), old), other)
         return _where(real, y, x), (kept, _where(real, new_cache, cache), _Reported(out.summaries, aux))
 
@@ -261,14 +260,15 @@ class Pipelined(Repeat):
       microbatch = schedule.microbatch(now, stages)
       at = _Place(stages, schedule.round(now, stages), microbatch % M, (microbatch >= 0) & (microbatch < M))
       with jax.named_scope('shift'):
-        new, queue = _unzip(queue, lambda v: _take(v, at.microbatch[0]))
+        first = schedule.microbatch(now, 0) % M
+        new, queue = _unzip(lambda v: _take(v, first), queue)
         starts = (stages == 0) & (at.round == 0)
-        state = jax.tree.map(lambda n, s: _where_stage(starts, n, jnp.roll(s, 1, axis=0)), new, state)
+        state = _where(starts, new, jax.tree.map(_shift, state))
       (state, weight_gradients, side_gradients, others, caches), reported = mapped(
         at, state, _Stacks(held, weight_gradients), _Stacks(side_rows, side_gradients), others, caches
       )
       state, others, caches = jax.tree.map(self._on_stages, (state, others, caches))
-      last = jnp.clip(microbatch[-1], 0, M - 1)
+      last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
       # A bubble writes too, where a later tick writes the microbatch that belongs there.
       queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, state)
       return (state, queue, weight_gradients, side_gradients, others, caches), (at, reported)
@@ -289,7 +289,7 @@ class Pipelined(Repeat):
         decode_state=jax.tree.map(self._from_stages, caches),
       )
     )
-    return jax.tree.map(lambda q: jnp.swapaxes(q[-1], 0, 1).reshape(-1, *q.shape[3:])[:B], queue)
+    return jax.tree.map(lambda q: _batch(_of_last(q))[:B], queue)
 
   def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
@@ -390,11 +390,7 @@ class _Stacks(NamedTuple):
     def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
       return (_entry(value, index), None) if gradient is None else _read(value, gradient, index, real)
 
-    flat, structure = jax.tree.flatten(self.values)
-    gradients = structure.flatten_up_to(self.gradients)
-    entries = [one(*pair) for pair in zip(flat, gradients)]
-    read, left = (structure.unflatten(part) for part in (zip(*entries) if entries else ((), ())))
-    return read, left
+    return _unzip(one, self.values, self.gradients)
 
 
 class _SideInputs:
@@ -441,12 +437,11 @@ def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
       lines.append(f'{layer.path_name}: {stages}')
       continue
     schedule = layer.schedule(batch_size)
-    M, S = schedule.num_microbatches, schedule.num_stages
+    M = schedule.num_microbatches
     rows = -(-batch_size // M)
-    formula = f'{S - 1} / {schedule.num_ticks}' if R * M + S - 1 == schedule.num_ticks else f'of {schedule.num_ticks}'
     lines.append(
-      f'{layer.path_name}: {stages}, {M} microbatch{"es" * (M != 1)} of {rows} row{"s" * (rows != 1)}: '
-      f'{schedule.num_ticks} ticks, bubble {schedule.bubble_fraction:.1%} ({formula})'
+      f'{layer.path_name}: {stages}, {M} microbatch{"es" * (M != 1)} of {rows} row{"s" * (rows != 1)} in '
+      f'{schedule.num_ticks} ticks, bubble {schedule.bubble_fraction:.1%}'
     )
   return lines
 
@@ -463,13 +458,13 @@ def _or(new: Any, old: Any) -> Any:
 
 
 def _rows(x: object, where: str) -> int:
-  sizes = {v.shape[0] if v.ndim else None for v in jax.tree.leaves(x)}
-  if len(sizes) != 1 or None in sizes:
+  sizes = {v.shape[:1] for v in jax.tree.leaves(x)}
+  if len(sizes) != 1 or () in sizes:
     shapes = ', '.join(str(v.shape) for v in jax.tree.leaves(x)) or 'no arrays'
     raise DataError(
       f'{where}: the arrays that go through a pipeline have the same dimension 0, the batch; got {shapes}'
     )
-  return sizes.pop()
+  return sizes.pop()[0]
 
 
 def _microbatches(x: jax.Array, M: int, fill: str) -> jax.Array:
@@ -481,25 +476,46 @@ def _microbatches(x: jax.Array, M: int, fill: str) -> jax.Array:
   return jnp.swapaxes(x.reshape(-1, M, *x.shape[1:]), 0, 1)
 
 
+def _batch(x: jax.Array) -> jax.Array:
+  """The inverse of `_microbatches`, but for the rows that it has added."""
+  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def _of_last(queue: jax.Array) -> jax.Array:
+  """Entry S - 1 of dimension 0, as a sum: one all-reduce where the dimension is split."""
+  is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
+  return jnp.sum(_where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
+
+
 def _for_stages(x: jax.Array, S: int) -> jax.Array:
   return jnp.broadcast_to(x[None], (S, *x.shape))
 
 
 def _where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:
-  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
+  return jax.tree.map(lambda a, b: _select(condition, a, b) if _is_float(a) else _choose(condition, a, b), x, y)
 
 
-def _where_stage(condition_S: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  return jnp.where(condition_S.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+  """`jnp.where` with a condition for the first dimensions."""
+  return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
+
+
+# Of `jnp.where`, a mask as large as the arrays would be kept for the backward pass.
+_select = jax.custom_vjp(_choose)
+_select.defvjp(
+  lambda condition, x, y: (_choose(condition, x, y), condition),
+  lambda condition, ct: (None, _choose(condition, ct, jnp.zeros_like(ct)), _choose(condition, jnp.zeros_like(ct), ct)),
+)
 
 
 def _bubble_like(x: TreeT) -> TreeT:
   return jax.tree.map(lambda v: jnp.full_like(v, BUBBLE if _is_float(v) else 0), x)
 
 
-def _unzip(tree: TreeT, fn: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> tuple[TreeT, TreeT]:
-  pairs = [fn(x) for x in jax.tree.leaves(tree)]
-  first, second = (jax.tree.unflatten(jax.tree.structure(tree), part) for part in zip(*pairs))
+def _unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
+  """`jax.tree.map` of a function that returns pairs: a tree of the first, and one of the second ones."""
+  pairs = jax.tree.leaves(jax.tree.map(fn, tree, *trees), is_leaf=lambda x: isinstance(x, tuple))
+  first, second = (jax.tree.unflatten(jax.tree.structure(tree), [pair[i] for pair in pairs]) for i in (0, 1))
   return first, second
 
 
@@ -538,6 +554,20 @@ def _read_backward(
 
 
 _read.defvjp(_read_forward, _read_backward)
+
+
+def _shift(x: jax.Array) -> jax.Array:
+  """Returns for each stage the entry of the one before it, for the first that of the last."""
+  return _shift_float(x) if _is_float(x) else jnp.roll(x, 1, axis=0)
+
+
+@jax.custom_vjp
+def _shift_float(x: jax.Array) -> jax.Array:
+  return jnp.roll(x, 1, axis=0)
+
+
+# Transposed, a roll would be two permutes.
+_shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
 
 
 def _take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:

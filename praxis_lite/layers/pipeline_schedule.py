@@ -50,15 +50,15 @@ class PipelineSchedule(NamedTuple):
 
   @property
   def bubble_fraction(self) -> float:
-    """The share of its ticks that a stage waits: (S - 1) / (M + S - 1), or (S - 1) / (R M + S - 1) where S divides M."""
+    """The share of ticks that a stage waits: (S - 1) / (M + S - 1), or (S - 1) / (R M + S - 1) where S divides M."""
     return 1 - self.rounds * self.num_microbatches / self.num_ticks
 
-  def microbatch(self, tick: IntT, stage: IntT) -> IntT:
+  def microbatch(self, tick: IntT, stage: IntT | int) -> IntT:
     """The microbatch of a stage at a tick; not in [0, M) where the stage waits."""
     behind = tick - stage
     return self.num_stages * (behind // (self.rounds * self.num_stages)) + behind % self.num_stages
 
-  def round(self, tick: IntT, stage: IntT) -> IntT:
+  def round(self, tick: IntT, stage: IntT | int) -> IntT:
     """How often the microbatch of a stage at a tick has passed it before."""
     return (tick - stage) % (self.rounds * self.num_stages) // self.num_stages
 
