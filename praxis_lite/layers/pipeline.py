@@ -125,7 +125,7 @@ class Pipelined(Repeat):
   def _check_apart(self, layer: Layer) -> None:
     """Raises ConfigError if a layer inside of a stage splits something over the axis of the stages."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
-      for field, mapping in layer._split_mappings(group).items():
+      for field, mapping in layer.split_mappings(group).items():
         placement = layer._resolve(mapping, field)
         taken = [] if placement is None else [axis for axis in all_axes(placement.spec) if axis in self._axes]
         if taken:
