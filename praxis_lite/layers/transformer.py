@@ -26,6 +26,7 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
+from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import check_remat, remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
@@ -156,6 +157,12 @@ class StackedTransformer(Layer):
 
 class RepeatedTransformer(Repeat):
   """A scan over transformer blocks with stacked variables: computes what `StackedTransformer` does; compiles faster."""
+
+  layers_tpl: Config = template(TransformerBlock)
+
+
+class PipelinedTransformer(Pipelined):
+  """Transformer blocks in stages of a pipeline, with the variables of a `RepeatedTransformer`."""
 
   layers_tpl: Config = template(TransformerBlock)
 

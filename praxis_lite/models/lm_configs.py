@@ -17,7 +17,7 @@ from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
 from praxis_lite.weights import WeightInit
@@ -168,3 +168,38 @@ def set_sharding(
 def _without(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:
   """An entry of a mapping without some of its axes."""
   return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
+
+
+def set_pipeline(
+  config: Config[LmT],
+  *,
+  num_stages: int,
+  num_microbatches: int | None = None,
+  microbatch_size: int | None = None,
+  circular_repeat: int = 1,
+  stage_remat: str = 'none',
+  stage_axis: str | None = 'stage',
+) -> Config[LmT]:
+  """Has a language model run its blocks in stages of a pipeline, in place, and returns it.
+
+  Its variables stay those of the scan over blocks, so that checkpoints can be restored with and without.
+
+  Args:
+    config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`.
+    num_stages, num_microbatches, microbatch_size, circular_repeat, stage_remat: see `Pipelined`.
+    stage_axis: the mesh axis of the stages; None runs all of them on each device.
+  """
+  lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
+  repeated = lm.transformer_tpl
+  if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
+    raise ConfigError(
+      f'set_pipeline: transformer_tpl is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
+      'that are all alike, so it must be that of a RepeatedTransformer'
+    )
+  pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
+  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat, stage_remat=stage_remat)
+  for field in ('layers_tpl', 'remat', 'remat_save_names', 'unroll'):
+    setattr(pipelined, field, getattr(repeated, field))
+  pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
+  lm.transformer_tpl = pipelined
+  return config

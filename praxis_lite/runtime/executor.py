@@ -22,6 +22,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
@@ -170,6 +171,8 @@ def run_train(
     available = jax.device_count() if devices is None else len(devices)
     if available > tasks.mesh.size:
       console.line(_unused_devices(task, tasks.mesh.size, available))
+    for line in describe_pipelines(task.model, partitioned.rows_of_microbatch):
+      console.line(line)
     for line in warm_start.report() if warm_start else ():
       console.line(line)
     if advise is not None and is_primary_process():
