@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,9 @@ class Layer(InCall, Configurable):
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
       split on entry, by rank; None leaves it as it comes.
   """
+
+  # Whether `__call__` takes the keyword `paddings`, [B, T], not zero where a token is padding.
+  takes_paddings: ClassVar[bool] = False
 
   name: str = ''
   dtype: DTypeLike | None = None
@@ -375,12 +378,13 @@ class Layer(InCall, Configurable):
 
   # ---------------------------------------------------------------- sharding
 
-  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out') -> jax.Array:
+  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', remark: str = '') -> jax.Array:
     """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns it as it is.
 
     Args:
       x: any array.
       mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
+      remark: what `explain` says about `x` beside its split.
 
     Raises:
       ConfigError: there is no such field.
@@ -397,7 +401,7 @@ class Layer(InCall, Configurable):
           f'Its fields: {", ".join(names) or "none"}.'
         )
       mapping = known[field]
-    return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
+    return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim), remark)
 
   def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
     """Returns the mappings of one of the two groups, such as 'weight_split_dims_mapping', by path of their fields."""
@@ -434,11 +438,12 @@ class Layer(InCall, Configurable):
 
     return jax.tree.map(shard, x)
 
-  def _constrained(self, x: jax.Array, field: str, placement: Placement | None) -> jax.Array:
+  def _constrained(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
     """Constrains `x`, and lets the listener of the call know."""
     frame = call.frame_holding(self._path)
     if frame is not None and frame.surroundings.listener is not None:
-      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, frame.surroundings.manual_axes))
+      manual = frame.surroundings.manual_axes
+      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, manual, remark))
     return x if placement is None else with_sharding_constraint(x, placement.spec)
 
   def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:

@@ -357,6 +357,9 @@ def restore_model(
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
   """The dataset of a name or number; one without a name is called by its class."""
   names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
+  if isinstance(wanted, str) and names.count(wanted) > 1:
+    numbers = [i for i, name in enumerate(names) if name == wanted]
+    raise ConfigError(f'evaluate: {len(numbers)} datasets are called {wanted!r}; pass the number of one, of {numbers}')
   if isinstance(wanted, str) and wanted in names:
     return datasets[names.index(wanted)]
   if isinstance(wanted, int) and -len(names) <= wanted < len(names):
