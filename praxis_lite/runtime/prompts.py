@@ -92,8 +92,8 @@ def check_ids(rows: Rows, vocab_size: int | None) -> None:
   if is_bad_BT.any():
     row, position = np.argwhere(is_bad_BT)[0]
     raise DataError(
-      f'ids: {ids_BT[row, position]}, at position {position} of row {row}, is not in the vocabulary of the model, whose '
-      f'ids are 0 to {vocab_size - 1}; are they from another tokenizer than that of the training data?'
+      f'ids: {ids_BT[row, position]}, at position {position} of row {row}, is not in the vocabulary of the model, '
+      f'whose ids are 0 to {vocab_size - 1}; are they from another tokenizer than that of the training data?'
     )
 
 

@@ -194,8 +194,8 @@ class TrainedModel:
       The text, or the tokens, that follow each prompt; or the model's decoded outputs, arrays by name.
 
     Raises:
-      UserError: there is no tokenizer or decoder, a setting is not valid, a prompt is empty, or an id of it is not in the
-        vocabulary of the model.
+      UserError: there is no tokenizer or decoder, a setting is not valid, a prompt is empty, or an id of it is not in
+        the vocabulary of the model.
     """
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
     given = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
