@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.config import REQUIRED, Config, Configurable, field_names, template
+from praxis_lite.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
 from praxis_lite.errors import ConfigError, check_choice, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
@@ -117,7 +117,7 @@ class TrainParams(Configurable):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
-      setattr(self, section, config.instantiate())
+      setattr(self, section, build_at(f'task.train.{section}', config))
 
 
 class EvalParams(Configurable):
@@ -155,6 +155,8 @@ class SingleTask(Configurable):
     train, evaluate, decode: see the classes.
   """
 
+  _config_path = 'task'
+
   name: str = 'task'
   model: BaseModel = REQUIRED
   mesh_axis_names: tuple[str, ...] | None = None
@@ -175,21 +177,28 @@ class SingleTask(Configurable):
       config = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.{section}: expected the config of its settings, got {config!r}')
-      settings = config.instantiate()
+      settings = build_at(f'task.{section}', config)
       setattr(self, section, settings)
       max_batches = getattr(settings, 'max_batches', None)
       if max_batches is not None and max_batches < 1:
         raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
+    built = target(self.train.learner)
+    if not (isinstance(built, type) and issubclass(built, Learner)):
+      raise ConfigError(
+        f'task.train.learner: expected the config of a Learner, got that of {getattr(built, "__name__", built)}; an '
+        'optimizer is a field of it: Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)'
+      )
     with located('task.train'):
       learner = self.train.learner.clone()
       if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
         learner.schedule.total_steps = self.train.num_train_steps
-      self.learner: Learner = learner.instantiate()
+      self.learner: Learner = build_at('learner', learner)
     model_p: object = self.model
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
-    model = model_p.instantiate(**{f: getattr(self, f) for f in inherited if getattr(model_p, f) is None})
+    given = {f: getattr(self, f) for f in inherited if getattr(model_p, f) is None}
+    model = build_at('task.model', model_p, **given)
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model

@@ -26,15 +26,14 @@ from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.hf.families import described, is_tied
 from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
-from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, read_variables, stored_dtypes
+from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, stored_dtypes, streamed_variables
 from praxis_lite.hf.tensors import pieces
 from praxis_lite.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.learning import Learner, LinearWarmupCosine
 from praxis_lite.models import LanguageModel, set_sharding
-from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.placement import placed_specs
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.record import write_record
@@ -79,26 +78,21 @@ def import_run(
   config = imported_config(checkpoint, assets)
   apply_overrides(config.roots(), overrides)
   task = config.task.instantiate()
-  mesh = task.create_mesh(devices)
   weights = task.model.abstract_init()
   found = checked_pieces(checkpoint, weights['lm'])
   dtypes = {'lm': stored_dtypes(checkpoint, found)}
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
-  layout = layout_of(
-    TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, None),
-    TrainState(None, placed_specs(place_task_variables(task, mesh)), None),
-    mesh,
-  )
+  mesh = abstract_mesh(task.mesh_sizes())
+  place_task_variables(task, mesh)  # Raises an error if the config cannot split them so.
   with contextlib.ExitStack() as to_close:
     directory = to_close.enter_context(job_directory(job_log_dir))
     checkpointer = Checkpointer(directory)
     to_close.callback(checkpointer.close)
     if checkpointer.latest_step() is not None:
       raise UserError(f'job_log_dir {directory} has checkpoints already; name another directory')
-    of_lm = StateLayout(*(tree['lm'] for tree in layout.mdl_vars))
-    variables = {'lm': read_variables(checkpoint, found, of_lm)}
-    step = jax.device_put(np.zeros((), np.int32), layout.shardings.step)
-    checkpointer.save(0, TrainState(step, variables, None), layout.unpadded_shapes, None, in_pieces=True)
+    variables = {'lm': streamed_variables(checkpoint, found, shapes['lm'])}
+    state = TrainState(np.zeros((), np.int32), variables, None)
+    checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
     if is_primary_process():
       assets.mkdir(exist_ok=True)
       _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))

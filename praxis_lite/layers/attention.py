@@ -3,9 +3,6 @@
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
 
-The cache holds the key, value and position of each token in its own slot. Prompts of different lengths use the same
-slots, some of them empty: which slots a query attends to depends only on their positions.
-
 B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
 head.
 """
@@ -15,17 +12,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.dot_product import (
   AttentionImplementation,
-  cache_mask,
   combine_masks,
   dot_product_attention,
   segment_mask,
 )
+from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
@@ -99,6 +97,8 @@ class MultiHeadAttention(Layer):
     qk_norm_tpl: of the children `query_norm` and `key_norm`, norms over H before rotary positions; None disables them.
     relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None disables it.
     scale, logit_soft_cap, implementation: see `dot_product_attention`.
+    cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
+    cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
   """
 
@@ -120,11 +120,14 @@ class MultiHeadAttention(Layer):
   scale: float | None = None
   logit_soft_cap: float | None = None
   implementation: AttentionImplementation | None = None
+  cache_dtype: DTypeLike | None = None
+  cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
 
   def setup(self) -> None:
     D, N, K, H = self._complete()
+    self._kv_heads = K, H
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
@@ -162,6 +165,12 @@ class MultiHeadAttention(Layer):
       self.dims_per_head = D // N
     if self.sliding_window is not None and self.sliding_window < 1:
       raise ConfigError(f'{self.path_name}.sliding_window: expected at least 1, got {self.sliding_window}')
+    if self.cache_dtype is not None:
+      dtype = jnp.dtype(self.cache_dtype)
+      if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f'{self.path_name}.cache_dtype: expected int8 or a floating dtype, got {dtype}')
+    if self.cache_page_size < 1:
+      raise ConfigError(f'{self.path_name}.cache_page_size: expected at least 1, got {self.cache_page_size}')
     if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
       raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
     if self.kv_input_dims is None:
@@ -209,17 +218,13 @@ class MultiHeadAttention(Layer):
   # ---------------------------------------------------------------- token by token
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    """Allocates an empty cache of `max_len` slots for each of `batch_size` sequences."""
-    shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
-    for name in ('key', 'value'):
-      self.update_decode_state(name, self.shard(jnp.zeros(shape, self.fprop_dtype), 'blkh'))
-    self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
-    self.update_decode_state('slot', jnp.zeros((), jnp.int32))
+    """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
+    self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
-    Every row uses the next T slots. The caller ensures that they exist: a full cache overwrites its last slots.
+    The caller ensures that there is room: see `KVCache`.
 
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
@@ -229,17 +234,32 @@ class MultiHeadAttention(Layer):
       raise ConfigError(
         f'{self.path_name}.causal: extend_step needs causal attention, since later tokens do not exist yet'
       )
-    query_BTNH, key_BTKH, value_BTKH = self._project(x_BTD, x_BTD, pos_BT)
-    slot = self.get_decode_state('slot')
-    if slot is None:
+    if not self.decode_state:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
-    for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
-      cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
-      self.update_decode_state(name, cache if name == 'pos' else self.shard(cache, 'blkh'))
-    self.update_decode_state('slot', slot + x_BTD.shape[1])
-    key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
-    bias_BNTS = None if self.relative_bias_tpl is None else self.relative_bias(pos_BT, pos_BS)
-    return self._attend((query_BTNH, key_BSKH, value_BSKH), bias_BNTS, cache_mask(pos_BT, pos_BS, self.sliding_window))
+    heads = self._project(x_BTD, x_BTD, pos_BT)
+    cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
+    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache)
+    self._keep(cache)
+    return self._output(context_BTNH)
+
+  def _cached_attention(self) -> CachedAttention:
+    slots_are_split = any((self.activation_split_dims_mapping.blkh or (None,) * 4)[1:2])
+    dtype = self.fprop_dtype if self.cache_dtype is None else self.cache_dtype
+    assert dtype is not None  # fprop_dtype is set once the layer is built.
+    return CachedAttention(
+      dtype,
+      window=self.sliding_window,
+      page_size=None if slots_are_split else self.cache_page_size,
+      scale=self.scale,
+      logit_soft_cap=self.logit_soft_cap,
+      implementation=self.implementation,
+      bias=None if self.relative_bias_tpl is None else self.relative_bias,
+    )
+
+  def _keep(self, cache: KVCache) -> None:
+    for name, array in cache._asdict().items():
+      if array is not None:
+        self.update_decode_state(name, self.shard(array, 'blkh') if name in ('key', 'value') else array)
 
   # ---------------------------------------------------------------- parts
 
@@ -275,6 +295,10 @@ class MultiHeadAttention(Layer):
       logit_soft_cap=self.logit_soft_cap,
       implementation=self.implementation,
     )
+    return self._output(context_BTNH)
+
+  def _output(self, context_BTNH: jax.Array) -> jax.Array:
+    """Returns [B, T, D]."""
     context_BTNH = checkpoint_name(self.shard(context_BTNH, 'blnh'), 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
 _BEST = 'best.json'
-_PIECE_BYTES = 16 << 20
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -102,6 +101,8 @@ class Checkpointer:
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
     ocp = _orbax()
+    from praxis_lite.runtime.streamed_writes import pytree_handlers
+
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
     keep = [policies.LatestN(max_to_keep), _KeepBest(self)]
@@ -114,7 +115,7 @@ class Checkpointer:
       read_only=read_only,
       save_root_metadata=False,
     )
-    self._manager = ocp.CheckpointManager(self.directory, options=options)
+    self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
     self._being_saved: list[int] = []
     self._best = self._recorded_best = self._read_best()
 
@@ -124,17 +125,16 @@ class Checkpointer:
     state: TrainState,
     true_shapes: TrainState,
     input_state: dict[str, Any] | None,
-    *,
-    in_pieces: bool = False,
   ) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
+
+    Where the state has a `StreamedArray`, its parts are read while they are written.
 
     Returns False if there is a checkpoint of this step already.
 
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
-      in_pieces: write arrays in pieces, in little host memory beside the arrays.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -143,10 +143,8 @@ class Checkpointer:
     if step in self._manager.all_steps():
       return False
     arrays = _to_nested_dict(jax.tree.map(_as_data, state))
-    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES), arrays) if in_pieces else None
-    data_file_bytes = _PIECE_BYTES if in_pieces else None  # What is to be in one file is kept in memory.
     items = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(arrays, save_args=save_args, ocdbt_target_data_file_size=data_file_bytes),
+      state=ocp.args.PyTreeSave(arrays),
       inputs=ocp.args.JsonSave({'input_state': input_state}),
       about=ocp.args.JsonSave(_about(state, true_shapes)),
     )
@@ -327,7 +325,8 @@ class _KeepBest:
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
-  mesh = getattr(jax.tree.leaves(state)[0].sharding, 'mesh', None)
+  sharding = getattr(state.step, 'sharding', None)  # None: not from a mesh.
+  mesh = getattr(sharding, 'mesh', None)
   return {
     'format': _FORMAT,
     'praxis_lite': metadata.version('praxis_lite'),
