@@ -26,7 +26,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,9 @@ class Layer(Configurable):
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how the first argument of a call, an array or a tree of them, is
       split on entry, by rank; None leaves it as it comes.
   """
+
+  # Whether `__call__` takes the keyword `paddings`, [B, T], not zero where a token is padding.
+  takes_paddings: ClassVar[bool] = False
 
   name: str = ''
   dtype: DTypeLike | None = None

@@ -76,6 +76,18 @@ def attention() -> Config:
   return config
 
 
+def moe() -> Config:
+  config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
+  config.set(expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1)
+  config.router_tpl = router()
+  return config
+
+
+def router() -> Config:
+  config = split(layers.Router, WT, (BATCH, None, None), z_loss_weight=0.1, load_balance_loss_weight=0.1)
+  return config.set(bias_update_rate=0.1, jitter=0.1)
+
+
 def transformer_lm() -> Config:
   config = split(layers.TransformerLm, out=(BATCH, None, None), vocab_size=V, model_dims=D, num_layers=2, num_heads=N)
   config.set(hidden_dims=F, dims_per_head=H)
@@ -112,6 +124,7 @@ CASES = {
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mlp': lambda: Case(mlp(), (X,)),
+  'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
   'Pooling': lambda: Case(split(layers.Pooling, None, (BATCH, None, 'mdl', None), kind='mean'), (IMAGES,)),
   'Projection': lambda: Case(
@@ -125,6 +138,7 @@ CASES = {
   'Repeat': lambda: Case(repeated(), (X,)),
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
+  'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
   'SharedEmbeddingSoftmax': lambda: Case(
     split(layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True),
     (X, ids(B, T)),
