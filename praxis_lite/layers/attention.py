@@ -3,9 +3,6 @@
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
 
-The cache holds the key, value and position of each token in its own slot. Prompts of different lengths use the same
-slots, some of them empty: which slots a query attends to depends only on their positions.
-
 B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
 head.
 """
@@ -18,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
@@ -36,8 +34,9 @@ from praxis_lite.layers.dot_product import (
   choose_attention,
   dot_product_attention,
 )
+from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.layers.masks import Visibility, cache_mask
+from praxis_lite.layers.masks import Visibility
 from praxis_lite.partitioning.constraints import manual_axes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
@@ -120,6 +119,8 @@ class MultiHeadAttention(Layer):
       The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch and heads.
     context_method: 'ring', keys and values go round; or 'all_to_all', each device attends by some of the heads. See
       `context_parallel.py`.
+    cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
+    cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
   """
 
@@ -145,11 +146,14 @@ class MultiHeadAttention(Layer):
   block_size: int | None = None
   context_axis: str | None = None
   context_method: ContextMethod = 'ring'
+  cache_dtype: DTypeLike | None = None
+  cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
 
   def setup(self) -> None:
     D, N, K, H = self._complete()
+    self._kv_heads = K, H
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
@@ -195,6 +199,12 @@ class MultiHeadAttention(Layer):
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     self._check_context()
+    if self.cache_dtype is not None:
+      dtype = jnp.dtype(self.cache_dtype)
+      if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f'{self.path_name}.cache_dtype: expected int8 or a floating dtype, got {dtype}')
+    if self.cache_page_size < 1:
+      raise ConfigError(f'{self.path_name}.cache_page_size: expected at least 1, got {self.cache_page_size}')
     if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
       raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
     if self.kv_input_dims is None:
@@ -267,17 +277,13 @@ class MultiHeadAttention(Layer):
   # ---------------------------------------------------------------- token by token
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    """Allocates an empty cache of `max_len` slots for each of `batch_size` sequences."""
-    shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
-    for name in ('key', 'value'):
-      self.update_decode_state(name, self.shard(jnp.zeros(shape, self.fprop_dtype), 'blkh'))
-    self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
-    self.update_decode_state('slot', jnp.zeros((), jnp.int32))
+    """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
+    self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
-    Every row uses the next T slots. The caller ensures that they exist: a full cache overwrites its last slots.
+    The caller ensures that there is room: see `KVCache`.
 
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
@@ -287,17 +293,31 @@ class MultiHeadAttention(Layer):
       raise ConfigError(
         f'{self.path_name}.causal: extend_step needs causal attention, since later tokens do not exist yet'
       )
-    query_BTNH, key_BTKH, value_BTKH = self._project(x_BTD, x_BTD, pos_BT)
-    slot = self.get_decode_state('slot')
-    if slot is None:
+    if not self.decode_state:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
-    for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
-      cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
-      self.update_decode_state(name, cache if name == 'pos' else self.shard(cache, 'blkh'))
-    self.update_decode_state('slot', slot + x_BTD.shape[1])
-    key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
-    mask = cache_mask(pos_BT, pos_BS, self.sliding_window)
-    return self._attend((query_BTNH, key_BSKH, value_BSKH), Visibility(), (pos_BT, pos_BS), mask)
+    heads = self._project(x_BTD, x_BTD, pos_BT)
+    cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
+    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache)
+    self._keep(cache)
+    return self._output(context_BTNH)
+
+  def _cached_attention(self) -> CachedAttention:
+    slots_are_split = any((self.activation_split_dims_mapping.blkh or (None,) * 4)[1:2])
+    dtype = self.fprop_dtype if self.cache_dtype is None else self.cache_dtype
+    assert dtype is not None  # fprop_dtype is set once the layer is built.
+    return CachedAttention(
+      dtype,
+      window=self.sliding_window,
+      page_size=None if slots_are_split else self.cache_page_size,
+      scale=self.scale,
+      logit_soft_cap=self.logit_soft_cap,
+      bias=None if self.relative_bias_tpl is None else self.relative_bias,
+    )
+
+  def _keep(self, cache: KVCache) -> None:
+    for name, array in cache._asdict().items():
+      if array is not None:
+        self.update_decode_state(name, self.shard(array, 'blkh') if name in ('key', 'value') else array)
 
   # ---------------------------------------------------------------- parts
 
@@ -390,9 +410,22 @@ class MultiHeadAttention(Layer):
         implementation=name,
         **options,
       )
-    blnh = 'blnh' if split is None else self._with_context('blnh')
-    context_BTNH = self.shard(context_BTNH, blnh, remark=f'attention is {name}: {reason}')
-    if name != 'blockwise':  # That tags what it keeps itself.
+    # Blockwise attention tags what it keeps itself.
+    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
+
+  def _output(
+    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
+  ) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      context_BTNH: results by head.
+      split: whether, and how, their length is split.
+      remark: how they were computed.
+      tagged: whether they have the tag 'context' already.
+    """
+    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._with_context('blnh'), remark=remark)
+    if not tagged:
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 

@@ -9,7 +9,7 @@ first dimension:
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ class Repeat(Layer):
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
+  _stack: ClassVar[str] = 'stack'  # The field of weight_split_dims_mapping that splits the new dimension.
+
   layers_tpl: Config = REQUIRED
   num_layers: int = REQUIRED
   remat: str = 'none'
@@ -59,12 +61,13 @@ class Repeat(Layer):
     if self.num_layers < 1:
       raise ConfigError(f'{self.path_name}.num_layers: expected at least 1, got {self.num_layers}')
     check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.stack'
-    self._resolve(self.weight_split_dims_mapping.stack, self._stack_field, rank=1)
+    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
+    self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
+    self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self.create_child('layers', self.layers_tpl)
 
   def abstract_init(self) -> NestedDict:
-    split = (self.weight_split_dims_mapping.stack or (None,))[0]
+    split = (self._stack_mapping or (None,))[0]
     below = jax.tree.map(lambda w: w.repeated(self.num_layers, split, self._stack_field), self.layers.abstract_init())
     return {'layers': below} if below else {}
 
