@@ -814,3 +814,13 @@ def test_split_mappings_are_read_and_changed_by_field():
   assert placement.spec == PartitionSpec('data', None) and set(placement.why) == {field}
   with pytest.raises(ShardingError, match=r'out: mapping .* has 2 entries, but the tensor has 3 dimensions'):
     layer.apply({}, jnp.ones((2, 3, 4)))
+
+
+def test_an_attribute_that_a_property_misses_is_named():
+  class Wide(Layer):
+    @property
+    def width(self):
+      return 2 * self.widht
+
+  with pytest.raises(AttributeError, match=r"^Wide \(Wide\) has no attribute or child 'widht'"):
+    _ = build(Wide).width
