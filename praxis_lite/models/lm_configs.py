@@ -15,6 +15,7 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
+from praxis_lite.layers.repeat import pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
@@ -127,15 +128,15 @@ def set_sharding(
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
-  block = lm.transformer_tpl.layers_tpl
   bld, blf = (batch_axes, None, None), (batch_axes, None, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)
-  for layer in (lm, block):
-    layer.activation_split_dims_mapping.out = bld
-  block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
-  block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-  block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  block.ff_tpl.activation_split_dims_mapping.set(hidden=blf, out=bld)
+  lm.activation_split_dims_mapping.out = bld
+  for block in pattern(lm.transformer_tpl.layers_tpl):
+    block.activation_split_dims_mapping.out = bld
+    block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+    block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+    block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    block.ff_tpl.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
   lm.softmax_tpl.activation_split_dims_mapping.out = blf
   if lm.embedding_tpl is None:
