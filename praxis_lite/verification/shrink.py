@@ -125,7 +125,7 @@ def small_task(
   def shrunk(kept: Iterable[int]) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
     layers = {n: n if n in kept else _small_count(n, stacks, pipelines, real, mesh) for n in counts}
-    by_field = dict.fromkeys(_LAYERS, layers) | dict.fromkeys(_SCHEDULE, {})
+    by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
     model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
     batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
