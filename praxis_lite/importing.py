@@ -54,7 +54,8 @@ def _what(error: Exception) -> str:
     return str(error)
   message = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition('\n')[0]
   text = f'{type(error).__name__}: {message}' if message else type(error).__name__
-  return f'{text}{_perhaps_meant(error)}'
+  meant = _perhaps_meant(error)
+  return f'{text}.{meant}' if meant else text
 
 
 def _perhaps_meant(error: Exception) -> str:
@@ -67,7 +68,7 @@ def _perhaps_meant(error: Exception) -> str:
     known = {*frame.f_locals, *frame.f_globals, *frame.f_builtins}
     return did_you_mean(name, known)
   if isinstance(error.obj, dict) and name in error.obj:
-    return f'; an entry of a dict is read as [{name!r}]'
+    return f' An entry of a dict is read as [{name!r}]'
   return did_you_mean(name, (n for n in dir(error.obj) if not n.startswith('_')))
 
 

@@ -88,6 +88,8 @@ class TrainParams(Configurable):
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
       kept as well. None: the metric of `early_stopping`, if that is on.
     best_metric_mode: 'min' if lower is better, 'max' if higher is.
+    max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
+      or None: any number is skipped.
     early_stopping, init_from: see the classes.
   """
 
@@ -102,11 +104,15 @@ class TrainParams(Configurable):
   keep_interval_steps: int | None = None
   best_metric: str | None = None
   best_metric_mode: str = 'min'
+  max_skipped_steps: int | None = 100
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
   init_from: InitFromParams = template(InitFromParams)
 
   def __post_init__(self) -> None:
     check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
+      where = 'task.train.max_skipped_steps'
+      raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
     for section in ('early_stopping', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
@@ -186,7 +192,7 @@ class SingleTask(Configurable):
       learner = self.train.learner.clone()
       if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
         learner.schedule.total_steps = self.train.num_train_steps
-      self.learner: Learner = build_at('learner', learner)
+      self.learner: Learner = learner.instantiate()
     model_p: object = self.model
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):

@@ -43,6 +43,9 @@ class Config(fdl.Config[T], Generic[T]):
   """
 
   def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
+    if isinstance(fn_or_cls, Configurable):
+      kind = type(fn_or_cls).__name__
+      raise ConfigError(f'Config takes the class {kind}, not an object of it; write Config({kind}, ...)')
     with history.suspend_tracking():
       known = field_names(fn_or_cls)
       for name in kwargs:
@@ -58,7 +61,7 @@ class Config(fdl.Config[T], Generic[T]):
       try:
         super().__setattr__(name, value)
       except (AttributeError, TypeError):
-        raise unknown_field(target(self), name) from None
+        raise unknown_field(target(self), name, below=self) from None
 
   def __getattr__(self, name: str) -> Any:
     try:
@@ -68,7 +71,7 @@ class Config(fdl.Config[T], Generic[T]):
         raise
       if name in (field_names(self) or ()):
         return REQUIRED
-      raise unknown_field(target(self), name) from None
+      raise unknown_field(target(self), name, below=self) from None
 
   def __delattr__(self, name: str) -> None:
     with history.suspend_tracking():
@@ -199,10 +202,13 @@ def field_names(config: Config | Callable[..., object]) -> list[str] | None:
   return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
 
 
-def unknown_field(fn_or_cls: Callable[..., object], name: str | int, path: str | None = None) -> UnknownFieldError:
+def unknown_field(
+  fn_or_cls: Callable[..., object], name: str | int, path: str | None = None, below: Config | None = None
+) -> UnknownFieldError:
   """Returns the error that a class or function has no field `name`, or that an index was given in its place.
 
-  `path` is that of the config, if the field was named in one: the ending _tpl may then be left out.
+  `path` is that of the config, if the field was named in one: the ending _tpl may then be left out. `below` is the
+  config, if one of those in it may have the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
@@ -214,8 +220,13 @@ def unknown_field(fn_or_cls: Callable[..., object], name: str | int, path: str |
       f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '
       f'{name}: {type(plain).__name__} = {plain!r} in the class'
     )
+  inner = (
+    {key: value for key, value in below.__arguments__.items() if isinstance(value, Config)} if below is not None else {}
+  )
+  deeper = [f"'{key}.{name}'" for key, value in inner.items() if name in (field_names(value) or ())]
+  close = f' Did you mean {" or ".join(deeper)}?' if 0 < len(deeper) < 4 else did_you_mean(str(name), spellings)
   fields = f'Its fields: {", ".join(known)}.' if known else 'It has no fields.'
-  return UnknownFieldError(f'{where} has no field {shown_key(name)}.{did_you_mean(str(name), spellings)} {fields}')
+  return UnknownFieldError(f'{where} has no field {shown_key(name)}.{close} {fields}')
 
 
 def shown_key(key: str | int) -> str:

@@ -63,8 +63,8 @@ def fit(value: object, hint: object, current: object) -> object:
 def check_types(cls: type[Configurable], values: Mapping[str | int, object], path: str) -> None:
   """Raises ConfigError if a value does not have the annotated type of its field, which messages call `path.field`.
 
-  Only plain annotations are looked at: numbers, texts, dtypes, configs, and tuples, lists and dicts of them. A value
-  that is the default of its field may be None.
+  Only plain annotations are looked at: numbers, texts, tuples, lists and dicts of them, dtypes, initializers, configs.
+  A value that is the default of its field may be None.
   """
   make: Callable[..., object] = cls
   for name, hint in _plain_hints(make).items():
@@ -75,18 +75,22 @@ def check_types(cls: type[Configurable], values: Mapping[str | int, object], pat
     try:
       _convert(value, hint)
     except MismatchError as mismatch:
-      whose = f', the default of {cls.__qualname__}' if is_default else ''
-      raise ConfigError(f'{path}.{name}: expected {mismatch}, got {_given(value)}{whose}') from None
+      given = f'{_given(value)}, the default of {cls.__qualname__}' if is_default else _given(value)
+      if is_named(value):
+        write = f'{name}: Config = template({value.__name__})' if is_default else f'Config({value.__name__}, ...)'
+        given = f'{given}; write {write}'
+      raise ConfigError(f'{path}.{name}: expected {mismatch}, got {given}') from None
 
 
 def _given(value: object) -> str:
-  """As `describe`, but short, with a remedy for what only lacks `Config(...)` around it."""
+  """As `describe`, but short."""
   if isinstance(value, Config):
     return f'the config of {getattr(target(value), "__qualname__", target(value))}'
-  if is_named(value):
-    return f'{value.__name__}; write Config({value.__name__}, ...)'
   text = describe(value)
   return text if len(text) < 80 else type(value).__name__
+
+
+_PLAIN = (int, float, bool, str, types.NoneType)
 
 
 @functools.cache
@@ -102,9 +106,8 @@ def _is_plain(hint: object) -> bool:
   if len(members) > 1:
     return all(map(_is_plain, members))
   if typing.get_origin(hint) in (tuple, list, dict):
-    return all(a in (Any, Ellipsis) or _is_plain(a) for a in typing.get_args(hint))
-  plain = hint in (int, float, bool, str, types.NoneType) or _is_config(hint)
-  return plain or _is_configurable(hint) or _is_value_class(hint)
+    return all(a in (Any, Ellipsis, *_PLAIN) for a in typing.get_args(hint))
+  return hint in _PLAIN or _is_config(hint) or _is_configurable(hint) or _is_value_class(hint)
 
 
 def describe(value: object) -> str:

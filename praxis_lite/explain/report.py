@@ -238,6 +238,7 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
     elif UNCONSTRAINED in placement.spec:
       free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
       remarks = (f'left to the compiler: dimension {free}',)
+    remarks = (*remarks, *filter(None, [constraint.remark]))
     dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
     found.append(Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
   return found

@@ -85,12 +85,10 @@ class View:
       split_index += [*[slice(None)] * (outer + 1), *(slice(*b) for b in bounds[outer + 1 :])]
     return self._ours(tensor.read(tuple(their_index)).reshape(split_shape)[tuple(split_index)])
 
-  def write(self, theirs: np.ndarray, ours: np.ndarray) -> None:
-    """Copies a variable to where it belongs in the whole tensor `theirs`, which is contiguous."""
-    axes = self._axes
+  def within(self, theirs: np.ndarray) -> np.ndarray:
+    """Returns the part of the whole tensor that is the variable, to be written to; `theirs` is contiguous."""
     split = theirs.reshape([size for group in self.groups for size in self._sizes(group)])
-    target = split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in axes)]
-    self._ours(target)[...] = ours
+    return self._ours(split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in self._axes)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
     """The dimensions of `split`, one for each entry of the groups, in the order of the variable; a view."""

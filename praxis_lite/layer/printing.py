@@ -10,7 +10,7 @@ from praxis_lite.trees import NestedDict, leaves
 from praxis_lite.weights import WeightHParams
 
 if TYPE_CHECKING:
-  from praxis_lite.layer.base import Layer
+  from praxis_lite.layer import Layer
 
 
 def tree_lines(layer: Layer, name: str, tree: NestedDict) -> Iterator[str]:

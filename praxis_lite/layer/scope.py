@@ -14,7 +14,7 @@ from praxis_lite.errors import ConfigError, DataError, UserError
 from praxis_lite.mistakes import explained, returned_nothing, whose
 
 if TYPE_CHECKING:
-  from praxis_lite.layer.base import Layer
+  from praxis_lite.layer import Layer
 
 
 def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:

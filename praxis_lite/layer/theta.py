@@ -11,16 +11,16 @@ from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 from praxis_lite.weights import WeightHParamsCollection
 
 if TYPE_CHECKING:
-  from praxis_lite.layer.base import Layer
+  from praxis_lite.layer.in_call import InCall
 
 
 class Theta:
   """A layer's own variables as attributes, cast to the dtype the layer computes in."""
 
   __slots__ = ('_layer',)
-  _layer: Layer
+  _layer: InCall
 
-  def __init__(self, layer: Layer):
+  def __init__(self, layer: InCall):
     object.__setattr__(self, '_layer', layer)
 
   def __getattr__(self, name: str) -> jax.Array:

@@ -15,16 +15,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout
 from praxis_lite.layers.dot_product import (
+  IMPLEMENTATIONS,
   AttentionImplementation,
-  combine_masks,
+  attention_case,
+  choose_attention,
   dot_product_attention,
-  segment_mask,
 )
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.layers.masks import Visibility
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]  # Queries [B, T, N, H], keys and values [B, S, K, H].
@@ -96,7 +99,11 @@ class MultiHeadAttention(Layer):
     rotary_tpl: of the child `rotary`, rotary positions of queries and keys; None disables them.
     qk_norm_tpl: of the children `query_norm` and `key_norm`, norms over H before rotary positions; None disables them.
     relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None disables it.
-    scale, logit_soft_cap, implementation: see `dot_product_attention`.
+    dropout_rate: share of the attention probabilities that is dropped in training.
+    scale, logit_soft_cap, block_size: see `dot_product_attention`.
+    implementation: how attention is computed: 'dense', all logits at once; 'blockwise', with memory linear in the
+      length; 'cudnn', a fused kernel of NVIDIA GPUs; or 'auto', one of these, as `choose_attention` says. Decoding is
+      dense.
     cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
     cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
@@ -117,9 +124,11 @@ class MultiHeadAttention(Layer):
   rotary_tpl: Config | None = None
   qk_norm_tpl: Config | None = None
   relative_bias_tpl: Config | None = None
+  dropout_rate: float = 0.0
   scale: float | None = None
   logit_soft_cap: float | None = None
-  implementation: AttentionImplementation | None = None
+  implementation: AttentionImplementation = 'auto'
+  block_size: int | None = None
   cache_dtype: DTypeLike | None = None
   cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
@@ -165,6 +174,13 @@ class MultiHeadAttention(Layer):
       self.dims_per_head = D // N
     if self.sliding_window is not None and self.sliding_window < 1:
       raise ConfigError(f'{self.path_name}.sliding_window: expected at least 1, got {self.sliding_window}')
+    if self.block_size is not None and self.block_size < 1:
+      raise ConfigError(f'{self.path_name}.block_size: expected at least 1, got {self.block_size}')
+    if not 0 <= self.dropout_rate < 1:
+      raise ConfigError(f'{self.path_name}.dropout_rate: expected at least 0 and less than 1, got {self.dropout_rate}')
+    if self.implementation is None:  # As configs recorded by older versions may say.
+      self.implementation = 'auto'
+    check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
     if self.cache_dtype is not None:
       dtype = jnp.dtype(self.cache_dtype)
       if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
@@ -189,6 +205,7 @@ class MultiHeadAttention(Layer):
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
     mask: jax.Array | None = None,
   ) -> jax.Array:
     """Returns [B, T, D].
@@ -199,21 +216,22 @@ class MultiHeadAttention(Layer):
       segment_ids: [B, T] int32, 0 is padding; positions attend within their segment. None: one segment, no padding.
       kv_segment_ids: [B, S] int32, with `kv_BSD`; where this or `segment_ids` is None, segments do not mask.
       segment_pos: [B, T] int32, positions in the segment; None: 0, 1, 2, ...
-      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above.
+      prefix_lengths: [B] int32, how many of the first positions of each row all positions attend to (prefix-LM), also
+        if `causal`; None: none.
+      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above. Attention is
+        then dense.
     """
-    bias_BNTS = None
     if kv_BSD is not None:
       for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
         if getattr(self, field):
           raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
     else:
       kv_BSD, kv_segment_ids = x_BTD, segment_ids
-      if self.relative_bias_tpl is not None:
-        pos_BT = jnp.arange(x_BTD.shape[1])[None] if segment_pos is None else segment_pos
-        bias_BNTS = self.relative_bias(pos_BT, pos_BT)
-    if segment_ids is not None and kv_segment_ids is not None:
-      mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
-    return self._attend(self._project(x_BTD, kv_BSD, segment_pos), bias_BNTS, mask, self.causal, self.sliding_window)
+    if segment_ids is None or kv_segment_ids is None:
+      segment_ids = kv_segment_ids = None
+    visible = Visibility(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
+    heads = self._project(x_BTD, kv_BSD, segment_pos)
+    return self._attend(heads, visible, (segment_pos, segment_pos), mask, self._dropout(x_BTD))
 
   # ---------------------------------------------------------------- token by token
 
@@ -252,7 +270,6 @@ class MultiHeadAttention(Layer):
       page_size=None if slots_are_split else self.cache_page_size,
       scale=self.scale,
       logit_soft_cap=self.logit_soft_cap,
-      implementation=self.implementation,
       bias=None if self.relative_bias_tpl is None else self.relative_bias,
     )
 
@@ -281,25 +298,62 @@ class MultiHeadAttention(Layer):
       checkpoint_name(self.shard(value_BSKH, 'blkh'), 'value_proj'),
     )
 
+  def _dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
+    if self.dropout_rate == 0 or self.do_eval:
+      return None
+    shape = (*x_BTD.shape[:2], self.num_heads)
+    return ProbabilityDropout(self.dropout_rate, jax.random.bits(self.next_prng_key(), shape, jnp.uint32))
+
   def _attend(
-    self, heads: Heads, bias: jax.Array | None, mask: jax.Array | None, causal: bool = False, window: int | None = None
+    self,
+    heads: Heads,
+    visible: Visibility,
+    positions: tuple[jax.Array | None, jax.Array | None],
+    mask: jax.Array | None,
+    dropout: ProbabilityDropout | None = None,
   ) -> jax.Array:
-    """Returns the output, [B, T, D]."""
+    """Returns the output, [B, T, D]; `positions` are those of queries and keys, for the relative bias."""
+    bias: LogitBias | jax.Array | None = None
+    if self.relative_bias_tpl is not None:
+      bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, *positions)
+    case = attention_case(
+      *heads[:2], visible=visible, bias=bias, mask=mask, dropout=dropout, logit_soft_cap=self.logit_soft_cap
+    )
+    name, reason = choose_attention(self.implementation, case, f'{self.path_name}.implementation')
+    if bias is not None and name != 'blockwise':
+      query_pos, key_pos = (
+        jnp.arange(x.shape[1])[None] if pos is None else pos for x, pos in zip(heads, positions, strict=False)
+      )
+      bias = self.relative_bias(query_pos, key_pos)
     context_BTNH = dot_product_attention(
       *heads,
       bias=bias,
       mask=mask,
-      causal=causal,
-      window=window,
+      causal=visible.causal,
+      window=visible.window,
+      prefix_lengths=visible.prefix_B,
+      segment_ids=visible.segments_BT,
+      kv_segment_ids=visible.key_segments_BS,
+      dropout=dropout,
       scale=self.scale,
       logit_soft_cap=self.logit_soft_cap,
-      implementation=self.implementation,
+      implementation=name,
+      block_size=self.block_size,
     )
-    return self._output(context_BTNH)
+    # Blockwise attention tags what it keeps itself.
+    return self._output(context_BTNH, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
 
-  def _output(self, context_BTNH: jax.Array) -> jax.Array:
-    """Returns [B, T, D]."""
-    context_BTNH = checkpoint_name(self.shard(context_BTNH, 'blnh'), 'context')
+  def _output(self, context_BTNH: jax.Array, remark: str = '', tagged: bool = False) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      context_BTNH: results by head.
+      remark: how they were computed.
+      tagged: whether they have the tag 'context' already.
+    """
+    context_BTNH = self.shard(context_BTNH, 'blnh', remark=remark)
+    if not tagged:
+      context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 
 

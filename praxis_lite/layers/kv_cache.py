@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.layers.dot_product import AttentionImplementation, cache_mask, dot_product_attention
+from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers.masks import cache_mask
 
 Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> what is added, [B, N, T, S].
 _MASKED = 0.7 * float(jnp.finfo(jnp.float32).min)  # Finite: a query without keys must not make NaN.
@@ -63,7 +64,7 @@ class CachedAttention:
     dtype: of the entries; int8 stores a scale for each vector.
     window: a query attends to keys less than this far away, which makes the cache a ring; None: to all up to its own.
     page_size: slots read at once, and tokens of a prompt taken at once; None: all, as for slots split over a mesh.
-    scale, logit_soft_cap, implementation: see `dot_product_attention`.
+    scale, logit_soft_cap: see `dot_product_attention`.
     bias: added to the logits; None for nothing.
   """
 
@@ -72,7 +73,6 @@ class CachedAttention:
   page_size: int | None = None
   scale: float | None = None
   logit_soft_cap: float | None = None
-  implementation: AttentionImplementation | None = None
   bias: Bias | None = None
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
@@ -147,7 +147,7 @@ class CachedAttention:
       mask=cache_mask(pos_BT, cache.pos, self.window),
       scale=self.scale,
       logit_soft_cap=self.logit_soft_cap,
-      implementation=self.implementation,
+      implementation='dense',
     )
 
   def _attend_by_page(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, page_size: int) -> jax.Array:

@@ -37,7 +37,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
-from praxis_lite.layers.remat import check_remat, remat
+from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
@@ -76,7 +76,7 @@ class Pipelined(Repeat):
     microbatch_size: rows of a microbatch, over all devices.
     circular_repeat: R, how many groups of layers each stage has; it divides `num_layers`.
     stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps its input alone.
-    stage_remat_save_names: tags of values that stages keep in addition.
+    stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
     weight_split_dims_mapping: `stages`, the mesh axis of the stages; the other dimensions are split by `layers`.
   """
 
@@ -88,11 +88,17 @@ class Pipelined(Repeat):
   circular_repeat: int = 1
   stage_remat: str = 'none'
   stage_remat_save_names: tuple[str, ...] = ()
+  stage_remat_offload_names: tuple[str, ...] = ()
   weight_split_dims_mapping: Config = template(PipelineWeightSplit)
 
   def setup(self) -> None:
     self._check_sizes()
-    check_remat(self.stage_remat, self.stage_remat_save_names, f'{self.path_name}.stage_remat')
+    if not isinstance(self.layers_tpl, Config):
+      raise ConfigError(
+        f'{self.path_name}.layers_tpl: the layers of a pipeline are alike, and this is a pattern of several; make one '
+        f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
+      )
+    self._stage_remat = Remat.of(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self._axes = () if self._stages is None else tuple(all_axes(self._stages.spec))
@@ -240,7 +246,7 @@ class Pipelined(Repeat):
         kept = map_with_path(lambda path, old: _where(real, _or(lookup(out.updates, path), old), old), other)
         return _where(real, y, x), (kept, _where(real, new_cache, cache), _Reported(out.summaries, aux))
 
-      body = remat(layer, self.remat if method == '__call__' else 'none', self.remat_save_names, in_scan=True)
+      body = self._remat(layer, in_scan=True) if method == '__call__' else layer
       xs = (own, _entry(others, at.round), _entry(caches, at.round), jnp.arange(self.layers_in_group))
       x, (new_others, new_caches, reported) = jax.lax.scan(
         lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
@@ -293,7 +299,7 @@ class Pipelined(Repeat):
 
   def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
-      return remat(stage, self.stage_remat, self.stage_remat_save_names, in_scan=True)
+      return self._stage_remat(stage, in_scan=True)
     # The weights of a round are read at each tick: kept for the backward pass, there would be a copy for each tick.
     return jax.checkpoint(stage, policy=_save_all_but_moved, prevent_cse=False) if rounds > 1 else stage
 

@@ -8,6 +8,7 @@ B batch, T length, S length of the keys, D model dims, N heads, H dims per head,
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -244,9 +245,25 @@ class RelativeBias(Layer):
 
   def __call__(self, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
     """Returns [B, N, T, S] of int32 positions."""
+    return self.shard(self.buckets(self.theta.w, query_pos_BT, key_pos_BS))
+
+  @property
+  def buckets(self) -> BucketedBias:
+    """The bias as a function of the weights and of positions, for attention that computes it block by block."""
+    return BucketedBias(self.num_buckets, self.max_distance, self.bidirectional)
+
+
+class BucketedBias(NamedTuple):
+  """Biases of a table [num_buckets, N] by offsets; the fields are those of `RelativeBias`."""
+
+  num_buckets: int
+  max_distance: int
+  bidirectional: bool
+
+  def __call__(self, table: jax.Array, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
+    """Returns [B, N, T, S] of int32 positions."""
     offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
-    bucket_BTS = relative_position_bucket(offset_BTS, self.num_buckets, self.max_distance, self.bidirectional)
-    return self.shard(jnp.moveaxis(lookup(self.theta.w, bucket_BTS), -1, 1))
+    return jnp.moveaxis(lookup(table, relative_position_bucket(offset_BTS, *self)), -1, 1)
 
 
 def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:

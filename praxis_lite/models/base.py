@@ -104,6 +104,9 @@ def checked_outputs(
       "return {'loss': weighted_mean(losses, batch['weights'])}, {}"
     )
   metrics, by_row = outputs
+  for name in (*metrics, *by_row):
+    if not isinstance(name, str):
+      raise ConfigError(f'{where}: metrics and outputs have names; {name!r} is none')
   for name, metric in metrics.items():
     if not (isinstance(metric, tuple | list) and len(metric) == 2 and all(map(_is_number, metric))):
       raise ConfigError(

@@ -85,7 +85,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   # ---------------------------------------------------------------- training and evaluation
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
-    """Returns logits [B, T, V] and cross entropies [B, T]."""
+    """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
     weights_BT = _weights_of_tokens(batch)
     ids_BT, labels_BT = (_without_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
     return self.lm(ids_BT, labels_BT, weights_BT, **self._segments(batch))
@@ -106,14 +106,14 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     elif self.tokens_are_bytes:
       metrics['nats_per_byte'] = metrics['loss']
     if self.do_eval:
-      correct_BT = jnp.argmax(predictions.logits, axis=-1) == batch['labels']
-      metrics['accuracy'] = weighted_mean(correct_BT, weights_BT)
+      metrics['accuracy'] = weighted_mean(predictions.correct, weights_BT)
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
-    ids_BT = _without_padding(batch['ids'], _weights_of_tokens(batch))
-    return {'logits': self.lm.logits(ids_BT, **self._segments(batch))}
+    weights_BT = _weights_of_tokens(batch)
+    ids_BT = _without_padding(batch['ids'], weights_BT)
+    return {'logits': self.lm.logits(ids_BT, weights_BT, **self._segments(batch))}
 
   def _segments(self, batch: NestedDict) -> dict[str, jax.Array | None]:
     return {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}

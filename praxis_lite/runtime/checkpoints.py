@@ -22,7 +22,6 @@ import functools
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.runtime.files import replace_file
+from praxis_lite.runtime.streamed import first_line, stored_arrays
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
@@ -58,6 +58,20 @@ class BestCheckpoint(NamedTuple):
   metric: str
   mode: str  # 'min' or 'max'
   value: float
+
+
+class OtherModelError(CheckpointError):
+  """A checkpoint has other arrays than the task.
+
+  Attributes:
+    difference: which arrays differ, and of which checkpoint.
+    only_learner: whether the variables of the model are the same.
+  """
+
+  def __init__(self, difference: str, remedy: str, only_learner: bool):
+    super().__init__(f'{difference}. {remedy}')
+    self.difference = difference
+    self.only_learner = only_learner
 
 
 class Checkpointer:
@@ -236,7 +250,8 @@ class Checkpointer:
       step: step of the checkpoint, or 'best'; None restores the newest.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+      CheckpointError: there is no such checkpoint, or it cannot be read.
+      OtherModelError: it is of another model.
     """
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
@@ -262,6 +277,26 @@ class Checkpointer:
     arrays = self._read(step, 'state', args)
     return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
+  def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
+    """Returns the model's variables as arrays that are read in parts when they are needed, in the dtypes of the file.
+
+    Args:
+      shapes: the true shapes of all of them.
+      use_ema: take the moving averages where there are some.
+      step: as for `restore`.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+    """
+    step = self.existing_step(step)
+    where, saved = os.path.join(self.directory, str(step)), self.about(step)['variables']
+    check_same_model(saved, records_of({'mdl_vars': shapes}), where)
+    names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
+    if use_ema:
+      names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
+    arrays = stored_arrays(os.path.join(where, 'state'), {name: saved[name]['shape'] for name in names.values()})
+    return map_with_path(lambda path, _: arrays[names[path]], shapes)
+
   def has_variables_alone(self, step: int | None = None) -> bool:
     """Whether a checkpoint was saved without the state of an optimizer, as imported ones are."""
     return bool(self.about(step).get('variables_alone'))
@@ -280,7 +315,7 @@ class Checkpointer:
     except Exception as error:
       where = os.path.join(self.directory, str(step))
       raise CheckpointError(
-        f'{where} cannot be read ({_first_line(error)}); remove this folder to go back to the checkpoint before'
+        f'{where} cannot be read ({first_line(error)}); remove this folder to go back to the checkpoint before'
       ) from error
 
   @contextlib.contextmanager
@@ -288,7 +323,7 @@ class Checkpointer:
     try:
       yield
     except Exception as error:
-      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}') from error
+      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
@@ -321,15 +356,6 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'variables': records_of(true_shapes),
     'variables_alone': state.opt_states is None,
   }
-
-
-def _first_line(error: Exception) -> str:
-  lines = str(error).strip().splitlines()
-  if not lines:
-    return type(error).__name__
-  # TensorStore appends its request, thousands of characters of JSON.
-  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
-  return f'{type(error).__name__}: {message}'
 
 
 # -------------------------------------------------------------------- PRNG keys, stored as the integers in them
@@ -383,7 +409,7 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   differ: the values are cast.
 
   Raises:
-    CheckpointError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
+    OtherModelError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
   """
   parts = {name.partition('.')[0] for name in wanted}
   saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
@@ -395,9 +421,10 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
   shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
   more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
-  raise CheckpointError(
-    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}. Set {remedy} back to what it was '
-    'trained with, or start a new run in another --job_log_dir.'
+  raise OtherModelError(
+    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}',
+    f'Set {remedy} back to what it was trained with, or start a new run in another --job_log_dir.',
+    only_learner,
   )
 
 

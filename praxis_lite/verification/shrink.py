@@ -136,12 +136,12 @@ def small_task(
 
 
 def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
-  """Returns a copy that stores and computes in float32, and attends by XLA: rounding would hide what is wrong."""
+  """Returns a copy that stores and computes in float32, without fused kernels: rounding would hide what is wrong."""
 
   def changed(name: str, value: object) -> object:
     if name.endswith('dtype') and _is_low_precision(value):
       return jnp.float32
-    return 'xla' if name == 'implementation' and value == 'cudnn' else value
+    return 'dense' if name == 'implementation' and value == 'cudnn' else value
 
   return _with_fields(config, changed)
 

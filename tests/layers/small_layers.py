@@ -52,7 +52,8 @@ def block(batch: str | tuple[str, ...] = BATCH) -> Config:
 
 
 def repeated() -> Config:
-  config = Config(layers.Repeat, num_layers=3, layers_tpl=split(layers.Linear, WT, OUT, input_dims=D, output_dims=D))
+  linear = split(layers.Linear, WT, OUT, input_dims=D, output_dims=D)
+  config = Config(layers.Repeat, num_layers=7, layers_tpl=(linear, linear.clone(use_bias=True)))
   config.weight_split_dims_mapping.stack = ('replica',)
   return config
 
@@ -88,6 +89,18 @@ def attention() -> Config:
   config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions))
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
   return config
+
+
+def moe() -> Config:
+  config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
+  config.set(expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1)
+  config.router_tpl = router()
+  return config
+
+
+def router() -> Config:
+  config = split(layers.Router, WT, (BATCH, None, None), z_loss_weight=0.1, load_balance_loss_weight=0.1)
+  return config.set(bias_update_rate=0.1, jitter=0.1)
 
 
 def transformer_lm() -> Config:
@@ -126,6 +139,7 @@ CASES = {
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mlp': lambda: Case(mlp(), (X,)),
+  'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
   'Pipelined': lambda: Case(pipelined(), (X,)),
   'PipelinedTransformer': lambda: Case(pipelined_transformer(), (X,)),
@@ -141,8 +155,11 @@ CASES = {
   'Repeat': lambda: Case(repeated(), (X,)),
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
+  'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
   'SharedEmbeddingSoftmax': lambda: Case(
-    split(layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True),
+    split(
+      layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True, chunk_size=3
+    ),
     (X, ids(B, T)),
     float32_out=True,
   ),
