@@ -155,6 +155,10 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams) -> I
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
   groups = parse_axes(pair.axes) if pair.axes else tuple((i,) for i in range(len(weight.shape)))
   view = View(weight.shape, groups)
+  if len(weight.repeat_prefix) > 1:
+    raise CheckpointError(
+      f'{name}: layers in {len(weight.repeat_prefix)} nested groups have no place in such checkpoints'
+    )
   if weight.repeat_prefix:
     for layer in range(weight.repeat_prefix[0]):
       yield Piece(pair.theirs.format(layer=layer), path, layer, view)

@@ -40,9 +40,9 @@ from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
-from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, select
+from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.weighted import mean_of_means
-from praxis_lite.weights import SplitDimsMapping
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
 
 T = TypeVar('T')
 TreeT = TypeVar('TreeT')
@@ -186,7 +186,7 @@ class Pipelined(Repeat):
     stacked: Callable[[NestedDict], NestedDict] = one
     for size in (self.layers_in_group, self.circular_repeat, self.num_stages):
       stacked = jax.vmap(stacked, axis_size=size)
-    caches = jax.tree.map(self._from_stages, stacked(jax.tree.map(self._to_stages, self.layers.variables)))
+    caches = jax.tree.map(self._from_stages, stacked(self._variables_in_stages()))
     self.layers.absorb(SideOutputs({}, {}, {}, caches))
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
@@ -204,11 +204,11 @@ class Pipelined(Repeat):
     side = _SideInputs(args, kwargs, B, self.path_name)
     key = self.next_prng_key() if self.has_prng_key() else None
 
-    variables = jax.tree.map(self._to_stages, self.layers.variables)
+    variables = self._variables_in_stages()
     trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
     weights = select(variables, trainable.__contains__)
     others = select(variables, lambda path: path not in trainable)
-    caches = jax.tree.map(self._to_stages, self.layers.decode_state)
+    caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
     side_rows = [_microbatches(v, M, fill='zeros') for v in side.rows]
     queue = jax.tree.map(lambda v: self._on_stages(_for_stages(_microbatches(v, M, fill='rows'), S)), x)
     changed: set[Path] = set()
@@ -328,6 +328,20 @@ class Pipelined(Repeat):
     spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
     return self._constrained(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
 
+  def _variables_in_stages(self) -> NestedDict:
+    """The variables of the layers, [S, R, c, ...], split over the stages, and else as layers say."""
+    weights = leaves(self.layers.abstract_init())
+    prefix = DeclaredSplit.of((*(self._stack_mapping or (None,)), None, None), self._stack_field)
+
+    def in_stages(path: Path, x: jax.Array) -> jax.Array:
+      own, name = weights[path].full_split_dims_mapping, path_name((*self.layers.path, *path))
+      if weights[path].tensor_split_dims_mapping is None:
+        own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
+      placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
+      return self._constrained(self._to_stages(x), f'{name} (in stages)', placement)
+
+    return map_with_path(in_stages, self.layers.variables)
+
   def _to_stages(self, x: jax.Array) -> jax.Array:
     """[layers, ...], or [R, P, ...] -> [S, R, c, ...]."""
     S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
@@ -335,7 +349,7 @@ class Pipelined(Repeat):
       x = x[None]
     missing = S * c - x.shape[1]
     x = jnp.pad(x, [(0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)]) if missing else x
-    return self._on_stages(jnp.swapaxes(x.reshape(R, S, c, *x.shape[2:]), 0, 1))
+    return jnp.swapaxes(x.reshape(R, S, c, *x.shape[2:]), 0, 1)
 
   def _from_stages(self, x: jax.Array) -> jax.Array:
     """The inverse of `_to_stages`."""
