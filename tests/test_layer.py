@@ -324,12 +324,8 @@ def test_side_outputs_are_named_by_path():
 @pytest.mark.parametrize(
   ('value', 'kind', 'message'),
   [
-    (
-      jnp.ones(3),
-      'scalar',
-      r"child: the summary 's' has shape \(3,\); log its mean, or pass kind='histogram'",
-    ),
-    (1.0, 'scaler', r"child: kind of the summary 's': expected .*, got 'scaler'\. Did you mean 'scalar'\?"),
+    (jnp.ones(3), 'scalar', r"^child: the summary 's' has shape \(3,\); log its mean, or pass kind='histogram'"),
+    (1.0, 'scaler', r"^child: kind of the summary 's': expected .*, got 'scaler'\. Did you mean 'scalar'\?"),
   ],
 )
 def test_a_summary_that_is_none_of_its_kind_is_refused(value, kind, message):

@@ -179,8 +179,10 @@ class MoeFeedForward(Layer):
     """Returns the mappings of the weights into the hidden layer, and of the one out of it."""
     field, split = f'{self.path_name}.weight_split_dims_mapping', self.weight_split_dims_mapping
     wt, down = split.wt, split.down
-    if self.expert_axis is not None and wt is None:
-      wt = DeclaredSplit.of((self.expert_axis, None, None), f'{self.path_name}.expert_axis')
+    if self.expert_axis is not None:
+      own = f'{self.path_name}.expert_axis'
+      self._resolve((self.expert_axis,), own, rank=1)
+      wt = DeclaredSplit.of((self.expert_axis, None, None), own) if wt is None else wt
     if wt is not None:
       self._resolve(wt, f'{field}.wt', rank=3)
       down = wt.pick(0, 2, 1) if down is None else down

@@ -215,7 +215,8 @@ class Router(Layer):
       balance = mean(jnp.sum(of_token * share, axis=-1))
       self.add_aux_loss('load_balance', balance, weight=self.load_balance_loss_weight)
     if self.bias_update_rate and not self.do_eval:
-      self.update_var('bias', self.theta.bias + self.bias_update_rate * jnp.sign(jnp.mean(load_E) - load_E))
+      below_mean = jnp.sign(num_choices - E * load_E)  # Whole numbers: exactly zero for a balanced load.
+      self.update_var('bias', self.theta.bias + self.bias_update_rate * below_mean)
     offered = num_choices if self.choice == 'token' else num_tokens
     self.add_summary('fraction_dropped', total(jnp.sum(dropped)) / jnp.maximum(offered, 1.0))
     self.add_summary('entropy', mean(entropy))

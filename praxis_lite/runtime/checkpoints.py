@@ -22,7 +22,6 @@ import functools
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.runtime.files import replace_file
+from praxis_lite.runtime.streamed import first_line, stored_arrays
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
@@ -277,6 +277,26 @@ class Checkpointer:
     arrays = self._read(step, 'state', args)
     return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
+  def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
+    """Returns the model's variables as arrays that are read in parts when they are needed, in the dtypes of the file.
+
+    Args:
+      shapes: the true shapes of all of them.
+      use_ema: take the moving averages where there are some.
+      step: as for `restore`.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+    """
+    step = self.existing_step(step)
+    where, saved = os.path.join(self.directory, str(step)), self.about(step)['variables']
+    check_same_model(saved, records_of({'mdl_vars': shapes}), where)
+    names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
+    if use_ema:
+      names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
+    arrays = stored_arrays(os.path.join(where, 'state'), {name: saved[name]['shape'] for name in names.values()})
+    return map_with_path(lambda path, _: arrays[names[path]], shapes)
+
   def has_variables_alone(self, step: int | None = None) -> bool:
     """Whether a checkpoint was saved without the state of an optimizer, as imported ones are."""
     return bool(self.about(step).get('variables_alone'))
@@ -295,7 +315,7 @@ class Checkpointer:
     except Exception as error:
       where = os.path.join(self.directory, str(step))
       raise CheckpointError(
-        f'{where} cannot be read ({_first_line(error)}); remove this folder to go back to the checkpoint before'
+        f'{where} cannot be read ({first_line(error)}); remove this folder to go back to the checkpoint before'
       ) from error
 
   @contextlib.contextmanager
@@ -303,7 +323,7 @@ class Checkpointer:
     try:
       yield
     except Exception as error:
-      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}') from error
+      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
@@ -336,15 +356,6 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'variables': records_of(true_shapes),
     'variables_alone': state.opt_states is None,
   }
-
-
-def _first_line(error: Exception) -> str:
-  lines = str(error).strip().splitlines()
-  if not lines:
-    return type(error).__name__
-  # TensorStore appends its request, thousands of characters of JSON.
-  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
-  return f'{type(error).__name__}: {message}'
 
 
 # -------------------------------------------------------------------- PRNG keys, stored as the integers in them

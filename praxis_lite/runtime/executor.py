@@ -101,7 +101,8 @@ def run_train(
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
       steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
-    Exception: what a hook raised, with a note that names the hook; the state has been saved.
+    Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
+      the others return, with ended_by='SIGTERM'.
   """
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
@@ -211,7 +212,8 @@ def run_train(
 
     run = Run(task, directory, state, results, save=save, line=console.line)
     profiling = [] if profiled is None else [to_close.enter_context(ProfileSteps(profiled))]
-    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks])
+    stop_all = stop.request_of_all if jax.process_count() > 1 else None
+    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks], stop_all)
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
     )
@@ -269,6 +271,8 @@ def run_train(
       how_far = f'step {run.step} of {total}'
     all_taken = '; all steps are taken' if run.step == first_step == total else ''
     console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
+    if all_hooks.error is not None:
+      raise all_hooks.error
     if run.stop_reason is not None:
       ended_by = 'stopped'
     return TrainResult(run.step, run.state, programs.metrics, (stop.received if stop.requested else None) or ended_by)

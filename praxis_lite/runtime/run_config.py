@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -194,15 +195,45 @@ def held_for_training(path: Path) -> Iterator[None]:
 
   directory = os.open(path, os.O_RDONLY)
   try:
-    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    os.close(directory)
-    raise UserError(
-      f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
-    ) from None
-  except OSError:
-    pass  # The file system has no locks.
-  try:
+    for seconds in (*_WAITS, None):
+      try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError:
+        if seconds is None:
+          raise UserError(
+            f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
+          ) from None
+        time.sleep(seconds)  # `is_held` may be looking.
+      except OSError:
+        break  # The file system has no locks.
     yield
   finally:
     os.close(directory)
+
+
+_WAITS = (0.01, 0.05)
+
+
+def is_held(path: Path) -> bool:
+  """Whether a process is training in a directory: asks for a shared lock, and gives it back at once.
+
+  False where that cannot be known: on Windows, on file systems without locks, and in directories that cannot be read.
+  """
+  if sys.platform == 'win32':
+    return False
+  import fcntl
+
+  try:
+    directory = os.open(path, os.O_RDONLY)
+  except OSError:
+    return False
+  try:
+    fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:
+    return False
+  finally:
+    os.close(directory)
+  return False

@@ -19,6 +19,7 @@ from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.runtime.checkpoints import saved_steps
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import has_record, read_record
+from praxis_lite.runtime.run_config import is_held
 
 
 class RunState(NamedTuple):
@@ -27,7 +28,7 @@ class RunState(NamedTuple):
   Attributes:
     directory: the run directory.
     step, num_steps: the last step that it wrote something of, and the number of steps of its config, where known.
-    is_running: whether a process is training in it; known on Linux only.
+    is_running: whether a process is training in it.
     written: when it last wrote something, seconds since 1970.
     metrics: all metrics.
     fields: its recorded config, as values by path; empty where it has no record.
@@ -90,7 +91,7 @@ def read_run(directory: Path) -> RunState:
     directory,
     max([0, *metrics.steps.tolist(), *saved_steps(directory)]),
     int(num_steps) if num_steps.isdecimal() else None,
-    _is_locked(directory),
+    is_held(directory),
     max(_written(directory), default=0.0),
     metrics,
     fields,
@@ -240,14 +241,3 @@ def _written(directory: Path) -> Iterator[float]:
   for name in ('run.json', 'metrics.jsonl', 'checkpoints'):
     with contextlib.suppress(OSError):
       yield (directory / name).stat().st_mtime
-
-
-def _is_locked(directory: Path) -> bool:
-  """Whether a process holds the lock of a training run, without taking it: another run could not start meanwhile."""
-  try:
-    status = directory.stat()
-    locks = Path('/proc/locks').read_text()
-  except OSError:
-    return False
-  place = f'{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}'
-  return any('FLOCK' in line and place in line.split() for line in locks.splitlines())

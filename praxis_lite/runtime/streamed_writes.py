@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,29 +31,37 @@ class _StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
 
 async def _write(values: Sequence[StreamedArray], infos: Sequence[ocp.type_handlers.ParamInfo]) -> None:
   pending: deque[ts.WriteFutures] = deque()
-  for value, info in zip(values, infos):
-    if hasattr(info, 'await_path_creation'):  # Later versions of Orbax make the folder in the background as well.
-      await info.await_path_creation()
-    if jax.process_index() != 0:
-      continue
-    part_shape = value.part_shape(value.shape)
-    # Each part is a chunk of the file, so that writing one reads no other.
-    spec = ocp.type_handlers.get_json_tspec_write(
-      info,
-      use_ocdbt=True,
-      global_shape=value.shape,
-      local_shape=part_shape,
-      dtype=value.dtype,
-      process_index=0,
-    )
-    store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-    for box in boxes(whole(value.shape), part_shape):
-      # The part is not copied again, as nothing changes it.
-      pending.append(store[box].write(value.read(box), can_reference_source_data_indefinitely=True))
-      while len(pending) > _IN_FLIGHT:
-        await pending.popleft()
-  for write in pending:
-    await write
+  try:
+    for value, info in zip(values, infos):
+      if hasattr(info, 'await_path_creation'):  # Later versions of Orbax make the folder in the background as well.
+        await info.await_path_creation()
+      if jax.process_index() == 0:
+        await _write_parts(value, info, pending)
+    while pending:
+      await pending.popleft()
+  finally:  # If one has failed, the others must not write on when the folder is removed.
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def _write_parts(
+  value: StreamedArray, info: ocp.type_handlers.ParamInfo, pending: deque[ts.WriteFutures]
+) -> None:
+  part_shape = value.part_shape(value.shape)
+  # Each part is a chunk of the file, so that writing one reads no other.
+  spec = ocp.type_handlers.get_json_tspec_write(
+    info,
+    use_ocdbt=True,
+    global_shape=value.shape,
+    local_shape=part_shape,
+    dtype=value.dtype,
+    process_index=0,
+  )
+  store = await ts.open(ts.Spec(spec), dtype=value.dtype, create=True, open=True, context=info.ts_context)
+  for box in boxes(whole(value.shape), part_shape):
+    # The part is not copied again, as nothing changes it.
+    pending.append(store[box].write(value.read(box), can_reference_source_data_indefinitely=True))
+    while len(pending) > _IN_FLIGHT:
+      await pending.popleft()
 
 
 def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
