@@ -348,8 +348,12 @@ def test_mistakes_in_the_users_own_file_are_told(capsys, tmp_path, monkeypatch, 
   assert re.search(message, told), told
 
 
-def test_a_bug_in_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
+def test_a_bug_in_the_users_own_code_is_located_and_its_traceback_can_be_had(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'buggy.py').write_text(f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return self.nothing\n')
-  with pytest.raises(AttributeError, match='nothing'):
-    main(['show', '--exp=buggy.py:A'])
+  told = fails(capsys, 'show', '--exp=buggy.py:A')
+  located = r"AttributeError: 'A' object has no attribute 'nothing' \(buggy\.py:\d+\)"
+  assert re.fullmatch(f'{located}; --traceback shows how it came there', told)
+  assert main(['show', '--exp=buggy.py:A', '--traceback']) == 2
+  err = capsys.readouterr().err
+  assert err.startswith('Traceback') and re.search(f'praxis-lite show: error: {located}$', err)
