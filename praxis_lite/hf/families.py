@@ -12,11 +12,12 @@ from praxis_lite.hf.family import Family, Values, blocks_of
 from praxis_lite.hf.gpt2 import GPT2
 from praxis_lite.hf.hf_config import HfConfig
 from praxis_lite.hf.llama_like import LLAMA_LIKE
+from praxis_lite.hf.mixtures import MIXTURES
 from praxis_lite.layer import Layer
 from praxis_lite.layers import Dropout, MultiHeadAttention, TransformerBlock, TransformerLm
 from praxis_lite.models import LanguageModel
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, GPT2)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *MIXTURES, GPT2)}
 
 
 def family_of(hf: HfConfig) -> Family:
@@ -72,7 +73,8 @@ _SHOWN = 3
 _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
-  *('label_smoothing', 'z_loss_weight'),
+  *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
+  *('expert_axis', 'capacity_factor'),
 }
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'}
 

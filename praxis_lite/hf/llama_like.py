@@ -18,7 +18,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.hf.family import Family, Values, blocks_of
 from praxis_lite.hf.hf_config import HfConfig, activation_name, rope_values
 from praxis_lite.hf.tensors import Pair
-from praxis_lite.layers import RMSNorm, SharedEmbeddingSoftmax, TransformerLm
+from praxis_lite.layers import MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
 from praxis_lite.models import LanguageModel, transformer_lm
 
 
@@ -33,6 +33,7 @@ class LlamaLike(Family):
     is_gemma: zero-centred norms and scaled embeddings.
     hybrid_norms: norms before and after each sublayer, and soft caps.
     windows: which layers have sliding windows: none, all, or by `layer_types`.
+    hidden_dims_field: name in config.json of the hidden dims of the feed-forward layers.
   """
 
   qkv_bias: bool = False
@@ -41,6 +42,21 @@ class LlamaLike(Family):
   is_gemma: bool = False
   hybrid_norms: bool = False
   windows: str = 'none'
+  hidden_dims_field: str = 'intermediate_size'
+
+  def experts(self, hf: HfConfig) -> Config[MoeFeedForward] | None:
+    """Returns the mixture of experts that each feed-forward layer is; None: it is dense."""
+    return None
+
+  def feed_forward_table(self, layer: str, ours: str) -> list[Pair]:
+    """Returns the tensors of a feed-forward layer, which begin with `layer` and are those of `ours`."""
+    pairs = []
+    for name in ('gate', 'up', 'down'):
+      pairs += [
+        Pair(f'{layer}mlp.{name}_proj.weight', f'{ours}ff.{name}.w', 'I O -> O I'),
+        Pair(f'{layer}mlp.{name}_proj.bias', f'{ours}ff.{name}.b'),
+      ]
+    return pairs
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
     hf = hf.with_defaults(self.defaults)
@@ -56,9 +72,10 @@ class LlamaLike(Family):
       num_heads=hf.size('num_attention_heads'),
       num_kv_heads=None if hf['num_key_value_heads'] is None else hf.size('num_key_value_heads'),
       dims_per_head=None if hf['head_dim'] is None else hf.size('head_dim'),
-      hidden_dims=hf.size('intermediate_size'),
+      hidden_dims=hf.size(self.hidden_dims_field),
       tie_embeddings=bool(hf['tie_word_embeddings']),
       repeat=alike,
+      experts=self.experts(hf),
     )
     lm = model.lm_tpl
     block = lm.transformer_tpl.layers_tpl
@@ -69,7 +86,8 @@ class LlamaLike(Family):
     if self.qk_norm:
       block.attention_tpl.qk_norm_tpl = norm.clone()
     block.ff_tpl.activation = self._activation(hf)
-    block.ff_tpl.use_bias = 'mlp_bias' in self.optional_biases and bool(hf['mlp_bias'])
+    if 'mlp_bias' in self.optional_biases:
+      block.ff_tpl.use_bias = bool(hf['mlp_bias'])
     if alike:
       block.attention_tpl.sliding_window = windows[0]
     else:
@@ -95,7 +113,7 @@ class LlamaLike(Family):
       'num_attention_heads': attention.num_heads,
       'num_key_value_heads': attention.num_kv_heads,
       'head_dim': attention.dims_per_head,
-      'intermediate_size': block.ff.hidden_dims,
+      self.hidden_dims_field: block.ff.hidden_dims,
       self._activation_field: activation_name(block.ff.activation, where),
       'rms_norm_eps': block.attention_norm.epsilon,
       'tie_word_embeddings': isinstance(lm.softmax, SharedEmbeddingSoftmax) and lm.embedding_tpl is None,
@@ -116,8 +134,8 @@ class LlamaLike(Family):
       values['sliding_window'] = next((w for w in windows if w is not None), None)
     if self.windows == 'by layer':
       values['layer_types'] = ['full_attention' if w is None else 'sliding_attention' for w in windows]
-      if not self.defaults['use_sliding_window']:
-        values['use_sliding_window'] = any(w is not None for w in windows)
+    if self.windows != 'none' and not self.defaults['use_sliding_window']:
+      values['use_sliding_window'] = any(w is not None for w in windows)
     return values
 
   def table(self, tied: bool) -> list[Pair]:
@@ -136,12 +154,8 @@ class LlamaLike(Family):
     pairs += [
       Pair(f'{layer}self_attn.o_proj.weight', f'{ours}attention.out.w', 'N H D -> D (N H)'),
       Pair(f'{layer}self_attn.o_proj.bias', f'{ours}attention.out.b'),
+      *self.feed_forward_table(layer, ours),
     ]
-    for name in ('gate', 'up', 'down'):
-      pairs += [
-        Pair(f'{layer}mlp.{name}_proj.weight', f'{ours}ff.{name}.w', 'I O -> O I'),
-        Pair(f'{layer}mlp.{name}_proj.bias', f'{ours}ff.{name}.b'),
-      ]
     norms = {'attention_norm': 'input_layernorm', 'ff_norm': 'post_attention_layernorm'}
     if self.hybrid_norms:  # The same name for another norm.
       norms |= {
@@ -189,7 +203,7 @@ def _shortest_cycle(windows: list[int | None]) -> tuple[int | None, ...]:
   return tuple(windows)
 
 
-_LLAMA = {
+LLAMA_DEFAULTS = {
   'num_key_value_heads': None,
   'head_dim': None,
   'hidden_act': 'silu',
@@ -201,13 +215,13 @@ _LLAMA = {
   'use_sliding_window': True,
   'layer_types': None,
 }
-_QWEN = _LLAMA | {
+_QWEN = LLAMA_DEFAULTS | {
   'num_key_value_heads': 32,
   'sliding_window': 4096,
   'use_sliding_window': False,
   'max_window_layers': 28,
 }
-_GEMMA = _LLAMA | {'head_dim': 256, 'hidden_act': 'gelu_pytorch_tanh', 'tie_word_embeddings': True}
+_GEMMA = LLAMA_DEFAULTS | {'head_dim': 256, 'hidden_act': 'gelu_pytorch_tanh', 'tie_word_embeddings': True}
 _GEMMA2 = _GEMMA | {
   'num_key_value_heads': 4,
   'hidden_activation': 'gelu_pytorch_tanh',
@@ -217,11 +231,11 @@ _GEMMA2 = _GEMMA | {
   'sliding_window': 4096,
 }
 LLAMA_LIKE = (
-  LlamaLike('llama', 'LlamaForCausalLM', _LLAMA, optional_biases=('attention_bias', 'mlp_bias')),
+  LlamaLike('llama', 'LlamaForCausalLM', LLAMA_DEFAULTS, optional_biases=('attention_bias', 'mlp_bias')),
   LlamaLike(
     'mistral',
     'MistralForCausalLM',
-    _LLAMA | {'num_key_value_heads': 8, 'sliding_window': 4096},
+    LLAMA_DEFAULTS | {'num_key_value_heads': 8, 'sliding_window': 4096},
     windows='all',
   ),
   LlamaLike('qwen2', 'Qwen2ForCausalLM', _QWEN, qkv_bias=True, windows='by layer'),
