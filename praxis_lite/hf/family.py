@@ -9,7 +9,7 @@ from typing import Any
 from praxis_lite.config import Config
 from praxis_lite.hf.hf_config import HfConfig
 from praxis_lite.hf.tensors import Pair
-from praxis_lite.layers import RepeatedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.layers import Repeat, TransformerBlock, TransformerLm
 from praxis_lite.models import LanguageModel
 
 Values = dict[str, object]
@@ -51,6 +51,6 @@ def is_tied(lm: TransformerLm) -> bool:
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:
   """Returns the block of each layer; that of a repeated layer as often as it is repeated."""
   transformer = lm.transformer
-  if isinstance(transformer, RepeatedTransformer):
+  if isinstance(transformer, Repeat):
     return [transformer.layers] * transformer.num_layers
   return list(transformer.layers)

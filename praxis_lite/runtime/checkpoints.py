@@ -60,6 +60,20 @@ class BestCheckpoint(NamedTuple):
   value: float
 
 
+class OtherModelError(CheckpointError):
+  """A checkpoint has other arrays than the task.
+
+  Attributes:
+    difference: which arrays differ, and of which checkpoint.
+    only_learner: whether the variables of the model are the same.
+  """
+
+  def __init__(self, difference: str, remedy: str, only_learner: bool):
+    super().__init__(f'{difference}. {remedy}')
+    self.difference = difference
+    self.only_learner = only_learner
+
+
 class Checkpointer:
   """The checkpoints of a run.
 
@@ -236,7 +250,8 @@ class Checkpointer:
       step: step of the checkpoint, or 'best'; None restores the newest.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+      CheckpointError: there is no such checkpoint, or it cannot be read.
+      OtherModelError: it is of another model.
     """
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
@@ -394,7 +409,7 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   differ: the values are cast.
 
   Raises:
-    CheckpointError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
+    OtherModelError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
   """
   parts = {name.partition('.')[0] for name in wanted}
   saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
@@ -406,9 +421,10 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
   shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
   more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
-  raise CheckpointError(
-    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}. Set {remedy} back to what it was '
-    'trained with, or start a new run in another --job_log_dir.'
+  raise OtherModelError(
+    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}',
+    f'Set {remedy} back to what it was trained with, or start a new run in another --job_log_dir.',
+    only_learner,
   )
 
 
