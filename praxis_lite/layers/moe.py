@@ -121,11 +121,12 @@ class MoeFeedForward(Layer):
     self.create_child('router', self.router_tpl.clone(input_dims=D, num_experts=E))
     self._check_choice()
     wt, down = self._weight_splits()
-    into = WeightHParams((E, D, F), tensor_split_dims_mapping=wt, fan_in_axes=(1,), fan_out_axes=(2,))
+    weight = functools.partial(
+      WeightHParams, fan_in_axes=(1,), fan_out_axes=(2,), active_share=self.num_experts_per_token / E
+    )
     for name in self._inward:
-      self.create_variable(name, into)
-    out = WeightHParams((E, F, D), self.out_init, tensor_split_dims_mapping=down, fan_in_axes=(1,), fan_out_axes=(2,))
-    self.create_variable('down', out)
+      self.create_variable(name, weight((E, D, F), tensor_split_dims_mapping=wt))
+    self.create_variable('down', weight((E, F, D), self.out_init, tensor_split_dims_mapping=down))
     if self.num_shared_experts:
       shared = self.shared_tpl.clone(input_dims=D, hidden_dims=self.num_shared_experts * F)
       self.create_child('shared', shared)
@@ -146,6 +147,12 @@ class MoeFeedForward(Layer):
     if self.num_shared_experts:
       y_BTD += self.shared(x_BTD)
     return checkpoint_name(self.shard(y_BTD), 'ffn_out')
+
+  def expert_parts(self, sizes: Mapping[str, int]) -> tuple[int, bool]:
+    """Returns over how many devices experts are split, on a mesh of these sizes, and whether tokens are exchanged."""
+    split = self._split({axis: size for axis, size in sizes.items() if size > 1})
+    parts = math.prod(sizes[axis] for axis in spec_axes(split.weights['up'][0]))
+    return parts, bool(split.expert)
 
   # ---------------------------------------------------------------- config
 
