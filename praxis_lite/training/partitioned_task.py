@@ -84,6 +84,7 @@ class PartitionedTask:
     train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled at their first use.
     batch_size: rows of a global batch, without those that fill up the mesh.
     total_num_params: number of model parameters, without padding, moving statistics included.
+    active_num_params: how many of these one token uses: less than all with experts.
   """
 
   def __init__(
@@ -120,6 +121,10 @@ class PartitionedTask:
     """Rows that the model sees at once in training, with those that fill up the mesh."""
     microbatches = self.jax_task.learner.num_microbatches
     return padded_rows(self.batch_size, self.mesh.size * microbatches) // microbatches
+
+  @property
+  def active_num_params(self) -> int:
+    return sum(weight.num_active for weight in jax.tree.leaves(self.jax_task.model.abstract_init()))
 
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:
