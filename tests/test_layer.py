@@ -321,6 +321,30 @@ def test_side_outputs_are_named_by_path():
   np.testing.assert_allclose(y, 2 * x_BD() + 1)
 
 
+@pytest.mark.parametrize(
+  ('value', 'kind', 'message'),
+  [
+    (jnp.ones(3), 'scalar', r"^child: the summary 's' has shape \(3,\); log its mean, or pass kind='histogram'"),
+    (1.0, 'scaler', r"^child: kind of the summary 's': expected .*, got 'scaler'\. Did you mean 'scalar'\?"),
+  ],
+)
+def test_a_summary_that_is_none_of_its_kind_is_refused(value, kind, message):
+  class Logs(Layer):
+    def __call__(self, x):
+      self.add_summary('s', value, kind)
+      return x
+
+  class Parent(Layer):
+    def setup(self):
+      self.create_child('child', Config(Logs))
+
+    def __call__(self, x):
+      return self.child(x)
+
+  with pytest.raises(ConfigError, match=message):
+    Config(Parent).instantiate().apply({}, 1.0)
+
+
 @pytest.mark.parametrize('absorbed', [False, True])
 def test_auxiliary_losses_of_a_layer_used_twice_add_up(absorbed):
   class Penalty(Layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from praxis_lite.config import Config, config_values, nested_configs, target
@@ -9,6 +10,8 @@ from praxis_lite.config.references import dotted_name
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.explain.explanation import Explanation, format_bytes, format_counts, format_mesh
 from praxis_lite.explain.report import report_of
+from praxis_lite.layers.pipeline import describe_pipelines
+from praxis_lite.partitioning.batch import padded_rows
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
@@ -31,6 +34,7 @@ def summarize(config: ExperimentConfig) -> str:
     ('batch', _batch(config.datasets, task.learner.num_microbatches)),
     ('training', _training(config, task)),
   ]
+  rows += [('pipeline', line) for line in _pipelines(config.datasets, task, math.prod(sizes.values()))]
   width = max(len(name) for name, _ in rows)
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
 
@@ -54,6 +58,13 @@ def _batch(datasets: Iterable[Config], microbatches: int) -> str:
   if tokens is None:
     return f'{examples:,} examples{parts}'
   return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
+
+
+def _pipelines(datasets: Iterable[Config], task: SingleTask, num_devices: int) -> list[str]:
+  training, microbatches = _training_dataset(datasets), task.learner.num_microbatches
+  examples = None if training is None else _number(training, 'batch_size')
+  rows = None if examples is None else padded_rows(examples, num_devices * microbatches) // microbatches
+  return describe_pipelines(task.model, rows)
 
 
 def _training(config: ExperimentConfig, task: SingleTask) -> str:

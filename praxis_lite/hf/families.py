@@ -24,7 +24,7 @@ from praxis_lite.layer import Layer
 from praxis_lite.layers import (
   Dropout,
   MultiHeadAttention,
-  RepeatedTransformer,
+  Repeat,
   RMSNorm,
   SharedEmbeddingSoftmax,
   TransformerBlock,
@@ -426,7 +426,7 @@ def is_tied(lm: TransformerLm) -> bool:
 def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:
   """Returns the block of each layer; that of a repeated layer as often as it is repeated."""
   transformer = lm.transformer
-  if isinstance(transformer, RepeatedTransformer):
+  if isinstance(transformer, Repeat):
     return [transformer.layers] * transformer.num_layers
   return list(transformer.layers)
 

@@ -85,12 +85,10 @@ class View:
       split_index += [*[slice(None)] * (outer + 1), *(slice(*b) for b in bounds[outer + 1 :])]
     return self._ours(tensor.read(tuple(their_index)).reshape(split_shape)[tuple(split_index)])
 
-  def write(self, theirs: np.ndarray, ours: np.ndarray) -> None:
-    """Copies a variable to where it belongs in the whole tensor `theirs`, which is contiguous."""
-    axes = self._axes
+  def within(self, theirs: np.ndarray) -> np.ndarray:
+    """Returns the part of the whole tensor that is the variable, to be written to; `theirs` is contiguous."""
     split = theirs.reshape([size for group in self.groups for size in self._sizes(group)])
-    target = split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in axes)]
-    self._ours(target)[...] = ours
+    return self._ours(split[tuple(slice(a.at, a.at + 1) if isinstance(a, Part) else slice(None) for a in self._axes)])
 
   def _ours(self, split: np.ndarray) -> np.ndarray:
     """The dimensions of `split`, one for each entry of the groups, in the order of the variable; a view."""
@@ -157,6 +155,10 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams) -> I
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
   groups = parse_axes(pair.axes) if pair.axes else tuple((i,) for i in range(len(weight.shape)))
   view = View(weight.shape, groups)
+  if len(weight.repeat_prefix) > 1:
+    raise CheckpointError(
+      f'{name}: layers in {len(weight.repeat_prefix)} nested groups have no place in such checkpoints'
+    )
   if weight.repeat_prefix:
     for layer in range(weight.repeat_prefix[0]):
       yield Piece(pair.theirs.format(layer=layer), path, layer, view)

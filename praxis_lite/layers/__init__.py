@@ -8,8 +8,18 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.linears import Bias, Linear
+from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from praxis_lite.layers.pipeline import Pipelined, describe_pipelines
+from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
 from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.routing import Router
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
+from praxis_lite.layers.transformer import (
+  PipelinedTransformer,
+  RepeatedTransformer,
+  StackedTransformer,
+  TransformerBlock,
+  TransformerLm,
+)

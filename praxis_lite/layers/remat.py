@@ -24,12 +24,13 @@ Layers that rematerialise other layers have the fields `remat`, `remat_save_name
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 
 from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.layer import Layer
 from praxis_lite.partitioning.explicit import save_all_but_gathered
 from praxis_lite.partitioning.host_memory import HOST_MEMORY
 
@@ -42,17 +43,6 @@ _POLICIES: dict[str, Callable[..., bool]] = {
   'save_names': jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_POLICIES = ('none', *_POLICIES)
-
-
-class HasRemat(Protocol):
-  """A layer with the fields above."""
-
-  remat: str | tuple[str, ...]
-  remat_save_names: tuple[str, ...]
-  remat_offload_names: tuple[str, ...]
-
-  @property
-  def path_name(self) -> str: ...
 
 
 class Remat(NamedTuple):
@@ -68,13 +58,18 @@ class Remat(NamedTuple):
   offload_names: tuple[str, ...]
 
   @classmethod
-  def of(cls, layer: HasRemat, num_kinds: int = 1) -> Remat:
-    """Returns what a layer's fields say for a pattern of `num_kinds` layers.
+  def of(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
+    """Returns what the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer say.
+
+    Args:
+      layer: has these fields.
+      num_kinds: of how many layers a pattern is.
+      field: their name.
 
     Raises:
       ConfigError: a policy is unknown or does not fit the names, or there are not as many as layers in the pattern.
     """
-    where, policies = f'{layer.path_name}.remat', layer.remat
+    where, policies = f'{layer.path_name}.{field}', getattr(layer, field)
     if isinstance(policies, str):
       policies = (policies,) * num_kinds
     elif len(policies) != num_kinds:
@@ -83,15 +78,16 @@ class Remat(NamedTuple):
       )
     for policy in policies:
       check_choice(where, policy, REMAT_POLICIES)
-    remat = cls(tuple(policies), tuple(layer.remat_save_names), tuple(layer.remat_offload_names))
-    names = {'remat_save_names': remat.save_names, 'remat_offload_names': remat.offload_names}
+    saved, offloaded = f'{field}_save_names', f'{field}_offload_names'
+    remat = cls(tuple(policies), tuple(getattr(layer, saved)), tuple(getattr(layer, offloaded)))
+    names = {saved: remat.save_names, offloaded: remat.offload_names}
     if 'save_names' in policies and not any(names.values()):
-      raise ConfigError(f"{where}: policy 'save_names' needs the names: set remat_save_names or remat_offload_names")
-    for field, given in names.items():
+      raise ConfigError(f"{where}: policy 'save_names' needs the names: set {saved} or {offloaded}")
+    for name, given in names.items():
       if given and set(policies) == {'none'}:
-        raise ConfigError(f"{where}: {field} is set, but policy 'none' does not rematerialise; set it to 'save_names'")
+        raise ConfigError(f"{where}: {name} is set, but policy 'none' does not rematerialise; set it to 'save_names'")
     if twice := sorted({*remat.save_names} & {*remat.offload_names}):
-      raise ConfigError(f'{layer.path_name}.remat_offload_names: {twice[0]!r} is in remat_save_names too; choose one')
+      raise ConfigError(f'{layer.path_name}.{offloaded}: {twice[0]!r} is in {saved} too; choose one')
     return remat
 
   def __call__(

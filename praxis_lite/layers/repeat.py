@@ -18,7 +18,7 @@ scan is then one round of the pattern, and layers that are left over come after 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,8 @@ class Repeat(Layer):
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
+  _stack: ClassVar[str] = 'stack'  # The field of weight_split_dims_mapping that splits the new dimension.
+
   layers_tpl: Config | tuple[Config, ...] = REQUIRED
   num_layers: int = REQUIRED
   remat: str | tuple[str, ...] = 'none'
@@ -84,8 +86,9 @@ class Repeat(Layer):
     check_pattern(self.layers_tpl, self.num_layers, self.path_name)
     configs = pattern(self.layers_tpl)
     self._remat = Remat.of(self, len(configs))
-    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.stack'
-    self._resolve(self.weight_split_dims_mapping.stack, self._stack_field, rank=1)
+    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
+    self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
+    self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self._rounds, left = divmod(self.num_layers, len(configs))
     self._left: list[Layer] = []
     self._blocks: list[Layer]
@@ -96,7 +99,7 @@ class Repeat(Layer):
       self._left = self.create_children('rest', templates=configs[:left])
 
   def abstract_init(self) -> NestedDict:
-    split = (self.weight_split_dims_mapping.stack or (None,))[0]
+    split = (self._stack_mapping or (None,))[0]
     tree: NestedDict = {}
     for name, child in self.children():
       below = child.abstract_init()

@@ -26,6 +26,7 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
+from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat, check_pattern, pattern
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
@@ -46,7 +47,7 @@ class TransformerBlock(Layer):
     norm_tpl: of the children `attention_norm` and `ff_norm`, and with 'primer_hybrid' `attention_out_norm` and
       `ff_out_norm`.
     attention_tpl: of the child `attention`.
-    ff_tpl: of the child `ff`.
+    ff_tpl: of the child `ff`, such as a `MoeFeedForward`.
     dropout_tpl: of the child `residual_dropout`, on what is added to the residual stream.
     activation_split_dims_mapping: `out`, [B, T, D]: the residual stream.
   """
@@ -73,14 +74,17 @@ class TransformerBlock(Layer):
     self.create_child('ff', self.ff_tpl.clone(input_dims=self.input_dims, hidden_dims=self.hidden_dims))
     self.create_child('residual_dropout', self.dropout_tpl)
 
-  def __call__(self, x_BTD: jax.Array, **attention: jax.Array | None) -> jax.Array:
+  def __call__(
+    self, x_BTD: jax.Array, *, paddings: jax.Array | None = None, **attention: jax.Array | None
+  ) -> jax.Array:
     """Returns [B, T, D].
 
     Args:
       x_BTD: the residual stream.
+      paddings: [B, T], not zero where a token is padding; for feed-forward layers that take them.
       **attention: keyword arguments of `attention`: segment_ids, segment_pos, mask.
     """
-    return self._block(x_BTD, lambda x: self.attention(x, **attention))
+    return self._block(x_BTD, lambda x: self.attention(x, **attention), paddings)
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates the cache; see `MultiHeadAttention.init_decode_state`."""
@@ -88,10 +92,11 @@ class TransformerBlock(Layer):
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Returns [B, T, D] for the next tokens; see `MultiHeadAttention.extend_step`."""
-    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT))
+    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT), pos_BT < 0)
 
-  def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    for name, sublayer in (('attention', attend), ('ff', self.ff)):
+  def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
+    feed_forward = functools.partial(self.ff, paddings=paddings) if self.ff.takes_paddings else self.ff
+    for name, sublayer in (('attention', attend), ('ff', feed_forward)):
       norm = getattr(self, f'{name}_norm')
       y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))
       if self.norm_policy == 'primer_hybrid':
@@ -196,6 +201,12 @@ def with_windows(
   return blocks
 
 
+class PipelinedTransformer(Pipelined):
+  """Transformer blocks in stages of a pipeline, with the variables of a `RepeatedTransformer`."""
+
+  layers_tpl: Config = template(TransformerBlock)
+
+
 class TransformerLm(Layer):
   """A decoder-only transformer.
 
@@ -253,6 +264,7 @@ class TransformerLm(Layer):
       if self.use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
         config.use_bias = self.use_bias
     self.create_child('transformer', transformer)
+    self._takes_paddings = any(layer.takes_paddings for layer in self.transformer.descendants())
     if final_norm is not None:
       self.create_child('final_norm', final_norm)
     self.create_child('softmax', self.softmax_tpl.clone(input_dims=D, num_classes=V))
@@ -280,13 +292,18 @@ class TransformerLm(Layer):
       segment_ids: int32 [B, T], 0 is padding; tokens attend within their segment. None: each row is one segment.
       segment_pos: int32 [B, T], position of a token in its segment; None: 0, 1, 2, ...
     """
-    return self.softmax(self._encode(ids_BT, segment_ids, segment_pos), labels_BT, weights_BT)
+    return self.softmax(self._encode(ids_BT, weights_BT, segment_ids, segment_pos), labels_BT, weights_BT)
 
   def logits(
-    self, ids_BT: jax.Array, *, segment_ids: jax.Array | None = None, segment_pos: jax.Array | None = None
+    self,
+    ids_BT: jax.Array,
+    weights_BT: jax.Array | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, T, V]; the arguments are those of `__call__`."""
-    return self.softmax.get_logits(self._encode(ids_BT, segment_ids, segment_pos))
+    return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates caches of `max_len` slots for each of `batch_size` sequences."""
@@ -305,11 +322,19 @@ class TransformerLm(Layer):
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     return self.softmax.get_logits(self._normalize(x_B1D))[:, 0]
 
-  def _encode(self, ids_BT: jax.Array, segment_ids_BT: jax.Array | None, segment_pos_BT: jax.Array | None) -> jax.Array:
+  def _encode(
+    self,
+    ids_BT: jax.Array,
+    weights_BT: jax.Array | None,
+    segment_ids_BT: jax.Array | None,
+    segment_pos_BT: jax.Array | None,
+  ) -> jax.Array:
     if segment_pos_BT is None:
       self._check_length(ids_BT.shape[1])
     x_BTD = self._embed(ids_BT, segment_pos_BT)
-    return self._normalize(self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT))
+    paddings = {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
+    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **paddings)
+    return self._normalize(y_BTD)
 
   def _embed(self, ids_BT: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
     x_BTD = self.softmax.emb_lookup(ids_BT) if self.embedding_tpl is None else self.embedding(ids_BT)
@@ -329,3 +354,18 @@ class TransformerLm(Layer):
     most = self.max_positions
     if most is not None and length > most:
       raise ConfigError(f'{self.path_name}.position_tpl.max_len: {most} is less than the sequence length, {length}')
+
+
+def token_paddings(weights_BT: jax.Array | None, segment_ids_BT: jax.Array | None) -> jax.Array | None:
+  """Returns [B, T] bool, True for padding; None where nothing says that there is any.
+
+  A token is padding if its segment is 0, or if neither it nor a later one of its row weighs anything. Prompts, whose
+  tokens do not weigh anything but which are attended to, are none.
+  """
+  padding = None if segment_ids_BT is None else segment_ids_BT == 0
+  if weights_BT is None:
+    return padding
+  positions_T = jnp.arange(weights_BT.shape[1])
+  last_B = jnp.max(jnp.where(weights_BT > 0, positions_T, -1), axis=1)
+  after = positions_T > last_B[:, None]
+  return after if padding is None else after | padding

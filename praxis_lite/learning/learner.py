@@ -22,7 +22,7 @@ from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
 from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
-from praxis_lite.weights import WeightHParams
+from praxis_lite.weights import WeightHParams, is_dtype
 
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
 SumParts = Callable[[NestedDict], NestedDict]
@@ -80,6 +80,8 @@ class Learner(Configurable):
     ConfigError: a value is out of range, or both kinds of decay are set.
   """
 
+  _config_path = 'learner'
+
   optimizer: Config = template(optax.adamw)
   learning_rate: float = 1e-3
   schedule: Config | Schedule = template(Constant)
@@ -88,8 +90,8 @@ class Learner(Configurable):
   clip_gradient_value: float = 0.0
   l2_regularizer_weight: float = 0.0
   decoupled_weight_decay: float = 0.0
-  bprop_variable_inclusion: tuple[str, ...] = ()
-  bprop_variable_exclusion: tuple[str, ...] = ()
+  bprop_variable_inclusion: tuple[str, ...] | str = ()
+  bprop_variable_exclusion: tuple[str, ...] | str = ()
   ema_decay: float = 0.0
   num_microbatches: int = 1
   on_nonfinite: str = 'skip'
@@ -147,6 +149,12 @@ class BoundLearner:
     }
     if not self._trained and any(weight.trainable for weight in declared.values()):
       raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
+    for path in self._trained:
+      if not is_dtype(declared[path].dtype, jnp.floating):
+        raise ConfigError(
+          f'{path_name(path)} is {jnp.dtype(declared[path].dtype)}, which no optimizer can train; declare it with '
+          'create_variable(..., trainable=False)'
+        )
     self._declared = self.trained(weights)
     self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments)
 

@@ -111,8 +111,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
-    ids_BT = _without_padding(batch['ids'], _weights_of_tokens(batch))
-    return {'logits': self.lm.logits(ids_BT, **self._segments(batch))}
+    weights_BT = _weights_of_tokens(batch)
+    ids_BT = _without_padding(batch['ids'], weights_BT)
+    return {'logits': self.lm.logits(ids_BT, weights_BT, **self._segments(batch))}
 
   def _segments(self, batch: NestedDict) -> dict[str, jax.Array | None]:
     return {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}

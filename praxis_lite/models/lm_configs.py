@@ -7,18 +7,20 @@ from typing import TypeVar
 
 from jax.typing import DTypeLike
 
-from praxis_lite.config import Config
+from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
+from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
 from praxis_lite.layers.repeat import pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
+from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
 from praxis_lite.weights import WeightInit
 
 LmT = TypeVar('LmT', bound=Layer)
@@ -42,6 +44,7 @@ def transformer_lm(
   dropout: float = 0.0,
   repeat: bool = True,
   remat: str = 'none',
+  experts: Config[MoeFeedForward] | None = None,
   fprop_dtype: DTypeLike | None = None,
 ) -> Config[LanguageModel]:
   """Returns the config of a language model.
@@ -60,7 +63,8 @@ def transformer_lm(
     activation: of the feed-forward layers, see `activations.py`; None: 'silu' for 'llama', 'gelu_tanh' for 'gpt2'.
     dropout: rate on embeddings and on what is added to the residual stream.
     repeat: whether the blocks are a scan; False: each block is a separate layer.
-    remat: see `layers/repeat.py`.
+    remat: see `layers/remat.py`.
+    experts: of the feed-forward layer of each block, a mixture of experts with `hidden_dims` each; None: it is dense.
     fprop_dtype: dtype to compute in, such as jnp.bfloat16; None: that of the weights, float32.
   """
   if style not in ('llama', 'gpt2'):
@@ -82,6 +86,8 @@ def transformer_lm(
     norm = Config(RMSNorm, epsilon=1e-5)
     block.attention_tpl.rotary_tpl = Config(RotaryPositions, max_timescale=rotary_base)
     block.ff_tpl = Config(GatedFeedForward, out_init=residual_init)
+  if experts is not None:
+    block.ff_tpl = experts.clone(out_init=residual_init)
   if activation is not None:
     block.ff_tpl.activation = activation
   block.attention_tpl.out_tpl.params_init = residual_init
@@ -111,14 +117,17 @@ def set_sharding(
   config: Config[LmT],
   *,
   batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
-  data_axis: str | None = 'data',
+  data_axis: str | tuple[str, ...] | None = 'data',
   mdl_axis: str | None = 'mdl',
+  expert_axis: str | tuple[str, ...] | None = None,
+  context_axis: str | None = None,
 ) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
       activations of D            batch over `batch_axes`
       of heads, hidden, classes   the same, and heads, hidden dims or classes over `mdl_axis` (tensor parallel)
       weights                     heads, hidden dims or classes over `mdl_axis`, D over `data_axis` (fully sharded)
+      weights of experts          the same, but for the axes of `expert_axis`, which splits the experts
 
   The forward pass of a block then has two all-reduces over `mdl_axis` (Shoeybi et al., 2019), and gathers weights over
   `data_axis` before it uses them (Rajbhandari et al., 2020). Norms and learned positions are replicated.
@@ -126,17 +135,28 @@ def set_sharding(
   Args:
     config: of a `LanguageModel` or a `TransformerLm`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
+    expert_axis: mesh or logical axes, often one of `batch_axes`, that tokens are exchanged over between experts; see
+      `MoeFeedForward`. None: each device computes all experts for its own tokens.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
-  bld, blf = (batch_axes, None, None), (batch_axes, None, mdl_axis)
-  blnh = (batch_axes, None, mdl_axis, None)
+  bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
+  blnh = (batch_axes, context_axis, mdl_axis, None)
   lm.activation_split_dims_mapping.out = bld
   for block in pattern(lm.transformer_tpl.layers_tpl):
     block.activation_split_dims_mapping.out = bld
     block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
     block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-    block.ff_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-    block.ff_tpl.activation_split_dims_mapping.set(hidden=blf, out=bld)
+    block.attention_tpl.context_axis = context_axis
+    dense, kind = block.ff_tpl, target(block.ff_tpl)
+    if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
+      free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
+      block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
+      block.ff_tpl.activation_split_dims_mapping.out = bld
+      block.ff_tpl.expert_axis = expert_axis
+      dense = block.ff_tpl.shared_tpl
+    dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
   lm.softmax_tpl.activation_split_dims_mapping.out = blf
   if lm.embedding_tpl is None:
@@ -146,4 +166,44 @@ def set_sharding(
     lm.softmax_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
     lm.embedding_tpl.weight_split_dims_mapping.wt = table
     lm.embedding_tpl.activation_split_dims_mapping.out = bld
+  return config
+
+
+def _without(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:
+  """An entry of a mapping without some of its axes."""
+  return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
+
+
+def set_pipeline(
+  config: Config[LmT],
+  *,
+  num_stages: int,
+  num_microbatches: int | None = None,
+  microbatch_size: int | None = None,
+  circular_repeat: int = 1,
+  stage_remat: str = 'none',
+  stage_axis: str | None = 'stage',
+) -> Config[LmT]:
+  """Has a language model run its blocks in stages of a pipeline, in place, and returns it.
+
+  Its variables stay those of the scan over blocks, so that checkpoints can be restored with and without.
+
+  Args:
+    config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`.
+    num_stages, num_microbatches, microbatch_size, circular_repeat, stage_remat: see `Pipelined`.
+    stage_axis: the mesh axis of the stages; None runs all of them on each device.
+  """
+  lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
+  repeated = lm.transformer_tpl
+  if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
+    raise ConfigError(
+      f'set_pipeline: transformer_tpl is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
+      'that are all alike, so it must be that of a RepeatedTransformer'
+    )
+  pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
+  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat, stage_remat=stage_remat)
+  for field in ('layers_tpl', 'remat', 'remat_save_names', 'unroll'):
+    setattr(pipelined, field, getattr(repeated, field))
+  pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
+  lm.transformer_tpl = pipelined
   return config

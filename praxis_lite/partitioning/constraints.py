@@ -96,6 +96,12 @@ def manual_axes() -> frozenset[str]:
   return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual)
 
 
+def unmapped_axes() -> dict[str, int]:
+  """The axes of the ambient mesh that no enclosing `shard_map` maps over, with their sizes; not those of size 1."""
+  mesh, manual = jax.sharding.get_abstract_mesh(), manual_axes()
+  return {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
+
+
 _rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.ContextVar('praxis_lite_rules', default=())
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from praxis_lite.call import Constraint
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
+from praxis_lite.partitioning.batch import batch_size, padded_batch_shape, padded_rows
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
@@ -119,6 +119,12 @@ class PartitionedTask:
   @property
   def total_num_params(self) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.unpadded_state_shapes.mdl_vars))
+
+  @property
+  def rows_of_microbatch(self) -> int:
+    """Rows that the model sees at once in training, with those that fill up the mesh."""
+    microbatches = self.jax_task.learner.num_microbatches
+    return padded_rows(self.batch_size, self.mesh.size * microbatches) // microbatches
 
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:

@@ -70,6 +70,19 @@ OVERRIDES = {
     'task.train.num_train_step=5',
     r"task\.train \(.*\) has no field 'num_train_step'\. Did you mean 'num_train_s",
   ),
+  'name alone': (
+    'learning_rate=1e-3',
+    r"has no entry 'learning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
+  ),
+  'part of a path': (
+    'task.train.learning_rate=1e-3',
+    r"no field 'learning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
+  ),
+  'name alone, mistyped': (
+    'lerning_rate=1e-3',
+    r"has no entry 'lerning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
+  ),
+  'name of many': ('fprop_dtype=float32', r'Did you mean task\.\S+, task\.\S+, task\.\S+ and \d+ more\?$'),
   'root': ('tsk.train.num_train_steps=5', r"no entry 'tsk'\. Did you mean 'task'\? Its entries: task, datasets"),
   'index': ('datasets[5].batch_size=4', r'datasets has no entry \[5\]; its entries are \[0\] to \[1\]'),
   'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is not an override; write path=value"),
@@ -257,7 +270,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained
   before = sorted(trained.rglob('*'))
   told = fails(capsys, *arguments, f'--job_log_dir={trained}')
   assert re.search(r'checkpoints/2 is a checkpoint of another model: mdl_vars\.lm\.\S+ is float32\[.*\] in it', told)
-  assert 'start a new run in another --job_log_dir. What differs from the recorded config: task.model.' in told
+  assert 'What differs from the recorded config: task.model.' in told
+  assert 'so leave out --exp' in told and 'start a new run in another --job_log_dir' in told
   assert sorted(trained.rglob('*')) == before
 
 

@@ -121,6 +121,12 @@ def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
     ([EXP, '--job_log_dir=x', '--set=task.name=a'], 'nothing is varied'),
     ([EXP, '--job_log_dir=x', '--set=task.model.hiden=1,2'], "no field 'hiden'. Did you mean 'hidden'?"),
     ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,two'], "task.model.hidden: expected int, got 'two'"),
+    ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,0'], 'hidden=0: TinyModel.w: shape (5, 0); every dimension'),
+    (
+      [EXP, '--job_log_dir=x', f'--set={RATE}=1,2', '--set=datasets[0].batch_size=4,0'],
+      'learning_rate=1,batch_size=0: ',
+    ),
+    ([EXP, '--job_log_dir=x', '--devices=2', '--set=task.ici_mesh_shape=(1,),(4,)'], 'the mesh needs 4 devices, and '),
     ([EXP, '--job_log_dir=x', '--set=task.model.hidden=1,'], 'a value between commas is empty'),
   ],
 )

@@ -50,7 +50,20 @@ CASES: dict[str, dict[str, Any]] = {
     'tie_word_embeddings': True,
     'rope_parameters': {'rope_type': 'linear', 'rope_theta': 100.0, 'factor': 2.0},
   },
-  'mistral': {'model_type': 'mistral', **_LLAMA, 'num_key_value_heads': 3, 'sliding_window': 4},
+  'mistral': {
+    'model_type': 'mistral',
+    **_LLAMA,
+    'num_key_value_heads': 3,
+    'sliding_window': 4,
+    'rope_parameters': {
+      'rope_type': 'yarn',
+      'rope_theta': 30.0,
+      'factor': 4.0,
+      'beta_fast': 1.5,
+      'beta_slow': 0.4,
+      'original_max_position_embeddings': 16,
+    },
+  },
   'qwen2': {
     'model_type': 'qwen2',
     **{name: value for name, value in _LLAMA.items() if name != 'head_dim'},

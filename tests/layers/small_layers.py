@@ -13,6 +13,7 @@ AXES = ('replica', 'data', 'mdl')
 B, T, D, F, V, N, H = 3, 5, 7, 9, 11, 3, 4
 BATCH = ('replica', 'data')
 OUT = (BATCH, None, 'mdl')
+INNER = ('data', None, 'mdl')  # Inside of a stage, 'replica' splits the stages.
 WT = ('data', 'mdl')
 
 
@@ -41,8 +42,8 @@ def split(cls: Any, wt: Any = None, out: Any = None, **fields: Any) -> Config:
   return config
 
 
-def block() -> Config:
-  config = split(layers.TransformerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, num_heads=N)
+def block(batch: str | tuple[str, ...] = BATCH) -> Config:
+  config = split(layers.TransformerBlock, out=(batch, None, None), input_dims=D, hidden_dims=F, num_heads=N)
   config.set(dims_per_head=H)
   config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
   config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
@@ -54,6 +55,19 @@ def repeated() -> Config:
   linear = split(layers.Linear, WT, OUT, input_dims=D, output_dims=D)
   config = Config(layers.Repeat, num_layers=7, layers_tpl=(linear, linear.clone(use_bias=True)))
   config.weight_split_dims_mapping.stack = ('replica',)
+  return config
+
+
+def pipelined() -> Config:
+  config = Config(layers.Pipelined, num_layers=6, num_stages=2, num_microbatches=2, circular_repeat=2)
+  config.layers_tpl = split(layers.Linear, WT, INNER, input_dims=D, output_dims=D)
+  config.weight_split_dims_mapping.stages = ('replica',)
+  return config
+
+
+def pipelined_transformer() -> Config:
+  config = Config(layers.PipelinedTransformer, layers_tpl=block('data'), num_layers=3, num_stages=2, microbatch_size=2)
+  config.weight_split_dims_mapping.stages = ('replica',)
   return config
 
 
@@ -75,6 +89,18 @@ def attention() -> Config:
   config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions))
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
   return config
+
+
+def moe() -> Config:
+  config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
+  config.set(expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1)
+  config.router_tpl = router()
+  return config
+
+
+def router() -> Config:
+  config = split(layers.Router, WT, (BATCH, None, None), z_loss_weight=0.1, load_balance_loss_weight=0.1)
+  return config.set(bias_update_rate=0.1, jitter=0.1)
 
 
 def transformer_lm() -> Config:
@@ -113,7 +139,10 @@ CASES = {
   'LearnedPositions': lambda: Case(split(layers.LearnedPositions, WT, OUT, max_len=T, dims=D), (POSITIONS,)),
   'Linear': lambda: Case(split(layers.Linear, WT, OUT, input_dims=D, output_dims=F, use_bias=True), (X,)),
   'Mlp': lambda: Case(mlp(), (X,)),
+  'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
+  'Pipelined': lambda: Case(pipelined(), (X,)),
+  'PipelinedTransformer': lambda: Case(pipelined_transformer(), (X,)),
   'Pooling': lambda: Case(split(layers.Pooling, None, (BATCH, None, 'mdl', None), kind='mean'), (IMAGES,)),
   'Projection': lambda: Case(
     split(layers.Projection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True), (X,)
@@ -126,6 +155,7 @@ CASES = {
   'Repeat': lambda: Case(repeated(), (X,)),
   'RepeatedTransformer': lambda: Case(Config(layers.RepeatedTransformer, layers_tpl=block(), num_layers=2), (X,)),
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
+  'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
   'SharedEmbeddingSoftmax': lambda: Case(
     split(
       layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True, chunk_size=3

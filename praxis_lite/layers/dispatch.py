@@ -1,0 +1,188 @@
+"""Dispatch: how tokens travel to the slots of experts, and back.
+
+A plan gives each choice (token, expert) a slot, so that the slots of an expert are neighbours:
+
+    slots = dispatch(x, plan)            slot -> the token of its choice, zeros where it is empty
+    y     = combine(slots, plan, N)      token -> the sum over the slots of its choices
+
+Each is the transpose of the other, and both read rows rather than add them up in memory, which accelerators do faster;
+so does the backward pass.
+
+    capacity_plan    C slots for each expert: first choices of all tokens first, and those before later ones
+    sorted_plan      as many slots for each expert as it was chosen, for `jax.lax.ragged_dot`
+    exchange_plan    slots by device, then by expert, for an all-to-all; of a fixed number for each device
+
+N tokens, K choices of a token, E experts, C capacity, M slots, P devices, D model dims.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Plan(NamedTuple):
+  """The slots of choices. Choice k of token t has the number t K + k.
+
+  Attributes:
+    choice_of_slot: [M] int32; N K where the slot is empty.
+    slot_of_choice: [N, K] int32; M where the choice has no slot. None: the choices of a token are not listed; each has
+      a number that is its token's, K being 1.
+  """
+
+  choice_of_slot: jax.Array
+  slot_of_choice: jax.Array | None
+
+  @property
+  def token_of_slot(self) -> jax.Array:
+    """[M] int32; N where the slot is empty."""
+    return self.choice_of_slot if self.slot_of_choice is None else self.choice_of_slot // self.slot_of_choice.shape[1]
+
+  def has_slot(self) -> jax.Array:
+    """[N, K] bool: whether the choice has a slot."""
+    if self.slot_of_choice is None:
+      raise ValueError('the plan does not list the choices of tokens')
+    return self.slot_of_choice < self.choice_of_slot.size
+
+  def weights_of_slots(self, weights_NK: jax.Array) -> jax.Array:
+    """Returns [M]: the weight of the choice in each slot, 0 in an empty one."""
+    return weights_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=0)
+
+
+def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Plan:
+  """Returns the plan of E C slots; slot e C + c is number c of expert e. Choices of expert E get none."""
+  by_expert = _sort_by_expert(experts_NK, num_experts)
+  place = by_expert.rank - _of_group(by_expert.starts, by_expert.experts)
+  fits = (by_expert.experts < num_experts) & (place < capacity)
+  return _plan(by_expert.experts * capacity + place, fits, num_experts * capacity, *experts_NK.shape)
+
+
+def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[Plan, jax.Array]:
+  """Returns the plan of N K slots sorted by expert, empty ones at the end, and how many each expert has, [E]."""
+  by_expert = _sort_by_expert(experts_NK, num_experts)
+  num_slots = experts_NK.size
+  plan = _plan(by_expert.rank, by_expert.experts < num_experts, num_slots, *experts_NK.shape)
+  return plan, jnp.diff(by_expert.starts)
+
+
+def exchange_plan(experts_NK: jax.Array, experts_of_each: int, devices: int, bound: int) -> tuple[Plan, jax.Array]:
+  """Returns the plan of P slots of size `bound`, and how many choices of each expert are in them, [P, E / P].
+
+  Device p has the experts p E / P and following; choices of a device beyond the bound get no slot.
+  """
+  num_experts = experts_of_each * devices
+  by_expert = _sort_by_expert(experts_NK, num_experts)
+  of_device = jnp.minimum(by_expert.experts // experts_of_each, devices)
+  place = by_expert.rank - _of_group(by_expert.starts[::experts_of_each], of_device)
+  fits = (by_expert.experts < num_experts) & (place < bound)
+  plan = _plan(of_device * bound + place, fits, devices * bound, *experts_NK.shape)
+  ends = by_expert.starts[1:].reshape(devices, experts_of_each)
+  within = jnp.minimum(ends - by_expert.starts[:-1:experts_of_each, None], bound)
+  return plan, jnp.diff(within, axis=1, prepend=0)
+
+
+def expert_choice_plan(tokens_EC: jax.Array) -> Plan:
+  """Returns the plan of E C slots for tokens that experts have chosen; see `routing.ExpertChoice`."""
+  return Plan(tokens_EC.reshape(-1), None)
+
+
+def plan_of_rows(plans: Plan, num_choices: int, capacity: int) -> Plan:
+  """Returns one plan, slots by expert, then by row, from plans of E C slots for each of B rows, stacked.
+
+  Args:
+    plans: [B, ...].
+    num_choices: T K of a row.
+    capacity: C.
+  """
+  rows, slots = plans.choice_of_slot.shape
+  of_row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+  choices = plans.choice_of_slot + num_choices * of_row
+  choices = jnp.where(plans.choice_of_slot < num_choices, choices, num_choices * rows)
+  choices = jnp.swapaxes(choices.reshape(rows, -1, capacity), 0, 1).reshape(-1)
+  if plans.slot_of_choice is None:
+    return Plan(choices, None)
+  slot, of_row = plans.slot_of_choice, of_row[..., None]
+  expert, place = slot // capacity, slot % capacity
+  slot = jnp.where(slot < slots, (expert * rows + of_row) * capacity + place, slots * rows)
+  return Plan(choices, slot.reshape(-1, slot.shape[-1]))
+
+
+@jax.custom_vjp
+def dispatch(x_ND: jax.Array, plan: Plan) -> jax.Array:
+  """Returns slots [M, D]; empty ones are zero."""
+  return _rows(x_ND, plan.token_of_slot)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def combine(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> jax.Array:
+  """Returns [N, D]: for each token the sum over the slots of its choices, which is zero where it has none."""
+  if plan.slot_of_choice is None:
+    zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), jnp.float32)
+    return zeros.at[plan.token_of_slot].add(slots_MD.astype(jnp.float32), mode='drop').astype(slots_MD.dtype)
+  choices = _rows(slots_MD, plan.slot_of_choice)
+  return jnp.sum(choices, axis=1, dtype=jnp.float32).astype(slots_MD.dtype)
+
+
+def _dispatch_fwd(x_ND: jax.Array, plan: Plan) -> tuple[jax.Array, tuple[Plan, jax.Array]]:
+  # Residuals are arrays: an empty one carries the number of tokens.
+  return dispatch(x_ND, plan), (plan, jnp.zeros((x_ND.shape[0], 0)))
+
+
+def _dispatch_bwd(residuals: tuple[Plan, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+  plan, tokens = residuals
+  return combine(gradient, plan, tokens.shape[0]), None
+
+
+def _combine_fwd(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> tuple[jax.Array, Plan]:
+  return combine(slots_MD, plan, num_tokens), plan
+
+
+def _combine_bwd(num_tokens: int, plan: Plan, gradient: jax.Array) -> tuple[jax.Array, None]:
+  del num_tokens
+  return dispatch(gradient, plan), None
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+class _ByExpert(NamedTuple):
+  """Choices in the order of their priority: first ones of all tokens, then second ones, ...
+
+  Attributes:
+    experts: [K N] int32.
+    rank: [K N] int32, their place where they are sorted by expert.
+    starts: [E + 1] int32, the first rank of each expert, and the number of choices that have an expert.
+  """
+
+  experts: jax.Array
+  rank: jax.Array
+  starts: jax.Array
+
+
+def _sort_by_expert(experts_NK: jax.Array, num_experts: int) -> _ByExpert:
+  experts = experts_NK.T.reshape(-1).astype(jnp.int32)
+  order = jnp.argsort(experts, stable=True)
+  numbers = jnp.arange(experts.size, dtype=jnp.int32)
+  rank = jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)
+  counts = jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+  return _ByExpert(experts, rank, jnp.cumulative_sum(counts, include_initial=True))
+
+
+def _of_group(starts: jax.Array, group: jax.Array) -> jax.Array:
+  return starts.at[group].get(mode='clip')
+
+
+def _plan(slot: jax.Array, fits: jax.Array, num_slots: int, num_tokens: int, k: int) -> Plan:
+  """The plan of choices in the order of their priority, each with its slot if it fits."""
+  slot_of_choice = jnp.where(fits, slot, num_slots).reshape(k, num_tokens).T
+  numbers = jnp.arange(num_tokens * k, dtype=jnp.int32)
+  empty = jnp.full(num_slots, num_tokens * k, jnp.int32)
+  return Plan(empty.at[slot_of_choice.reshape(-1)].set(numbers, mode='drop'), slot_of_choice)
+
+
+def _rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+  return x.at[rows].get(mode='fill', fill_value=0)

@@ -1,0 +1,142 @@
+"""What experts compute of their tokens, as pure functions of this device's tokens and experts.
+
+Without expert parallelism a device has all experts. With it, experts are split over mesh axes, and tokens travel to
+their experts and back by all-to-alls.
+
+    with_capacity   slots [E, n, D]; all-to-all: [E / P, P n, D]; one product for all experts
+    dropless        rows [M, D] sorted by expert, with the size of each group; `jax.lax.ragged_dot`
+
+An all-to-all has a fixed size. With capacities that is the number of slots. Without, the rows for each device are given
+a bound, and what is above it is dropped: no row if the bound is the number of rows.
+
+N tokens at hand, K experts per token, E experts, P parts of the expert axes, D model dims, F hidden dims, M slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from praxis_lite.layers.dispatch import Plan, combine, dispatch, exchange_plan, sorted_plan
+from praxis_lite.layers.routing import TokenChoice
+from praxis_lite.partitioning.specs import all_axes, spec_axes
+
+Axes = tuple[str, ...]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+# (product of rows and weights, rows) -> outputs
+Mlp = Callable[[Product, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSplit:
+  """How tokens and experts are split over the mesh axes that a `shard_map` maps.
+
+  Attributes:
+    tokens: spec of [B, T].
+    weights: spec of each weight, as it is stored.
+    expert: axes that tokens are exchanged over; () without expert parallelism.
+    tensor: axes that split the hidden dims while experts compute; outputs are then summed.
+  """
+
+  tokens: PartitionSpec
+  weights: Mapping[str, PartitionSpec]
+  expert: Axes
+  tensor: Axes
+
+  @property
+  def axes(self) -> frozenset[str]:
+    """All axes that are mapped."""
+    return frozenset({*all_axes(self.tokens), *(a for spec in self.weights.values() for a in all_axes(spec))})
+
+  @property
+  def parts(self) -> int:
+    """Inside `shard_map`: P."""
+    return jax.lax.axis_size(self.expert) if self.expert else 1
+
+  def gathered(self, name: str, weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Inside `shard_map`: a weight of true shape `shape`, split in its experts and hidden dims only.
+
+    Gathers what is split otherwise; in the backward pass, its gradient is summed and scattered.
+    """
+    hidden = 1 if name == 'down' else 2
+    for dim, entry in enumerate(self.weights[name] if self.axes else ()):
+      axes = spec_axes(entry)
+      if axes and axes != {0: self.expert, hidden: self.tensor}.get(dim, ()):
+        weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+        weight = jax.lax.slice_in_dim(weight, 0, shape[dim], axis=dim)
+    return weight
+
+
+def with_capacity(x_ND: jax.Array, plan: Plan, weights_M: jax.Array, mlp: Mlp, experts: int, axes: Axes) -> jax.Array:
+  """Returns [N, D], the weighted sums of what experts make of tokens.
+
+  Args:
+    x_ND: tokens.
+    plan: as many slots for each expert.
+    weights_M: of the slots.
+    mlp: of rows [E / P, R, D] and weights [E / P, ...].
+    experts: E, with those that fill up the last device.
+    axes: that experts are split over.
+  """
+  slots = dispatch(x_ND, plan).reshape(experts, -1, x_ND.shape[1])
+  if axes:
+    slots = jax.lax.all_to_all(slots, axes, split_axis=0, concat_axis=1, tiled=True)
+  slots = mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots)
+  if axes:
+    slots = jax.lax.all_to_all(slots, axes, split_axis=1, concat_axis=0, tiled=True)
+  return combine(_scaled(slots.reshape(-1, x_ND.shape[1]), weights_M), plan, x_ND.shape[0])
+
+
+def dropless(
+  x_ND: jax.Array, routed: TokenChoice, mlp: Mlp, experts: int, axes: Axes, bound: int
+) -> tuple[jax.Array, Plan]:
+  """Returns [N, D], the weighted sums of what experts make of tokens, and the plan of this device's slots.
+
+  Args:
+    x_ND, routed: tokens and their choices, [N, K].
+    mlp: of rows [M, D] and weights [E / P, ...].
+    experts, axes: as of `with_capacity`.
+    bound: how many rows are exchanged with each device along `axes`, at most.
+  """
+  if not axes:
+    plan, sizes = sorted_plan(routed.experts, experts)
+    slots = mlp(_ragged(sizes), dispatch(x_ND, plan))
+  else:
+    devices = jax.lax.axis_size(axes)
+    plan, counts_PE = exchange_plan(routed.experts, experts // devices, devices, bound)
+    rows = jax.lax.all_to_all(dispatch(x_ND, plan), axes, split_axis=0, concat_axis=0, tiled=True)
+    counts_PE = jax.lax.all_to_all(counts_PE, axes, split_axis=0, concat_axis=0, tiled=True)
+    # The rows from each device are sorted by expert; row i is of the first expert that ends after it.
+    ends_P1E = jnp.cumsum(counts_PE, axis=1)[:, None]
+    own = jnp.sum(jnp.arange(bound)[:, None] >= ends_P1E, axis=-1).reshape(-1, 1)
+    received, sizes = sorted_plan(own, experts // devices)
+    rows = combine(mlp(_ragged(sizes), dispatch(rows, received)), received, len(rows))
+    slots = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+  return combine(_scaled(slots, plan.weights_of_slots(routed.weights)), plan, x_ND.shape[0]), plan
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_outputs(x: jax.Array, axes: Axes) -> jax.Array:
+  """Inside `shard_map` without `check_vma`: the sum over axes that the result, an output, is not split over.
+
+  The gradient of such an output comes as equal shares. JAX's own rule adds them up by communication.
+  """
+  return jax.lax.psum(x, axes)
+
+
+sum_outputs.defvjp(
+  lambda x, axes: (jax.lax.psum(x, axes), None), lambda axes, _, share: (share * jax.lax.axis_size(axes),)
+)
+
+
+def _ragged(sizes: jax.Array) -> Product:
+  return lambda rows, w: jax.lax.ragged_dot(rows, w, sizes)
+
+
+def _scaled(slots_MD: jax.Array, weights_M: jax.Array) -> jax.Array:
+  return (slots_MD.astype(jnp.float32) * weights_M[:, None]).astype(slots_MD.dtype)

@@ -1,0 +1,335 @@
+"""MoeFeedForward: a feed-forward layer of many experts, of which each token uses a few.
+
+    y_t = sum_k weight_tk expert_tk(x_t)  (+ shared(x_t))
+    expert(x) = (f(x W_gate) * (x W_up)) W_down
+
+Dispatch, from tokens to experts:
+
+    dropless    tokens are sorted by expert; `jax.lax.ragged_dot` multiplies each group by the weights of its expert
+    capacity    each expert has C slots for the tokens of a row; tokens that find none skip the expert
+
+Expert parallelism: experts are split over a mesh axis, tokens are exchanged by all-to-alls within a `shard_map` over
+the axes that split tokens and weights:
+
+    dispatch        [E, n, D] of this device's tokens
+    all-to-all      [E / P, P n, D] of all devices' tokens, for this device's experts
+    experts, all-to-all back, combine
+
+The other dims of the weights may be split too: F, then each device computes its part of the hidden layer and outputs
+are summed; D, or any dim over an axis that splits tokens, then weights are gathered before their use.
+
+B batch, T length, D model dims, F hidden dims, E experts, K experts per token, C capacity, P parts of the expert axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.layer import ActivationSplit, Layer
+from praxis_lite.layers.activations import get_activation
+from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
+from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, sum_outputs, with_capacity
+from praxis_lite.layers.feedforward import FeedForwardWeightSplit, GatedFeedForward
+from praxis_lite.layers.routing import (
+  Router,
+  TokenChoice,
+  choose_experts,
+  choose_tokens,
+  expert_capacity,
+  router_scores,
+)
+from praxis_lite.partitioning.constraints import unmapped_axes
+from praxis_lite.partitioning.padding import pad_to, padded_shape
+from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
+from praxis_lite.weights import DeclaredSplit, WeightHParams, WeightInit
+
+
+class ExpertOutputs(NamedTuple):
+  """What this device's tokens get from experts.
+
+  Attributes:
+    y: [B, T, D].
+    load: [B, 1, E] float32, how many tokens of a row chose an expert, or were chosen by it.
+    dropped: [B, 1] float32, how many of these choices found no slot, or how many tokens no expert.
+  """
+
+  y: jax.Array
+  load: jax.Array
+  dropped: jax.Array
+
+
+class MoeWeightSplit(FeedForwardWeightSplit):
+  """`wt`: weights into the hidden layer, [E, D, F]; `down`: out of it, [E, F, D], by default as `wt` says."""
+
+
+class MoeFeedForward(Layer):
+  """A mixture of experts: see the top of this file.
+
+  Attributes:
+    input_dims: D, which is also that of the output.
+    hidden_dims: F, of one expert.
+    num_experts: E.
+    num_experts_per_token: K; with expert choice, how many experts choose a token on average.
+    gated: whether experts are gated, as `GatedFeedForward`; otherwise they are f(x W_up) W_down.
+    activation: name of f; see `activations.py`.
+    router_tpl: of the child `router`: who chooses, by which scores, and what balances the load.
+    dispatch: 'dropless' or 'capacity'.
+    capacity_factor: with 'capacity', C = capacity_factor * K * T / E.
+    expert_axis: mesh or logical axis, or several, that tokens are exchanged over: each device along it computes its own
+      experts. It has to be what splits E in `weight_split_dims_mapping`, which None leaves to it. None: each device
+      computes all experts for its own tokens, and gathers their weights if they are split.
+    exchange_factor: of 'dropless' with an `expert_axis`. An all-to-all has a fixed size; None makes it as large as if
+      all tokens chose the same device, so that none can be dropped, and with a factor it is that factor times the mean.
+    num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0: there is none.
+    shared_tpl: of the child `shared`.
+    out_init: initializer of the weight out of the hidden layer; None: as the other weights.
+    activation_split_dims_mapping: `out`, [B, T, D]: how tokens are split, in the layer too.
+  """
+
+  takes_paddings: ClassVar[bool] = True
+
+  input_dims: int = REQUIRED
+  hidden_dims: int = REQUIRED
+  num_experts: int = REQUIRED
+  num_experts_per_token: int = 2
+  gated: bool = True
+  activation: str = 'silu'
+  router_tpl: Config = template(Router)
+  dispatch: str = 'dropless'
+  capacity_factor: float = 1.25
+  expert_axis: str | tuple[str, ...] | None = None
+  exchange_factor: float | None = None
+  num_shared_experts: int = 0
+  shared_tpl: Config = template(GatedFeedForward)
+  out_init: WeightInit | None = None
+  weight_split_dims_mapping: Config = template(MoeWeightSplit)
+  activation_split_dims_mapping: Config = template(ActivationSplit)
+
+  def setup(self) -> None:
+    self._check()
+    D, F, E = self.input_dims, self.hidden_dims, self.num_experts
+    self.create_child('router', self.router_tpl.clone(input_dims=D, num_experts=E))
+    self._check_choice()
+    wt, down = self._weight_splits()
+    into = WeightHParams((E, D, F), tensor_split_dims_mapping=wt, fan_in_axes=(1,), fan_out_axes=(2,))
+    for name in self._inward:
+      self.create_variable(name, into)
+    out = WeightHParams((E, F, D), self.out_init, tensor_split_dims_mapping=down, fan_in_axes=(1,), fan_out_axes=(2,))
+    self.create_variable('down', out)
+    if self.num_shared_experts:
+      shared = self.shared_tpl.clone(input_dims=D, hidden_dims=self.num_shared_experts * F)
+      self.create_child('shared', shared)
+
+  def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      x_BTD: the tokens; capacities are those of a row, T tokens.
+      paddings: [B, T], not zero where a token is padding: it takes no slot, and experts add nothing to it.
+    """
+    real_BT = jnp.ones(x_BTD.shape[:2], bool) if paddings is None else paddings == 0
+    x_BTD = self.shard(x_BTD.astype(self.fprop_dtype))
+    logits_BTE = checkpoint_name(self.router(x_BTD), 'router_logits')
+    out = self._experts(x_BTD, logits_BTE, real_BT)
+    self.router.account(logits_BTE, real_BT, out.load, out.dropped)
+    y_BTD = out.y
+    if self.num_shared_experts:
+      y_BTD += self.shared(x_BTD)
+    return checkpoint_name(self.shard(y_BTD), 'ffn_out')
+
+  # ---------------------------------------------------------------- config
+
+  @property
+  def _inward(self) -> tuple[str, ...]:
+    return ('gate', 'up') if self.gated else ('up',)
+
+  def _check(self) -> None:
+    get_activation(self.activation, f'{self.path_name}.activation')
+    check_choice(f'{self.path_name}.dispatch', self.dispatch, ('dropless', 'capacity'))
+    E, K = self.num_experts, self.num_experts_per_token
+    if E < 1:
+      raise ConfigError(f'{self.path_name}.num_experts: expected at least 1, got {E}')
+    if not 1 <= K <= E:
+      raise ConfigError(f'{self.path_name}.num_experts_per_token: expected 1 to num_experts, which is {E}, got {K}')
+    for field in ('capacity_factor', 'exchange_factor'):
+      factor = getattr(self, field)
+      if factor is not None and not factor > 0:
+        raise ConfigError(f'{self.path_name}.{field}: expected more than 0, got {factor}')
+    if self.num_shared_experts < 0:
+      raise ConfigError(f'{self.path_name}.num_shared_experts: expected at least 0, got {self.num_shared_experts}')
+
+  def _check_choice(self) -> None:
+    if self.router.choice == 'expert' and self.dispatch != 'capacity':
+      raise ConfigError(
+        f"{self.path_name}.dispatch: with router_tpl.choice='expert' an expert takes a number of tokens that "
+        "capacity_factor says; set dispatch='capacity'"
+      )
+
+  def _weight_splits(self) -> tuple[DeclaredSplit | None, DeclaredSplit | None]:
+    """Returns the mappings of the weights into the hidden layer, and of the one out of it."""
+    field, split = f'{self.path_name}.weight_split_dims_mapping', self.weight_split_dims_mapping
+    wt, down = split.wt, split.down
+    if self.expert_axis is not None:
+      own = f'{self.path_name}.expert_axis'
+      self._resolve((self.expert_axis,), own, rank=1)
+      wt = DeclaredSplit.of((self.expert_axis, None, None), own) if wt is None else wt
+    if wt is not None:
+      self._resolve(wt, f'{field}.wt', rank=3)
+      down = wt.pick(0, 2, 1) if down is None else down
+    for name, mapping in (('wt', wt), ('down', down)):
+      if mapping is None:
+        continue
+      self._resolve(mapping, f'{field}.{name}', rank=3)
+      if self.expert_axis is not None and spec_axes(mapping[0]) != spec_axes(self.expert_axis):
+        raise ConfigError(
+          f'{field}.{name}: {mapping!r} splits the experts over {mapping[0]!r}; with expert_axis={self.expert_axis!r} '
+          'its first entry has to be that axis'
+        )
+    return wt, down
+
+  # ---------------------------------------------------------------- experts
+
+  def _experts(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> ExpertOutputs:
+    """Runs `_on_device`, where there is a mesh on each device's part of tokens and weights."""
+    theta, sizes = self.theta, unmapped_axes()
+    weights = {name: getattr(theta, name) for name in (*self._inward, 'down')}
+    bias_E = self.router.selection_bias
+    args = (x_BTD, logits_BTE, real_BT, bias_E, weights)
+    split = self._split(sizes)
+    if not split.axes:
+      return self._on_device(split, *args)
+    tokens, wide = split.tokens, PartitionSpec(*split.tokens, None)
+    specs = (wide, wide, tokens, None if bias_E is None else PartitionSpec(), dict(split.weights))
+    mapped = jax.shard_map(
+      lambda *parts: tuple(self._on_device(split, *parts)),
+      in_specs=specs,
+      out_specs=(wide, wide, tokens),
+      axis_names=split.axes,
+      check_vma=False,  # What is replicated over an axis is so by construction.
+    )
+    padded = jax.tree.map(lambda spec, x: pad_to(x, padded_shape(x.shape, spec, sizes)), specs, args, is_leaf=_is_spec)
+    y_BTD, load, dropped = mapped(*padded)
+    B, T, _ = x_BTD.shape
+    return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
+
+  def _split(self, sizes: Mapping[str, int]) -> ExpertSplit:
+    """Returns how tokens and weights are split over the mesh axes of these sizes."""
+
+    def axes_of(mapping: Any, rank: int) -> list[Axes]:
+      placement = self._resolve(mapping, self.path_name, rank=rank)
+      spec = complete_spec(None if placement is None else placement.spec, rank)
+      return [tuple(a for a in spec_axes(entry) if a in sizes) for entry in spec]
+
+    weights = {name: axes_of(weight.tensor_split_dims_mapping, 3) for name, weight in self._weights.items()}
+    (expert,) = axes_of(None if self.expert_axis is None else (self.expert_axis,), 1)
+    batch, time, _ = axes_of(self.activation_split_dims_mapping.out, 3)
+    tensor = weights['up'][2]
+    if tensor != weights['down'][1] or {*tensor} & {*batch, *expert}:
+      tensor = ()
+    # Capacities are those of a row, which has to be whole, and so have tokens where the hidden dims are split.
+    time = () if self.dispatch == 'capacity' else tuple(a for a in time if a not in tensor)
+    batch += tuple(a for a in expert if a not in (*batch, *time))
+    specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}
+    return ExpertSplit(PartitionSpec(axes_to_entry(batch), axes_to_entry(time)), specs, expert, tensor)
+
+  def _on_device(
+    self,
+    split: ExpertSplit,
+    x_BTD: jax.Array,
+    logits_BTE: jax.Array,
+    real_BT: jax.Array,
+    bias_E: jax.Array | None,
+    weights: dict[str, jax.Array],
+  ) -> ExpertOutputs:
+    """Routes this device's tokens, and computes what experts make of them."""
+    weights = {name: split.gathered(name, w, self._weights[name].shape) for name, w in weights.items()}
+    num_experts = weights['up'].shape[0] * split.parts  # With those that fill up the last device.
+    scores_BTE = router_scores(logits_BTE, self.router.score)
+    mlp = functools.partial(self._mlp, weights)
+    if self.router.choice == 'expert':
+      out = self._expert_choice(split, x_BTD, scores_BTE, real_BT, mlp, num_experts)
+    else:
+      out = self._token_choice(split, x_BTD, scores_BTE, real_BT, bias_E, mlp, num_experts)
+    return out._replace(y=sum_outputs(out.y, split.tensor)) if split.tensor else out
+
+  def _token_choice(
+    self,
+    split: ExpertSplit,
+    x_BTD: jax.Array,
+    scores_BTE: jax.Array,
+    real_BT: jax.Array,
+    bias_E: jax.Array | None,
+    mlp: Mlp,
+    num_experts: int,
+  ) -> ExpertOutputs:
+    (B, T, D), E, K = x_BTD.shape, self.num_experts, self.num_experts_per_token
+    renormalize, scale = self.router.renormalize, self.router.weight_scale
+    routed = choose_experts(scores_BTE, real_BT, K, bias=bias_E, renormalize=renormalize, weight_scale=scale)
+    wanted_BTKE = routed.experts[..., None] == jnp.arange(E)
+    experts_BTK = jnp.where(routed.experts < E, routed.experts, num_experts)
+    x_ND, weights_NK = x_BTD.reshape(-1, D), routed.weights.reshape(-1, K)
+    if self.dispatch == 'capacity':
+      C = expert_capacity(self.capacity_factor, T, K, E)
+      plans = jax.vmap(lambda experts_TK: capacity_plan(experts_TK, num_experts, C))(experts_BTK)
+      plan = plan_of_rows(plans, T * K, C)
+      y_ND = with_capacity(x_ND, plan, plan.weights_of_slots(weights_NK), mlp, num_experts, split.expert)
+    else:
+      bound = B * T * K
+      if self.exchange_factor is not None:
+        bound = min(bound, math.ceil(self.exchange_factor * bound / split.parts))
+      choice = TokenChoice(experts_BTK.reshape(-1, K), weights_NK)
+      y_ND, plan = dropless(x_ND, choice, mlp, num_experts, split.expert, bound)
+    dropped_BTK = real_BT[..., None] & ~plan.has_slot().reshape(B, T, K)
+    return ExpertOutputs(
+      y_ND.reshape(B, T, D),
+      load=jnp.sum(wanted_BTKE, axis=(1, 2), dtype=jnp.float32)[:, None],
+      dropped=jnp.sum(dropped_BTK, axis=(1, 2), dtype=jnp.float32)[:, None],
+    )
+
+  def _expert_choice(
+    self,
+    split: ExpertSplit,
+    x_BTD: jax.Array,
+    scores_BTE: jax.Array,
+    real_BT: jax.Array,
+    mlp: Mlp,
+    num_experts: int,
+  ) -> ExpertOutputs:
+    (B, T, D), E = x_BTD.shape, self.num_experts
+    C = expert_capacity(self.capacity_factor, T, self.num_experts_per_token, E)
+    chosen = choose_tokens(scores_BTE, real_BT, C, self.router.weight_scale)
+    filling = ((0, 0), (0, num_experts - E), (0, 0))
+    tokens_BEC = jnp.pad(chosen.tokens, filling, constant_values=T)
+    weights_EBC = jnp.swapaxes(jnp.pad(chosen.weights, filling), 0, 1)
+    plan = plan_of_rows(jax.vmap(expert_choice_plan)(tokens_BEC), T, C)
+    y_ND = with_capacity(x_BTD.reshape(-1, D), plan, weights_EBC.reshape(-1), mlp, num_experts, split.expert)
+    is_chosen_BT = jax.vmap(lambda tokens: jnp.zeros(T, bool).at[tokens.reshape(-1)].set(True, mode='drop'))(tokens_BEC)
+    return ExpertOutputs(
+      y_ND.reshape(B, T, D),
+      load=jnp.sum(chosen.tokens < T, axis=-1, dtype=jnp.float32)[:, None],
+      dropped=jnp.sum(real_BT & ~is_chosen_BT, axis=1, dtype=jnp.float32)[:, None],
+    )
+
+  def _mlp(self, weights: dict[str, jax.Array], product: Product, rows: jax.Array) -> jax.Array:
+    """What experts make of their rows."""
+    fn = get_activation(self.activation)
+    hidden = checkpoint_name(product(rows, weights['up']), 'ffn_up')
+    if self.gated:
+      hidden *= fn(checkpoint_name(product(rows, weights['gate']), 'ffn_gate'))
+    else:
+      hidden = fn(hidden)
+    return product(hidden, weights['down'])
+
+
+def _is_spec(x: object) -> bool:
+  return isinstance(x, PartitionSpec)

@@ -1,0 +1,229 @@
+"""Routing: which experts a token goes to, and with what weight.
+
+    logits = x W_router, float32
+    scores = softmax(logits) or sigmoid(logits)
+
+    token choice     a token takes the k experts with the highest scores (Shazeer et al., 2017)
+    expert choice    an expert takes the C tokens of a row with the highest scores (Zhou et al., 2022)
+
+The functions are pure, and padding correct: a padded token takes no expert's place and counts in no statistic.
+
+B batch, T length, D model dims, E experts, K experts per token, C capacity: how many tokens of a row an expert takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
+
+SCORES = ('softmax', 'sigmoid')
+CHOICES = ('token', 'expert')
+
+
+class TokenChoice(NamedTuple):
+  """The experts of each token.
+
+  Attributes:
+    experts: [..., K] int32, best first; E where there is none, as for padding.
+    weights: [..., K] float32, of the outputs of these experts in the sum; 0 where there is none.
+  """
+
+  experts: jax.Array
+  weights: jax.Array
+
+
+class ExpertChoice(NamedTuple):
+  """The tokens of each expert, in a row.
+
+  Attributes:
+    tokens: [..., E, C] int32, best first; T where there is none, as in rows with less than C tokens.
+    weights: [..., E, C] float32, of this expert's output in the sum of the token; 0 where there is none.
+  """
+
+  tokens: jax.Array
+  weights: jax.Array
+
+
+def router_scores(logits: jax.Array, score: str) -> jax.Array:
+  """Returns scores [..., E] in [0, 1], float32, of logits [..., E]."""
+  logits = logits.astype(jnp.float32)
+  return jax.nn.softmax(logits, axis=-1) if score == 'softmax' else jax.nn.sigmoid(logits)
+
+
+def choose_experts(
+  scores: jax.Array,
+  real: jax.Array,
+  num_experts_per_token: int,
+  *,
+  bias: jax.Array | None = None,
+  renormalize: bool = True,
+  weight_scale: float = 1.0,
+) -> TokenChoice:
+  """Returns the K experts of each token.
+
+  Args:
+    scores: [..., E].
+    real: [...] bool, False for padding.
+    num_experts_per_token: K.
+    bias: [E], added to the scores for the choice, not for the weights (Wang et al., 2024).
+    renormalize: whether the weights of a token's experts are divided by their sum.
+    weight_scale: factor of the weights.
+  """
+  by = scores if bias is None else scores + bias
+  _, experts = jax.lax.top_k(jax.lax.stop_gradient(by), num_experts_per_token)
+  weights = jnp.take_along_axis(scores, experts, axis=-1)
+  if renormalize:
+    weights /= _sum_of_scores(weights)
+  real = real[..., None]
+  return TokenChoice(jnp.where(real, experts, scores.shape[-1]), jnp.where(real, weight_scale * weights, 0.0))
+
+
+def choose_tokens(scores: jax.Array, real: jax.Array, capacity: int, weight_scale: float = 1.0) -> ExpertChoice:
+  """Returns the C tokens of each expert; the arguments are those of `choose_experts`, of scores [..., T, E]."""
+  scores = jnp.where(real[..., None], scores, -1.0)  # Below all scores: padding is chosen last.
+  weights, tokens = jax.lax.top_k(jnp.swapaxes(scores, -1, -2), capacity)
+  chosen = weights >= 0
+  return ExpertChoice(jnp.where(chosen, tokens, scores.shape[-2]), jnp.where(chosen, weight_scale * weights, 0.0))
+
+
+def expert_capacity(capacity_factor: float, num_tokens: int, num_experts_per_token: int, num_experts: int) -> int:
+  """Returns C = capacity_factor * K * T / E, rounded up: at least 1, and at most all T tokens."""
+  slots = math.ceil(capacity_factor * num_experts_per_token * num_tokens / num_experts - 1e-6)
+  return min(max(slots, 1), num_tokens)
+
+
+class RouterActivationSplit(ActivationSplit):
+  """`out`: the logits, [B, T, E]."""
+
+
+class Router(Layer):
+  """Logits over experts, what is done with them, and the losses that keep experts equally loaded.
+
+      z_loss         = mean_t logsumexp(logits_t)^2                                     (Zoph et al., 2022)
+      load_balance   = E sum_e f_e P_e, 1 if balanced                                   (Fedus et al., 2022)
+      bias_e        += bias_update_rate * sign(mean load - load_e), after each step     (Wang et al., 2024)
+
+  f_e is the share of all choices that are expert e, P_e the mean over tokens of its score, as a share of the token's
+  scores. All means are over the tokens that are not padding, of all rows on all devices; with several microbatches, of
+  one, of which the losses are then averaged.
+
+  Attributes:
+    input_dims: D.
+    num_experts: E.
+    choice: 'token': tokens choose experts; or 'expert': experts choose tokens, later ones of a sequence too, so it is
+      not for causal models.
+    score: 'softmax' or 'sigmoid', of the logits.
+    renormalize: whether the weights of a token's experts are divided by their sum. Not with expert choice.
+    weight_scale: factor of the weights.
+    jitter: in training, router inputs are multiplied by numbers in [1 - jitter, 1 + jitter] (Fedus et al., 2022).
+    z_loss_weight, load_balance_loss_weight: of the auxiliary losses; 0 disables one.
+    load_balance_scope: 'batch', or 'row': the mean over rows of the loss of each (DeepSeek-AI, 2024), which does not
+      depend on what other rows are in a batch.
+    bias_update_rate: how much a step changes the biases of the choice, which keep experts equally loaded without an
+      auxiliary loss; 0: there are none.
+    weight_split_dims_mapping: `wt`, [D, E].
+  """
+
+  input_dims: int = REQUIRED
+  num_experts: int = REQUIRED
+  choice: str = 'token'
+  score: str = 'softmax'
+  renormalize: bool = True
+  weight_scale: float = 1.0
+  jitter: float = 0.0
+  z_loss_weight: float = 0.0
+  load_balance_loss_weight: float = 0.0
+  load_balance_scope: str = 'batch'
+  bias_update_rate: float = 0.0
+  weight_split_dims_mapping: Config = template(WeightSplit)
+  activation_split_dims_mapping: Config = template(RouterActivationSplit)
+
+  def setup(self) -> None:
+    check_choice(f'{self.path_name}.choice', self.choice, CHOICES)
+    check_choice(f'{self.path_name}.score', self.score, SCORES)
+    check_choice(f'{self.path_name}.load_balance_scope', self.load_balance_scope, ('batch', 'row'))
+    if not 0 <= self.jitter < 1:
+      raise ConfigError(f'{self.path_name}.jitter: expected at least 0 and less than 1, got {self.jitter}')
+    if not self.bias_update_rate >= 0:
+      raise ConfigError(f'{self.path_name}.bias_update_rate: expected at least 0, got {self.bias_update_rate}')
+    for field in ('load_balance_loss_weight', 'bias_update_rate'):
+      if self.choice == 'expert' and getattr(self, field):
+        raise ConfigError(f"{self.path_name}.{field}: with choice='expert' all experts take as many tokens; leave it 0")
+    D, E, wt = self.input_dims, self.num_experts, self.weight_split_dims_mapping.wt
+    # In lower precision it would choose otherwise (Fedus et al., 2022).
+    kept = frozenset({WeightHParamsCollection.KEEP_FLOAT32})
+    self.create_variable('w', WeightHParams((D, E), tensor_split_dims_mapping=wt, collections=kept))
+    if self.bias_update_rate:
+      bias = WeightHParams((E,), WeightInit.Constant(0.0), 'float32', collections=kept)
+      self.create_variable('bias', bias, trainable=False)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns logits [..., E], float32, of x [..., D]."""
+    x = x.astype(jnp.float32)
+    if self.jitter and not self.do_eval:
+      x *= jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
+    return self.shard(jnp.dot(x, self.theta.w, precision=jax.lax.Precision.HIGHEST))
+
+  @property
+  def selection_bias(self) -> jax.Array | None:
+    """In a call: [E] float32, added to the scores for the choice; None without `bias_update_rate`."""
+    return self.theta.bias if self.bias_update_rate else None
+
+  def account(self, logits: jax.Array, real: jax.Array, load: jax.Array, dropped: jax.Array) -> None:
+    """In a call: adds the auxiliary losses and summaries of what was chosen, and in training updates the biases.
+
+    Summaries: `fraction_dropped`: of the choices of tokens those that found no slot, and where experts choose, of the
+    tokens those that no expert chose; `entropy` of the scores of a token, in nats; `max_load`, the load of the fullest
+    expert over the mean; `load`, that of all experts over the mean.
+
+    Args:
+      logits: [B, T, E].
+      real: [B, T] bool, False for padding.
+      load: [B, parts, E] float32: how many tokens wanted each expert, or were wanted by it, in parts of rows.
+      dropped: [B, parts] float32: how many of these found no slot, or how many tokens no expert.
+    """
+    E, total = self.num_experts, self.surroundings.sum_over_rows
+    scores = router_scores(logits, self.score)
+    share = scores / _sum_of_scores(scores)
+    entropy = jax.lax.stop_gradient(-jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1))
+    z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    num_tokens = total(jnp.sum(real, dtype=jnp.float32))
+    load_BE = jax.lax.stop_gradient(jnp.sum(load, axis=1))
+    load_E = total(jnp.sum(load_BE, axis=0))
+    num_choices = jnp.sum(load_E)
+
+    def mean(values: jax.Array) -> jax.Array:
+      """The mean over tokens, of [B, T] or [B, T, E]."""
+      mask = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
+      return total(jnp.sum(jnp.where(mask, values, 0.0), axis=(0, 1))) / jnp.maximum(num_tokens, 1.0)
+
+    relative_E = load_E * E / jnp.maximum(num_choices, 1.0)
+    if self.z_loss_weight:
+      self.add_aux_loss('z_loss', mean(z), weight=self.z_loss_weight)
+    if self.load_balance_loss_weight:
+      of_token = relative_E
+      if self.load_balance_scope == 'row':
+        of_token = (load_BE * E / jnp.maximum(jnp.sum(load_BE, axis=1, keepdims=True), 1.0))[:, None]
+      balance = mean(jnp.sum(of_token * share, axis=-1))
+      self.add_aux_loss('load_balance', balance, weight=self.load_balance_loss_weight)
+    if self.bias_update_rate and not self.do_eval:
+      below_mean = jnp.sign(num_choices - E * load_E)  # Whole numbers: exactly zero for a balanced load.
+      self.update_var('bias', self.theta.bias + self.bias_update_rate * below_mean)
+    offered = num_choices if self.choice == 'token' else num_tokens
+    self.add_summary('fraction_dropped', total(jnp.sum(dropped)) / jnp.maximum(offered, 1.0))
+    self.add_summary('entropy', mean(entropy))
+    self.add_summary('max_load', jnp.max(relative_E))
+    self.add_summary('load', relative_E, kind='histogram')
+
+
+def _sum_of_scores(scores: jax.Array) -> jax.Array:
+  """Above zero, though all scores may underflow where they are sigmoids."""
+  return jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
