@@ -107,8 +107,9 @@ class PartitionedTask:
       self.layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
     self.mesh = self.layout.mesh
     for layer in jax_task.model.descendants():
-      if getattr(layer, 'remat_offload_names', ()):
-        check_host_memory(self.mesh, f'{layer.path_name}.remat_offload_names')
+      for field in ('remat_offload_names', 'stage_remat_offload_names'):
+        if getattr(layer, field, ()):
+          check_host_memory(self.mesh, f'{layer.path_name}.{field}')
     self.state_specs: TrainState[PartitionSpec] = self.layout.specs
     self.state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.padded_shapes
     self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
