@@ -37,12 +37,12 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
-from praxis_lite.layers.remat import check_remat, remat
+from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
-from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, select
+from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.weighted import mean_of_means
-from praxis_lite.weights import SplitDimsMapping
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
 
 T = TypeVar('T')
 TreeT = TypeVar('TreeT')
@@ -76,7 +76,7 @@ class Pipelined(Repeat):
     microbatch_size: rows of a microbatch, over all devices.
     circular_repeat: R, how many groups of layers each stage has; it divides `num_layers`.
     stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps its input alone.
-    stage_remat_save_names: tags of values that stages keep in addition.
+    stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
     weight_split_dims_mapping: `stages`, the mesh axis of the stages; the other dimensions are split by `layers`.
   """
 
@@ -88,11 +88,17 @@ class Pipelined(Repeat):
   circular_repeat: int = 1
   stage_remat: str = 'none'
   stage_remat_save_names: tuple[str, ...] = ()
+  stage_remat_offload_names: tuple[str, ...] = ()
   weight_split_dims_mapping: Config = template(PipelineWeightSplit)
 
   def setup(self) -> None:
     self._check_sizes()
-    check_remat(self.stage_remat, self.stage_remat_save_names, f'{self.path_name}.stage_remat')
+    if not isinstance(self.layers_tpl, Config):
+      raise ConfigError(
+        f'{self.path_name}.layers_tpl: the layers of a pipeline are alike, and this is a pattern of several; make one '
+        f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
+      )
+    self._stage_remat = Remat.of(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self._axes = () if self._stages is None else tuple(all_axes(self._stages.spec))
@@ -180,7 +186,7 @@ class Pipelined(Repeat):
     stacked: Callable[[NestedDict], NestedDict] = one
     for size in (self.layers_in_group, self.circular_repeat, self.num_stages):
       stacked = jax.vmap(stacked, axis_size=size)
-    caches = jax.tree.map(self._from_stages, stacked(jax.tree.map(self._to_stages, self.layers.variables)))
+    caches = jax.tree.map(self._from_stages, stacked(self._variables_in_stages()))
     self.layers.absorb(SideOutputs({}, {}, {}, caches))
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
@@ -198,11 +204,11 @@ class Pipelined(Repeat):
     side = _SideInputs(args, kwargs, B, self.path_name)
     key = self.next_prng_key() if self.has_prng_key() else None
 
-    variables = jax.tree.map(self._to_stages, self.layers.variables)
+    variables = self._variables_in_stages()
     trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
     weights = select(variables, trainable.__contains__)
     others = select(variables, lambda path: path not in trainable)
-    caches = jax.tree.map(self._to_stages, self.layers.decode_state)
+    caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
     side_rows = [_microbatches(v, M, fill='zeros') for v in side.rows]
     queue = jax.tree.map(lambda v: self._on_stages(_for_stages(_microbatches(v, M, fill='rows'), S)), x)
     changed: set[Path] = set()
@@ -240,7 +246,7 @@ class Pipelined(Repeat):
         kept = map_with_path(lambda path, old: _where(real, _or(lookup(out.updates, path), old), old), other)
         return _where(real, y, x), (kept, _where(real, new_cache, cache), _Reported(out.summaries, aux))
 
-      body = remat(layer, self.remat if method == '__call__' else 'none', self.remat_save_names, in_scan=True)
+      body = self._remat(layer, in_scan=True) if method == '__call__' else layer
       xs = (own, _entry(others, at.round), _entry(caches, at.round), jnp.arange(self.layers_in_group))
       x, (new_others, new_caches, reported) = jax.lax.scan(
         lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
@@ -293,7 +299,7 @@ class Pipelined(Repeat):
 
   def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
-      return remat(stage, self.stage_remat, self.stage_remat_save_names, in_scan=True)
+      return self._stage_remat(stage, in_scan=True)
     # The weights of a round are read at each tick: kept for the backward pass, there would be a copy for each tick.
     return jax.checkpoint(stage, policy=_save_all_but_moved, prevent_cse=False) if rounds > 1 else stage
 
@@ -322,6 +328,20 @@ class Pipelined(Repeat):
     spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
     return self._constrained(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
 
+  def _variables_in_stages(self) -> NestedDict:
+    """The variables of the layers, [S, R, c, ...], split over the stages, and else as layers say."""
+    weights = leaves(self.layers.abstract_init())
+    prefix = DeclaredSplit.of((*(self._stack_mapping or (None,)), None, None), self._stack_field)
+
+    def in_stages(path: Path, x: jax.Array) -> jax.Array:
+      own, name = weights[path].full_split_dims_mapping, path_name((*self.layers.path, *path))
+      if weights[path].tensor_split_dims_mapping is None:
+        own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
+      placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
+      return self._constrained(self._to_stages(x), f'{name} (in stages)', placement)
+
+    return map_with_path(in_stages, self.layers.variables)
+
   def _to_stages(self, x: jax.Array) -> jax.Array:
     """[layers, ...], or [R, P, ...] -> [S, R, c, ...]."""
     S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
@@ -329,7 +349,7 @@ class Pipelined(Repeat):
       x = x[None]
     missing = S * c - x.shape[1]
     x = jnp.pad(x, [(0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)]) if missing else x
-    return self._on_stages(jnp.swapaxes(x.reshape(R, S, c, *x.shape[2:]), 0, 1))
+    return jnp.swapaxes(x.reshape(R, S, c, *x.shape[2:]), 0, 1)
 
   def _from_stages(self, x: jax.Array) -> jax.Array:
     """The inverse of `_to_stages`."""

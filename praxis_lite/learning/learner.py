@@ -18,6 +18,7 @@ import optax
 
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, check_choice, did_you_mean
+from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
 from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
@@ -67,6 +68,8 @@ class Learner(Configurable):
     num_microbatches: number of parts of a batch that gradients are accumulated over.
     on_nonfinite: what is done in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing;
       'raise' changes nothing and ends the run; 'ignore' updates as in any other step.
+    moments: what the optimizer remembers of each variable is stored in 'float32', 'bfloat16' or 'int8'; see
+      `moments.py`.
     per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only where
       that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
@@ -92,6 +95,7 @@ class Learner(Configurable):
   ema_decay: float = 0.0
   num_microbatches: int = 1
   on_nonfinite: str = 'skip'
+  moments: str = 'float32'
   per_layer_statistics: bool | None = None
   report_param_norm: bool = False
 
@@ -99,6 +103,7 @@ class Learner(Configurable):
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
     check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'ignore'))
+    check_choice('learner.moments', self.moments, MOMENTS)
     if not isinstance(self.optimizer, Config):
       raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')
     for field in ('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value'):
@@ -151,7 +156,7 @@ class BoundLearner:
           'create_variable(..., trainable=False)'
         )
     self._declared = self.trained(weights)
-    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics)
+    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments)
 
   # ---------------------------------------------------------------- which variables
 

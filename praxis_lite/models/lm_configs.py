@@ -16,6 +16,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
+from praxis_lite.layers.repeat import pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
@@ -118,8 +119,8 @@ def set_sharding(
   batch_axes: str | tuple[str, ...] | None = ('replica', 'data'),
   data_axis: str | tuple[str, ...] | None = 'data',
   mdl_axis: str | None = 'mdl',
-  context_axis: str | None = None,
   expert_axis: str | tuple[str, ...] | None = None,
+  context_axis: str | None = None,
 ) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
@@ -134,28 +135,28 @@ def set_sharding(
   Args:
     config: of a `LanguageModel` or a `TransformerLm`.
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
-    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
     expert_axis: mesh or logical axes, often one of `batch_axes`, that tokens are exchanged over between experts; see
       `MoeFeedForward`. None: each device computes all experts for its own tokens.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
-  block = lm.transformer_tpl.layers_tpl
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
-  for layer in (lm, block):
-    layer.activation_split_dims_mapping.out = bld
-  block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
-  block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-  block.attention_tpl.context_axis = context_axis
-  dense, kind = block.ff_tpl, target(block.ff_tpl)
-  if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
-    free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
-    block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
-    block.ff_tpl.activation_split_dims_mapping.out = bld
-    block.ff_tpl.expert_axis = expert_axis
-    dense = block.ff_tpl.shared_tpl
-  dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
+  lm.activation_split_dims_mapping.out = bld
+  for block in pattern(lm.transformer_tpl.layers_tpl):
+    block.activation_split_dims_mapping.out = bld
+    block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+    block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+    block.attention_tpl.context_axis = context_axis
+    dense, kind = block.ff_tpl, target(block.ff_tpl)
+    if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
+      free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
+      block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
+      block.ff_tpl.activation_split_dims_mapping.out = bld
+      block.ff_tpl.expert_axis = expert_axis
+      dense = block.ff_tpl.shared_tpl
+    dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
   lm.softmax_tpl.activation_split_dims_mapping.out = blf
   if lm.embedding_tpl is None:

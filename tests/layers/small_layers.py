@@ -52,7 +52,8 @@ def block(batch: str | tuple[str, ...] = BATCH) -> Config:
 
 
 def repeated() -> Config:
-  config = Config(layers.Repeat, num_layers=3, layers_tpl=split(layers.Linear, WT, OUT, input_dims=D, output_dims=D))
+  linear = split(layers.Linear, WT, OUT, input_dims=D, output_dims=D)
+  config = Config(layers.Repeat, num_layers=7, layers_tpl=(linear, linear.clone(use_bias=True)))
   config.weight_split_dims_mapping.stack = ('replica',)
   return config
 
