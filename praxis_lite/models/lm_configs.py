@@ -141,7 +141,7 @@ def set_sharding(
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
-  blnh = (batch_axes, context_axis, mdl_axis, None)
+  blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
   lm.activation_split_dims_mapping.out = bld
   for block in pattern(lm.transformer_tpl.layers_tpl):
     block.activation_split_dims_mapping.out = bld
