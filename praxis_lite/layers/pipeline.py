@@ -99,11 +99,6 @@ class Pipelined(Repeat):
         f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
       )
     self._stage_remat = Remat.of(self, field='stage_remat')
-    if not isinstance(self.layers_tpl, Config):
-      raise ConfigError(
-        f'{self.path_name}.layers_tpl: a pattern of several layers; those of a pipeline are all alike, so make one of '
-        'them, as in Config(Repeat, layers_tpl=(a, b), num_layers=2), which num_layers counts as one'
-      )
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self._axes = () if self._stages is None else tuple(all_axes(self._stages.spec))
