@@ -10,7 +10,7 @@ import sys
 
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 
-CELL, LEFT, HEAD = 26, 66, 40
+CELL, ROW, LEFT, HEAD = 36, 26, 66, 40
 STYLE = """<style>
 text { font: 12px system-ui, sans-serif; fill: #24292f; text-anchor: middle; dominant-baseline: central }
 text.head, text.stage { text-anchor: start } text.head { font-weight: 600 }
@@ -31,15 +31,16 @@ def drawing() -> str:
     share = f'{schedule.num_ticks} ticks, bubble {schedule.bubble_fraction:.0%}'
     lines.append(f'<text class="head" x="0" y="{top + HEAD / 2}">{title}: {share}</text>')
     for stage, row in enumerate(schedule.table()):
-      y = top + HEAD + stage * CELL
-      lines.append(f'<text class="stage" x="0" y="{y + CELL / 2}">stage {stage}</text>')
+      y = top + HEAD + stage * ROW
+      lines.append(f'<text class="stage" x="0" y="{y + ROW / 2}">stage {stage}</text>')
       for tick, entry in enumerate(row):
-        x, kind = LEFT + tick * CELL, 'wait' if entry is None else f'r{entry[1]}'
-        lines.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="4"/>')
+        # A tick of R rounds has 1 / R of the layers, and takes as much of the time.
+        x, kind = LEFT + tick * CELL / R, 'wait' if entry is None else f'r{entry[1]}'
+        lines.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL / R}" height="{ROW}" rx="4"/>')
         if entry is not None:
-          lines.append(f'<text x="{x + CELL / 2}" y="{y + CELL / 2}">{entry[0]}</text>')
-    top += HEAD + S * CELL + 12
-  width = LEFT + CELL * max(schedule.num_ticks for schedule in SCHEDULES)
+          lines.append(f'<text x="{x + CELL / R / 2}" y="{y + ROW / 2}">{entry[0]}</text>')
+    top += HEAD + S * ROW + 12
+  width = LEFT + CELL * max(schedule.num_ticks / schedule.rounds for schedule in SCHEDULES)
   size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
   return '\n'.join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', STYLE, *lines, '</svg>\n'])
 

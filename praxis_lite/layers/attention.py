@@ -115,12 +115,12 @@ class MultiHeadAttention(Layer):
     implementation: how attention is computed: 'dense', all logits at once; 'blockwise', with memory linear in the
       length; 'cudnn', a fused kernel of NVIDIA GPUs; or 'auto', one of these, as `choose_attention` says. Decoding is
       dense.
-    cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
-    cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     context_axis: mesh axis that the length is split over in training and evaluation (context parallelism); None: none.
       The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch and heads.
     context_method: 'ring', keys and values go round; or 'all_to_all', each device attends by some of the heads. See
       `context_parallel.py`.
+    cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
+    cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
   """
 
@@ -144,10 +144,10 @@ class MultiHeadAttention(Layer):
   logit_soft_cap: float | None = None
   implementation: AttentionImplementation = 'auto'
   block_size: int | None = None
-  cache_dtype: DTypeLike | None = None
-  cache_page_size: int = 512
   context_axis: str | None = None
   context_method: ContextMethod = 'ring'
+  cache_dtype: DTypeLike | None = None
+  cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
 
@@ -198,13 +198,13 @@ class MultiHeadAttention(Layer):
     if self.implementation is None:  # As configs recorded by older versions may say.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
+    self._check_context()
     if self.cache_dtype is not None:
       dtype = jnp.dtype(self.cache_dtype)
       if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f'{self.path_name}.cache_dtype: expected int8 or a floating dtype, got {dtype}')
     if self.cache_page_size < 1:
       raise ConfigError(f'{self.path_name}.cache_page_size: expected at least 1, got {self.cache_page_size}')
-    self._check_context()
     if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
       raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
     if self.kv_input_dims is None:
@@ -411,21 +411,20 @@ class MultiHeadAttention(Layer):
         **options,
       )
     # Blockwise attention tags what it keeps itself.
-    remark, blnh = f'attention is {name}: {reason}', 'blnh' if split is None else self._with_context('blnh')
-    return self._output(context_BTNH, blnh, remark, tagged=name == 'blockwise')
+    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
 
   def _output(
-    self, context_BTNH: jax.Array, blnh: str | SplitDimsMapping = 'blnh', remark: str = '', tagged: bool = False
+    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
   ) -> jax.Array:
     """Returns [B, T, D].
 
     Args:
       context_BTNH: results by head.
-      blnh: how they are split.
+      split: whether, and how, their length is split.
       remark: how they were computed.
       tagged: whether they have the tag 'context' already.
     """
-    context_BTNH = self.shard(context_BTNH, blnh, remark)
+    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._with_context('blnh'), remark=remark)
     if not tagged:
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
