@@ -19,7 +19,7 @@ from praxis_lite.tasks.learners import adamw_learner
 
 
 class _LongContext(BaseExperiment):
-  """Rows are split over 'replica' and 'data', the length over 'context', heads over 'mdl', weights over the last three."""
+  """Rows are split over 'replica' and 'data', lengths over 'context', heads over 'mdl', weights over the last three."""
 
   mesh_axis_names = ('replica', 'data', 'context', 'mdl')
   context_method = 'ring'
