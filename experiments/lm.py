@@ -135,7 +135,7 @@ class StdlibLmTiny(_Tiny):
 class SyntheticLmTiny(_Tiny):
   """For tests: the tiny model on counting sequences, with sizes that most meshes have to pad; reads no files."""
 
-  mesh_axis_names = ('replica', 'data', 'mdl')
+  mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
   inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
 
   def datasets(self) -> list[Config]:

@@ -21,8 +21,8 @@ from praxis_lite.tasks.learners import adamw_learner
 
 
 class _PublishedSize(BaseExperiment):
-  mesh_axis_names = ('replica', 'data', 'mdl')
-  ici_mesh_shape = (1, 1, 1)
+  mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 1, 1)
   seq_len = 1024
   batch_size = 32
   learning_rate = 6e-4

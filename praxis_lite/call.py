@@ -62,6 +62,7 @@ class Constraint(NamedTuple):
     placement: how the array is split, and why; None leaves it to the compiler.
     shape, dtype: of the array.
     manual_axes: mesh axes along which the array is one device's part, and which the constraint leaves alone.
+    remark: what else the layer says about it.
   """
 
   field: str
@@ -69,6 +70,7 @@ class Constraint(NamedTuple):
   shape: tuple[int, ...]
   dtype: jnp.dtype
   manual_axes: frozenset[str] = frozenset()
+  remark: str = ''
 
 
 def _cast(path: Path, stored: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -14,10 +14,14 @@ Its methods return configs:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from praxis_lite.config import Config
+from praxis_lite.config import Config, field_names, target
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
+
+T = TypeVar('T')
 
 
 class BaseExperiment:
@@ -85,17 +89,36 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   Raises:
     ConfigError: `task()` or `datasets()` does not return configs.
   """
-  experiment = experiment_class()
-  experiment.validate()
   name = experiment_class.__qualname__
-  task = experiment.task()
+  experiment = _called(experiment_class, name)
+  experiment.validate()
+  task = _called(experiment.task, f'{name}.task')
   if not isinstance(task, Config):
     raise ConfigError(f'{name}.task() returned {type(task).__name__}; it must return a Config of a task')
+  if not {'model', 'train', 'ici_mesh_shape'} <= set(field_names(task) or ()):
+    raise ConfigError(
+      f'{name}.task() returned the Config of {_built_by(task)}; it must return that of a task, as in '
+      'Config(SingleTask, model=Config(MyModel))'
+    )
   for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
     if getattr(task, field) is None:
       setattr(task, field, getattr(experiment, field))
-  datasets = _inputs(experiment.datasets(), f'{name}.datasets()')
-  return ExperimentConfig(task, datasets, _inputs(experiment.decode_datasets(), f'{name}.decode_datasets()'))
+  datasets = _inputs(_called(experiment.datasets, f'{name}.datasets'), f'{name}.datasets()')
+  prompts = _called(experiment.decode_datasets, f'{name}.decode_datasets')
+  return ExperimentConfig(task, datasets, _inputs(prompts, f'{name}.decode_datasets()'))
+
+
+def _called(fn: Callable[[], T], name: str) -> T:
+  """Returns what a function without arguments returns; raises ConfigError if it cannot be called without."""
+  try:
+    inspect.signature(fn).bind()
+  except (TypeError, ValueError):  # The latter of a method without self.
+    raise ConfigError(f'{name} takes arguments, or lacks self; it is called as {name}(), without any') from None
+  return fn()
+
+
+def _built_by(config: Config) -> str:
+  return getattr(target(config), '__qualname__', repr(target(config)))
 
 
 def _inputs(configs: object, where: str, verb: str = 'returned') -> list[Config]:
@@ -105,4 +128,10 @@ def _inputs(configs: object, where: str, verb: str = 'returned') -> list[Config]
   for i, config in enumerate(configs):
     if not isinstance(config, Config):
       raise ConfigError(f'{where}[{i}] is {type(config).__name__}; it must be the Config of an input')
+    fields = field_names(config)
+    if fields is not None and 'host_index' not in fields:
+      raise ConfigError(
+        f'{where}[{i}] is the Config of {_built_by(config)}; it must be that of an input, as in '
+        'Config(ArrayInput, arrays=..., batch_size=32, is_training=True)'
+      )
   return list(configs)

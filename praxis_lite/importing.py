@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import linecache
 import os
 import traceback
 from types import ModuleType
 
-from praxis_lite.errors import UserError
+from praxis_lite.errors import UserError, did_you_mean
 
 # Code in these folders, or installed by a package manager, is not the user's own.
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, os.__file__))
@@ -32,8 +33,43 @@ def import_module(name: str) -> ModuleType:
 def import_failure(name: str, error: Exception) -> UserError:
   """Returns the error that says that `name` cannot be imported, because `error` was raised, and where."""
   where = _where(error)
-  message = error.msg if isinstance(error, SyntaxError) else str(error)
-  return UserError(f'cannot import {name}: {type(error).__name__}: {message}{f" ({where})" if where else ""}')
+  return UserError(f'cannot import {name}: {_what(error)}{f" ({where})" if where else ""}')
+
+
+def own_failure(error: Exception) -> UserError | None:
+  """Returns the error that says what the user's own code has raised, and where; None if none of it was running."""
+  lines = _own_lines(error)
+  if not lines:
+    return None
+  file, line = lines[-1]
+  what = _what(error)
+  if what == type(error).__name__:  # As of an assert without a message.
+    what = f'{what} in `{linecache.getline(file, line).strip()}`'
+  return UserError(f'{what} ({short_path(file)}:{line})')
+
+
+def _what(error: Exception) -> str:
+  """The class and the message of an exception, in one line, with the name that was perhaps meant."""
+  if isinstance(error, UserError):
+    return str(error)
+  message = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition('\n')[0]
+  text = f'{type(error).__name__}: {message}' if message else type(error).__name__
+  meant = _perhaps_meant(error)
+  return f'{text}.{meant}' if meant else text
+
+
+def _perhaps_meant(error: Exception) -> str:
+  """Which of the names at hand is close to the one that an exception is about, as Python says below a traceback."""
+  name = getattr(error, 'name', None)
+  if not isinstance(error, NameError | AttributeError) or name is None:
+    return ''
+  if isinstance(error, NameError):
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    known = {*frame.f_locals, *frame.f_globals, *frame.f_builtins}
+    return did_you_mean(name, known)
+  if isinstance(error.obj, dict) and name in error.obj:
+    return f' An entry of a dict is read as [{name!r}]'
+  return did_you_mean(name, (n for n in dir(error.obj) if not n.startswith('_')))
 
 
 def short_path(path: str) -> str:
@@ -46,11 +82,19 @@ def _where(error: Exception) -> str:
   """Returns `file:line` of the last line of the user's own code that ran, or of any code if none of it did."""
   if isinstance(error, SyntaxError):  # Its traceback is that of the compiler.
     return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
-  frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-  files = [(file, line) for file, line in frames if not file.startswith('<')]
-  for file, line in [f for f in files if not is_library(f[0])][-1:] or files[-1:]:
+  for file, line in _own_lines(error)[-1:] or _lines(error)[-1:]:
     return f'{short_path(file)}:{line}'
   return ''
+
+
+def _lines(error: Exception) -> list[tuple[str, int]]:
+  """(file, line) of each call that an exception went through, the innermost last."""
+  frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+  return [(file, line) for file, line in frames if not file.startswith('<')]
+
+
+def _own_lines(error: Exception) -> list[tuple[str, int]]:
+  return [(file, line) for file, line in _lines(error) if not is_library(file)]
 
 
 def is_library(file: str) -> bool:

@@ -6,24 +6,28 @@ the arrays that were at hand. The original error stays the cause of the new one.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
+from typing import NamedTuple, TypeGuard
 
 import jax
 import numpy as np
 
-from praxis_lite.config import Configurable
+from praxis_lite.config import Config, Configurable, target
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.importing import is_library, short_path
 
 # Packages and modules whose TypeError, ValueError or IndexError is about the arrays that they were called with.
-_ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops', 'praxis_lite.weighted'}
+_ARRAY_LIBRARIES = {'jax', 'jaxlib', 'numpy', 'opt_einsum', 'einops', 'optax', 'chex', 'praxis_lite.weighted'}
 # What Python's and NumPy's own code says about shapes; it has no frame in a traceback.
 _ABOUT_SHAPES = re.compile('values to unpack|be broadcast together|not aligned|in its core dimension|cannot reshape')
+_NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
+_ABOUT_INTEGERS = re.compile(r'integer.*got.*float|numpy\.integer')
 _MAX_OPERANDS = 8
 
 
@@ -37,8 +41,81 @@ class MissingEntryError(ConfigError, KeyError):
   __str__ = UserError.__str__  # That of a KeyError shows the quoted message.
 
 
+class TracedValueError(ConfigError, TypeError):
+  """Python code needs the value of an array, which is known only when the compiled step runs."""
+
+
+class NotALayerError(ConfigError, TypeError):
+  """What is called as a layer is something else."""
+
+
+class _Needs(NamedTuple):
+  """What Python needs of an array that is traced, and what to write instead, for errors of JAX or of Python."""
+
+  error: type[Exception]
+  message: str  # A regex.
+  what: str
+  remedy: str
+
+
+_AT_THE_RUN = 'which is known only when the compiled step runs'
+_TRACED = (
+  _Needs(
+    jax.errors.UnexpectedTracerError,
+    '',
+    'an array of an earlier call is used, which had no value beyond it',
+    'keep none in attributes, lists or globals; return it, or keep it in a variable by update_var',
+  ),
+  _Needs(
+    jax.errors.TracerBoolConversionError,
+    '',
+    f'Python decides by the value of an array, {_AT_THE_RUN}',
+    'choose by jnp.where(condition, a, b), or branch by jax.lax.cond',
+  ),
+  _Needs(
+    jax.errors.TracerArrayConversionError,
+    '',
+    f'NumPy needs the values of an array, {_AT_THE_RUN}',
+    'use jax.numpy in place of numpy',
+  ),
+  _Needs(
+    jax.errors.TracerIntegerConversionError,
+    '',
+    f'Python needs the value of an array, {_AT_THE_RUN}',
+    'loop by jax.lax.fori_loop or jax.lax.scan, and index arrays of jax.numpy',
+  ),
+  _Needs(
+    jax.errors.NonConcreteBooleanIndexError,
+    '',
+    f'the shape of the result depends on the values of a mask, {_AT_THE_RUN}',
+    'use jnp.where(mask, x, 0), or give what is left out the weight zero',
+  ),
+  _Needs(
+    TypeError,
+    'Shapes must be 1D sequences of concrete values.*[Tt]racer',
+    f'a shape depends on the value of an array, {_AT_THE_RUN}',
+    'take sizes from x.shape, or from fields of the layer',
+  ),
+  _Needs(
+    TypeError,
+    r'format string passed to \w*Tracer',
+    f'text is made of the value of an array, {_AT_THE_RUN}',
+    "print it by jax.debug.print('{x}', x=x), or log it by self.add_summary",
+  ),
+  _Needs(
+    jax.errors.ConcretizationTypeError,
+    '',
+    f'Python needs the value of an array, {_AT_THE_RUN}',
+    'leave out float(), int(), bool() and .item(), and go on with the array',
+  ),
+)
+
+
 def explained(error: Exception, layer: object, path: str, weights: Mapping[str, tuple[int, ...]]) -> UserError | None:
-  """Returns the error that explains one raised in a method of a layer; None if it is not about a dict or shapes.
+  """Returns the error that explains one raised in a method of a layer; None if it is about something else.
+
+  What is explained: an entry that a dict lacks, shapes and dtypes that do not fit, values that Python needs while a
+  step is traced, and what is called but is not a layer.
 
   Args:
     error: the exception, while it is handled.
@@ -55,22 +132,44 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
     for frame in own
     if frame.f_locals.get('self') is layer and 'scoped' not in frame.f_code.co_name
   ]
-  method = f'{type(layer).__name__}.{methods[-1]}' if methods else type(layer).__name__
-  whose = method if path == type(layer).__name__ else f'{path} ({method})'
+  where, name = _where(own, lines), whose(layer, path, methods[-1] if methods else '')
   if isinstance(error, KeyError):
-    return _missing_entry(error, whose, own[-1], lines) if own[-1] is frames[-1] else None
-  what = str(error).strip().partition('\n')[0].rstrip(' .:')
+    return _missing_entry(error, name, own[-1], lines) if own[-1] is frames[-1] else None
+  message = str(error)
+  for needs in _TRACED:
+    if isinstance(error, needs.error) and re.search(needs.message, message, re.DOTALL):
+      return TracedValueError(f'{name}: {needs.what}{_shown(_code(own, lines))}; {needs.remedy}{where}')
+  if called := _NOT_CALLABLE.search(message):
+    remedy = _not_callable(called[1], own[-1], lines)
+    return NotALayerError(f'{name}: {remedy}{where}') if remedy else None
+  what = message.strip().partition('\n')[0].rstrip(' .:')
   is_about_arrays = _handles_arrays(frames[-1]) or _ABOUT_SHAPES.search(what)
   if not is_about_arrays or isinstance(error, jax.errors.JAXTypeError):
     return None
-  arrays = {name: value.shape for name, value in own[-1].f_locals.items() if _is_array(value)} | dict(weights)
-  operands = ', '.join(f'{name} {list(shape)}' for name, shape in list(arrays.items())[:_MAX_OPERANDS])
-  return ShapesError(f'{whose}: {what}{f"; {operands}" if operands else ""}{_where(own, lines)}')
+  is_about_dtypes = _ABOUT_INTEGERS.search(what) is not None
+  arrays = {n: x for n, x in own[-1].f_locals.items() if _is_array(x)} | _entries_read(own[-1], lines)
+  operands = [f'{n} {x.dtype if is_about_dtypes else ""}{list(x.shape)}' for n, x in arrays.items()]
+  operands += [] if is_about_dtypes else [f'{n} {list(shape)}' for n, shape in weights.items() if n not in arrays]
+  remedy = '; have the input yield integers, or cast by x.astype(jnp.int32)' if is_about_dtypes else ''
+  shown = f'; {", ".join(operands[:_MAX_OPERANDS])}' if operands else ''
+  return ShapesError(f'{name}: {what}{shown}{remedy}{where}')
+
+
+def whose(layer: object, path: str, method: str) -> str:
+  """Returns a layer's method as messages call it: 'lm.softmax (Softmax.logits)', or 'MyModel.logits' at the root."""
+  name = f'{type(layer).__name__}.{method}' if method else type(layer).__name__
+  return name if path == type(layer).__name__ else f'{path} ({name})'
+
+
+def returned_nothing(method: Callable[..., object]) -> str:
+  """Returns what is wrong with a method that has returned None, and where its code is; begins with a verb."""
+  code = inspect.unwrap(method).__code__
+  return f'returned None; does it lack a return? ({short_path(code.co_filename)}:{code.co_firstlineno})'
 
 
 def _missing_entry(error: KeyError, whose: str, frame: FrameType, lines: dict[FrameType, int]) -> UserError | None:
   """The error that a dict that the line of code reads has no such entry."""
-  key, code = error.args[0] if error.args else None, linecache.getline(frame.f_code.co_filename, lines[frame])
+  key, code = error.args[0] if error.args else None, _code([frame], lines)
   for name, value in frame.f_locals.items():
     reads = rf'\b{name}\[(?:[\'"]{re.escape(str(key))}[\'"]|[^\'"])'  # By this key, or by that of a variable.
     if isinstance(value, dict) and key not in value and re.search(reads, code):
@@ -83,12 +182,58 @@ def _missing_entry(error: KeyError, whose: str, frame: FrameType, lines: dict[Fr
   return None
 
 
-def _where(own: list[FrameType], lines: Mapping[FrameType, int]) -> str:
+def _not_callable(kind: str, frame: FrameType, lines: Mapping[FrameType, int]) -> str | None:
+  """What to do about an object of the class `kind` that a layer's line of code calls; None if it is no layer's."""
+  layer, code = frame.f_locals.get('self'), _code([frame], lines)
+  attributes = {n: v for n, v in getattr(layer, '__dict__', {}).items() if re.search(rf'\bself\.{n}\b', code)}
+  for name, value in attributes.items():
+    several = value if isinstance(value, list | tuple) else [value]
+    if kind == 'Config' and any(isinstance(v, Config) for v in several):
+      built = next(getattr(target(v), '__name__', '...') for v in several if isinstance(v, Config))
+      child = re.sub('_tpl$', '', name)
+      form = f'self.create_child({child!r}, Config({built}, ...))'
+      if isinstance(value, list | tuple):
+        form = f'self.create_children({child!r}, templates=[Config({built}, ...), ...])'
+      return f'self.{name} is a Config, which describes a layer and is none; build it in setup() by {form}'
+    if kind in ('list', 'tuple') and type(value).__name__ == kind:
+      return f'self.{name} is a {kind}; call each of its layers: for layer in self.{name}: x = layer(x)'
+    if isinstance(value, Configurable) and type(value).__name__ == kind:
+      return f'{kind} has no method __call__; define it, as in def __call__(self, x)'
+  return None
+
+
+def _entries_read(frame: FrameType, lines: Mapping[FrameType, int]) -> dict[str, jax.Array | np.ndarray]:
+  """The arrays in dicts that the line of code reads, such as batch['labels']."""
+  found: dict[str, jax.Array | np.ndarray] = {}
+  for name, _, key in re.findall(r'\b(\w+)\[([\'"])(.*?)\2\]', _code([frame], lines)):
+    entries = frame.f_locals.get(name)
+    if isinstance(entries, dict) and _is_array(x := entries.get(key)):
+      found[f'{name}[{key!r}]'] = x
+  return found
+
+
+def _where(own: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
   """The innermost line of the user's own code, also of a layer that called this one: ' (model.py:12)'."""
-  for frame in [*reversed(own), *_calling_layers()]:
-    if not is_library(frame.f_code.co_filename):
-      return f' ({short_path(frame.f_code.co_filename)}:{lines.get(frame, frame.f_lineno)})'
+  for frame in _users(own):
+    return f' ({short_path(frame.f_code.co_filename)}:{lines.get(frame, frame.f_lineno)})'
   return ''
+
+
+def _code(own: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
+  """The text of that line, or of one of a library if none is the user's."""
+  own = list(own)
+  frame = next(_users(own), own[-1])
+  return linecache.getline(frame.f_code.co_filename, lines.get(frame, frame.f_lineno)).strip()
+
+
+def _shown(code: str) -> str:
+  return f', in `{code}`' if code else ''
+
+
+def _users(own: Iterable[FrameType]) -> Iterator[FrameType]:
+  """Those of the frames, and of the layers' methods that run, that are of the user's own code; the innermost first."""
+  frames = [*reversed(list(own)), *_calling_layers()]
+  return (frame for frame in frames if not is_library(frame.f_code.co_filename))
 
 
 def _calling_layers() -> Iterator[FrameType]:
@@ -105,5 +250,5 @@ def _handles_arrays(frame: FrameType) -> bool:
   return not _ARRAY_LIBRARIES.isdisjoint((module, module.partition('.')[0]))
 
 
-def _is_array(value: object) -> bool:
+def _is_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
   return isinstance(value, jax.Array | np.ndarray)

@@ -13,7 +13,6 @@ registry.get('path/to/file.py:MyExperiment')          a file
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import glob
 import importlib.util
@@ -127,10 +126,7 @@ def names_in_sources() -> list[str]:
   for folder in (os.path.join(os.path.dirname(__file__), 'experiments'), os.path.abspath(_OWN)):
     for file in glob.glob(os.path.join(glob.escape(folder), '**', '[!_]*.py'), recursive=True):
       module = os.path.relpath(file, folder).removesuffix('.py').replace(os.sep, '.')
-      with contextlib.suppress(OSError, SyntaxError, ValueError), open(file, encoding='utf-8') as source:
-        tree = ast.parse(source.read())
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        found |= {f'{module}.{c.name}' for c in classes if any(map(_registers, c.decorator_list))}
+      found |= {f'{module}.{c.name}' for c in _classes_in(file) if any(map(_registers, c.decorator_list))}
   return sorted(found)
 
 
@@ -267,12 +263,30 @@ def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:
   return value
 
 
+def _in_own_files(name: str) -> list[str]:
+  """Returns `file.py:Class` for the classes of this name in the files of the working directory; imports none."""
+  wanted, found = re.split(r'[.:]', name)[-1].lower(), []
+  for file in sorted(glob.glob('*.py')):
+    found += [f'{file}:{node.name}' for node in _classes_in(file) if node.name.lower() == wanted]
+  return found
+
+
+def _classes_in(file: str) -> list[ast.ClassDef]:
+  """Returns the classes at the top level of a Python file; none if it cannot be read."""
+  try:
+    with open(file, encoding='utf-8') as source:
+      tree = ast.parse(source.read())
+  except (OSError, SyntaxError, ValueError):
+    return []
+  return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
 def _not_found(name: str, problems: list[str]) -> str:
   endings = [short_name(full) for full in _entries]
   by_class = {short.rpartition('.')[2].lower(): short for short in endings}
   near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
   near += [by_class[c] for c in difflib.get_close_matches(name.rpartition('.')[2].lower(), by_class, n=3, cutoff=0.6)]
-  near = list(dict.fromkeys(near))[:3]
+  near = list(dict.fromkeys([*_in_own_files(name), *near]))[:3]
   hint = f' Did you mean {" or ".join(near)}?' if near else ''
   also = ''.join(f' Not loaded: {problem}.' for problem in problems)
   return f'there is no experiment {name!r}.{hint} `praxis-lite list` prints them all.{also}'

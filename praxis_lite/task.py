@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.config import REQUIRED, Config, Configurable, field_names, template
+from praxis_lite.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
 from praxis_lite.errors import ConfigError, check_choice, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
@@ -79,6 +79,8 @@ class TrainParams(Configurable):
     num_train_steps: number of steps of the whole run.
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves their
       batch dimension split over all mesh axes.
+    offload_optimizer_state: keeps the optimizer's state in the memory of the host between updates; an error where the
+      devices cannot use it.
     log_interval_steps: steps between lines on the console, and between scalars in the event files.
     eval_interval_steps: steps between evaluations; None: only at the end.
     decode_interval_steps: steps between decoding runs; None: only by the command `decode`.
@@ -88,12 +90,15 @@ class TrainParams(Configurable):
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
       kept as well. None: the metric of `early_stopping`, if that is on.
     best_metric_mode: 'min' if lower is better, 'max' if higher is.
+    max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
+      or None: any number is skipped.
     early_stopping, init_from: see the classes.
   """
 
   learner: Config = template(Learner)
   num_train_steps: int = 1000
   inputs_split_mapping: dict[str, Any] | None = None
+  offload_optimizer_state: bool = False
   log_interval_steps: int = 10
   eval_interval_steps: int | None = None
   decode_interval_steps: int | None = None
@@ -102,16 +107,20 @@ class TrainParams(Configurable):
   keep_interval_steps: int | None = None
   best_metric: str | None = None
   best_metric_mode: str = 'min'
+  max_skipped_steps: int | None = 100
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
   init_from: InitFromParams = template(InitFromParams)
 
   def __post_init__(self) -> None:
     check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
+      where = 'task.train.max_skipped_steps'
+      raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
     for section in ('early_stopping', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
-      setattr(self, section, config.instantiate())
+      setattr(self, section, build_at(f'task.train.{section}', config))
 
 
 class EvalParams(Configurable):
@@ -149,6 +158,8 @@ class SingleTask(Configurable):
     train, evaluate, decode: see the classes.
   """
 
+  _config_path = 'task'
+
   name: str = 'task'
   model: BaseModel = REQUIRED
   mesh_axis_names: tuple[str, ...] | None = None
@@ -169,11 +180,17 @@ class SingleTask(Configurable):
       config = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.{section}: expected the config of its settings, got {config!r}')
-      settings = config.instantiate()
+      settings = build_at(f'task.{section}', config)
       setattr(self, section, settings)
       max_batches = getattr(settings, 'max_batches', None)
       if max_batches is not None and max_batches < 1:
         raise ConfigError(f'task.{section}.max_batches = {max_batches}: expected at least 1, or None for all')
+    built = target(self.train.learner)
+    if not (isinstance(built, type) and issubclass(built, Learner)):
+      raise ConfigError(
+        f'task.train.learner: expected the config of a Learner, got that of {getattr(built, "__name__", built)}; an '
+        'optimizer is a field of it: Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)'
+      )
     with located('task.train'):
       learner = self.train.learner.clone()
       if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
@@ -183,7 +200,8 @@ class SingleTask(Configurable):
     inherited = ('mesh_axis_names', 'logical_axis_rules')
     if not isinstance(model_p, Config) or not set(inherited) <= set(field_names(model_p) or inherited):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {model_p!r}')
-    model = model_p.instantiate(**{f: getattr(self, f) for f in inherited if getattr(model_p, f) is None})
+    given = {f: getattr(self, f) for f in inherited if getattr(model_p, f) is None}
+    model = build_at('task.model', model_p, **given)
     if not isinstance(model, BaseModel):
       raise ConfigError(f'task.model: expected the config of a BaseModel, got {type(model).__name__}')
     self.model = model

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -166,6 +167,8 @@ class WeightHParams:
   active_share: float = 1.0
 
   def __post_init__(self) -> None:
+    if not isinstance(self.shape, Iterable) or isinstance(self.shape, str):
+      raise ConfigError(f'WeightHParams: the shape is a tuple, such as (6,) or (4, 6), not {self.shape!r}')
     object.__setattr__(self, 'shape', tuple(self.shape))
     object.__setattr__(self, 'collections', frozenset(self.collections))
     prefix = DeclaredSplit.of(self.repeat_prefix_split_dims_mapping, 'the split of the stack')
@@ -210,6 +213,30 @@ class WeightHParams:
   def as_struct(self) -> jax.ShapeDtypeStruct:
     """Shape and dtype of the stored array."""
     return jax.ShapeDtypeStruct(self.full_shape, jnp.dtype(self.dtype or jnp.float32))
+
+
+def check_weight(weight: WeightHParams, where: str) -> None:
+  """Raises ConfigError, with `where` in front, if a layer cannot declare this weight."""
+  if not isinstance(weight, WeightHParams):
+    raise ConfigError(f'{where}: create_variable takes WeightHParams(shape, ...), got {type(weight).__name__}')
+  for size in weight.shape:
+    if not isinstance(size, int | np.integer) or isinstance(size, bool):
+      raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be an integer, not {size!r}')
+    if size < 1:
+      raise ConfigError(f'{where}: shape {weight.shape}; every dimension must be at least 1')
+  if not isinstance(weight.init, WeightInit | None):
+    raise ConfigError(f'{where}: init is a WeightInit, such as WeightInit.Gaussian(0.02), not {weight.init!r}')
+  if weight.dtype is not None and not is_dtype(weight.dtype):
+    raise ConfigError(f'{where}: expected the name of a dtype, such as float32 or int32, got {weight.dtype!r}')
+
+
+def is_dtype(value: Any, kind: type[np.generic] | None = None) -> bool:
+  """Whether `value` is or names a dtype, of this kind if one is given."""
+  try:
+    dtype = jnp.dtype(value)
+  except TypeError:
+    return False
+  return kind is None or jnp.issubdtype(dtype, kind)
 
 
 def get_fan_in_fan_out(

@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite import Config, Layer, WeightHParams
 from praxis_lite.errors import UserError
-from praxis_lite.mistakes import MissingEntryError, ShapesError
+from praxis_lite.mistakes import MissingEntryError, NotALayerError, ShapesError, TracedValueError
 
 
 class Product(Layer):
@@ -45,6 +45,19 @@ class Outer(Layer):
 
   def wrong_call(self, x):
     return self.inner(x, 3)
+
+  def one_too_deep(self, x):
+    return self.inner.theta.w(x)
+
+  def call_a_text(self, x):
+    return self.name(x)
+
+  def with_a_helper(self, x):
+    return first_above_zero(x)
+
+
+def first_above_zero(x):
+  return next(v for v in x if v > 0)
 
 
 @pytest.fixture
@@ -84,8 +97,36 @@ def test_what_is_not_about_arrays_or_a_dict_at_hand_keeps_its_type(call):
   with pytest.raises(KeyError) as missing:
     call('nested', {'x': {'y': jnp.ones(3)}})
   assert not isinstance(missing.value, UserError)
-  with pytest.raises(jax.errors.TracerBoolConversionError):
-    jax.jit(lambda x: call('choose', x))(jnp.ones((5, 3)))
   with pytest.raises(TypeError, match='positional argument') as wrong:
     call('wrong_call', jnp.ones((5, 3)))
   assert not isinstance(wrong.value, UserError)
+
+
+def test_a_value_that_only_the_compiled_step_knows_is_told_with_its_line_of_code_and_keeps_its_cause(call):
+  with pytest.raises(
+    TracedValueError,
+    match=r'^Outer\.choose: Python decides by the value of an array, .*, in `return self\.inner\(x\) if x\.sum\(\) > 0 '
+    r'else x`; choose by jnp\.where\(condition, a, b\), or branch by jax\.lax\.cond \(.*test_mistakes\.py:\d+\)',
+  ) as told:
+    jax.jit(lambda x: call('choose', x))(jnp.ones((5, 3)))
+  assert isinstance(told.value, TypeError | ValueError)
+  assert isinstance(told.value.__cause__, jax.errors.TracerBoolConversionError)
+  with pytest.raises(TracedValueError, match=r'^Outer\.with_a_helper: .*in `return next\(v for v in x if v > 0\)`'):
+    jax.jit(lambda x: call('with_a_helper', x))(jnp.ones(3))
+  assert call('choose', jnp.ones((5, 3))).shape == (5, 2)  # Without a trace its value is known.
+
+
+def test_an_array_of_another_trace_is_told(call):
+  kept = []
+  jax.eval_shape(kept.append, jnp.ones((5, 3)))
+  with pytest.raises(
+    TracedValueError, match=r'^inner \(Product\.__call__\): an array of an earlier call is used, .*keep none'
+  ):
+    call('__call__', kept[0])
+
+
+def test_what_is_called_and_is_no_layer_keeps_its_type(call):
+  for method, kind in (('one_too_deep', r'[\w.]+ArrayImpl'), ('call_a_text', 'str')):
+    with pytest.raises(TypeError, match=rf"'{kind}' object is not callable") as wrong:
+      call(method, jnp.ones((5, 3)))
+    assert not isinstance(wrong.value, NotALayerError)

@@ -112,6 +112,14 @@ def test_a_miss_names_what_is_near(package, name, near):
     registry.get(name)
 
 
+def test_a_class_in_a_file_of_the_working_directory_is_suggested_and_not_imported(workspace):
+  write(workspace, {'rings.py': 'open("imported", "w")\n' + experiment('Rings', decorated=False), 'broken.py': '('})
+  for name in ('Rings', 'my.rings'):
+    with pytest.raises(UserError, match=rf"no experiment '{name}'\. Did you mean rings\.py:Rings\?"):
+      registry.get(name)
+  assert not (workspace / 'imported').exists()
+
+
 def test_a_miss_with_nothing_near(package):
   with pytest.raises(UserError, match=r"no experiment 'Qwxyz'\. `praxis-lite list` prints them all\.$"):
     registry.get('Qwxyz')

@@ -1,11 +1,11 @@
 # ruff: noqa: E402
-"""Peak memory and time of importing a Hugging Face checkpoint of random weights; on CPU the model itself counts too.
+"""Peak memory and time of importing and exporting a Hugging Face checkpoint of random weights.
 
-  python tools/benchmark_hf_import.py --gigabytes=1 --devices=1
-  python tools/benchmark_hf_import.py --read_only     onto the devices alone, without writing the checkpoint of the run
+  python tools/benchmark_hf_import.py --gigabytes=1
+  python tools/benchmark_hf_import.py --read --devices=8     onto a mesh, without a run; on CPU the model itself counts
 
-Each measurement is a process of its own. What it needs beyond the model is what JAX takes when it is imported, blocks
-of 4 MB, and what Orbax has in flight while it writes.
+Each measurement is a process of its own. The memory is that of the process: what Python, JAX and Orbax take when they
+are imported, and the parts of arrays that are read and written at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,18 +30,20 @@ _HEADS, _HEAD_DIM, _DIMS, _HIDDEN, _VOCAB = 8, 128, 1024, 4096, 32_000
 
 _MEASURED = """
 import re, sys, time
-def memory(field):
-  return int(re.search(field + r':\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024
 start = time.perf_counter()
-if {read_only}:
-  sys.path.insert(0, 'tests/hf')
-  import on_meshes
-  there = on_meshes.load({source!r}, (1, {devices}, 1), block_bytes=4 << 20)
-else:
-  from praxis_lite.cli.main import main
-  arguments = ['import-hf', {source!r}, '--job_log_dir={run}', '--set', 'task.ici_mesh_shape=(1,{devices},1)']
-  assert main(arguments) == 0
-print(memory('VmHWM'), time.perf_counter() - start)
+{statements}
+seconds = time.perf_counter() - start
+peak = int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024
+print(peak, seconds)
+"""
+_READ = """
+sys.path.insert(0, 'tests/hf')
+import on_meshes
+there = on_meshes.load({source!r}, (1, {devices}, 1), block_bytes=4 << 20)
+"""
+_COMMAND = """
+from praxis_lite.cli.main import main
+assert main({arguments!r}) == 0
 """
 
 
@@ -78,30 +79,40 @@ def make_checkpoint(folder: Path, gigabytes: float, dtype: str) -> int:
   return sum(d.nbytes for d in declared.values())
 
 
+def measure(what: str, statements: str, devices: int = 1) -> float:
+  """Runs statements in a process of their own, and prints what they took; returns the peak of its memory in GB."""
+  devices_flag = f'--xla_force_host_platform_device_count={devices}'
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': devices_flag, 'PYTHONPATH': str(ROOT)}
+  code = _MEASURED.format(statements=statements)
+  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+  if done.returncode:
+    sys.exit(done.stderr)
+  peak, seconds = map(float, done.stdout.splitlines()[-1].split())
+  print(f'{what}: peak {peak / 1e9:.2f} GB of host memory, {seconds:.1f} s', flush=True)
+  return peak / 1e9
+
+
+def command(*arguments: str) -> str:
+  """Returns the statements that run a command of praxis-lite."""
+  return _COMMAND.format(arguments=list(arguments))
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--gigabytes', type=float, default=1.0)
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
-  parser.add_argument('--devices', type=int, default=1, help='simulated CPU devices')
-  parser.add_argument('--read_only', action='store_true')
+  parser.add_argument('--read', action='store_true', help='onto simulated CPU devices, in place of import and export')
+  parser.add_argument('--devices', type=int, default=1, help='simulated CPU devices for --read')
   flags = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
-    source = Path(folder, 'source')
-    size = make_checkpoint(source, flags.gigabytes, flags.dtype)
-    code = _MEASURED.format(
-      read_only=flags.read_only, source=str(source), run=Path(folder, 'run'), devices=flags.devices
-    )
-    devices = f'--xla_force_host_platform_device_count={flags.devices}'
-    env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': devices, 'PYTHONPATH': str(ROOT)}
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-      sys.exit(done.stderr)
-    peak, seconds = done.stdout.splitlines()[-1].split()
-    print(
-      f'{size / 1e9:.2f} GB, {flags.devices} devices: peak {int(peak) / 1e9:.2f} GB of host memory, '
-      f'{float(seconds):.1f} s, {time.perf_counter() - start:.1f} s with start-up'
-    )
+    source, run, out = (str(Path(folder, name)) for name in ('source', 'run', 'out'))
+    size = f'{make_checkpoint(Path(source), flags.gigabytes, flags.dtype) / 1e9:.2f} GB'
+    if flags.read:
+      read = _READ.format(source=source, devices=flags.devices)
+      measure(f'reading {size} onto {flags.devices} devices', read, flags.devices)
+    else:
+      measure(f'import of {size}', command('import-hf', source, f'--job_log_dir={run}'))
+      measure(f'export of {size}', command('export-hf', f'--job_log_dir={run}', f'--out={out}'))
 
 
 if __name__ == '__main__':

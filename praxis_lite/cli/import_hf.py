@@ -13,10 +13,6 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('the folder of the checkpoint is missing, as in praxis-lite import-hf llama/ --job_log_dir=runs/1')
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
-  if values.devices is not None:
-    from praxis_lite.runtime.distributed import simulate_cpu_devices
-
-    simulate_cpu_devices(values.devices)
   from praxis_lite.hf.runs import import_run
 
   for line in import_run(values.path, values.job_log_dir, overrides=values.set):
@@ -33,8 +29,6 @@ def _flags() -> flags.FlagValues:
   override = 'Edit a field of the config that the run will record; may be repeated.'
   example = "Example: --set 'task.ici_mesh_shape=(1,8,1)'"
   flags.DEFINE_multi_string('set', [], f'{override} {example}', flag_values=values)
-  simulate = 'Simulate this many CPU devices. Example: --devices=8'
-  flags.DEFINE_integer('devices', None, simulate, lower_bound=1, flag_values=values)
   return values
 
 
@@ -42,7 +36,7 @@ COMMAND = Command(
   'import-hf',
   'make a run of a Hugging Face checkpoint',
   'make a run of a Hugging Face checkpoint (Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, GPT-2), to decode, evaluate, '
-  'fine-tune and export it. Each device reads its part of the files.',
+  'fine-tune and export it. It takes little memory, and none of the devices of the mesh.',
   'praxis-lite import-hf llama/ --job_log_dir=runs/llama',
   _flags(),
   _run,

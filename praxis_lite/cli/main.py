@@ -32,6 +32,7 @@ from praxis_lite.cli import (
 )
 from praxis_lite.cli.command import help_text
 from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.importing import own_failure
 
 _MODULES = (
   *(list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
@@ -100,7 +101,12 @@ def main(argv: Sequence[str]) -> int:
   except Exception as error:
     # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
+      failure = own_failure(error)
+      if failure is None:
+        raise
+      if is_traced:
+        traceback.print_exc()
+      return _failed(name, str(failure) if is_traced else f'{failure}; --traceback shows how it came there')
     what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
     remedy = 'it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
     return _failed(name, f'{what}; {remedy}')

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from praxis_lite.runtime.runs import RunState
 
-_MOST_FIELDS = 8
+_MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Of a row, and of a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # What is before the name of a class or function.
 _HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
 _LEFT = ('run', 'differs in')
@@ -30,8 +30,8 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
   for run, fields in zip(runs, differing_fields(runs)):
     total = '' if run.num_steps is None else f'/{run.num_steps}'
     best = run.best(metric, mode)
-    shown = [f'{name}={_CLASS.sub("", value)}' for name, value in list(fields.items())[:_MOST_FIELDS]]
-    shown += [f'and {len(fields) - _MOST_FIELDS} more'] if len(fields) > _MOST_FIELDS else []
+    shown = [f'{name}={_short(value)}' for name, value in list(fields.items())[:_MOST_FIELDS]]
+    shown += [f'+{len(fields) - _MOST_FIELDS} more'] if len(fields) > _MOST_FIELDS else []
     rows.append(
       (
         os.path.relpath(run.directory, folder),
@@ -57,6 +57,12 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
       if differs:
         print(_wrapped(differs, columns, '  '))
   print(_wrapped(f'best: {metric}, {"lower" if mode == "min" else "higher"} is better, @ its step', columns))
+
+
+def _short(value: str) -> str:
+  """A value without the modules of a class, and cut."""
+  value = _CLASS.sub('', value)
+  return value if len(value) <= _MOST_CHARACTERS else f'{value[: _MOST_CHARACTERS - 3]}...'
 
 
 def _wrapped(text: str, columns: int, indent: str = '') -> str:

@@ -42,7 +42,7 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.explain import format_parameter_table, parameter_table, summarize
 
-  parts = [summarize(config)] if values.summary else []
+  parts = [summarize(config), *_made_by(values)] if values.summary else []
   if values.config:
     parts.append(to_text(roots) if values.all else to_text_of_changes(roots))
   if values.parameters:
@@ -51,6 +51,15 @@ def _run(values: flags.FlagValues) -> int:
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
   print('\n\n'.join(parts))  # At the end, so that an error in the config is all that is printed.
   return 0
+
+
+def _made_by(values: flags.FlagValues) -> list[str]:
+  """Returns the commands that made a run, as one text, where it is a run that is shown."""
+  from praxis_lite.runtime.record import read_record, shortened
+
+  commands = [] if values.exp else read_record(values.job_log_dir).commands
+  lines = [f'{"resumed by" if i else "made by"}  {command}' for i, command in enumerate(commands)]
+  return ['\n'.join(shortened(lines))] if lines else []
 
 
 def _text_of(name: str) -> str:

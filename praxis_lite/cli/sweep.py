@@ -11,7 +11,7 @@ from absl import flags
 from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments, run_flags
 from praxis_lite.cli.run_table import print_runs
 from praxis_lite.cli.runs import metric_flags
-from praxis_lite.errors import UserError
+from praxis_lite.errors import UserError, located
 
 if TYPE_CHECKING:
   from pathlib import Path
@@ -38,12 +38,17 @@ def _run(values: flags.FlagValues) -> int:
     )
 
   from praxis_lite.runtime.distributed import leave_accelerators_alone
-  from praxis_lite.runtime.run_config import job_directory
+  from praxis_lite.runtime.run_config import check_configs, job_directory
   from praxis_lite.runtime.sweep import FinishedPoints, grid, last_line, run_points
 
   leave_accelerators_alone()  # They belong to the processes that train.
   points = grid(values.set)
-  configs = {p: to_text(configured_experiment(values, p.overrides).roots()) + f'\nseed {values.seed}' for p in points}
+  experiments = {}
+  for point in points:
+    with located(point.name):
+      experiments[point] = configured_experiment(values, point.overrides)
+  check_configs({point.name: config for point, config in experiments.items()}, values.devices)
+  configs = {point: f'{to_text(config.roots())}\nseed {values.seed}' for point, config in experiments.items()}
   numbers = {point: f'[{i}/{len(points)}] {point.name}' for i, point in enumerate(points, 1)}
   failed: list[Point] = []
   with job_directory(values.job_log_dir) as folder:

@@ -1,9 +1,8 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later."""
 
 from praxis_lite.config.base import (
-  REQUIRED,
   Config,
-  Configurable,
+  build_at,
   config_values,
   field_names,
   field_type_hints,
@@ -13,3 +12,4 @@ from praxis_lite.config.base import (
   target,
   template,
 )
+from praxis_lite.config.configurable import REQUIRED, Configurable

@@ -25,35 +25,15 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, Self, TypeVar, dataclass_transform
+from typing import Any, Generic, Self, TypeVar
 
 import fiddle as fdl
 from fiddle import history
 
+from praxis_lite.config.configurable import REQUIRED, Configurable
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
 T = TypeVar('T')
-
-
-class _Required:
-  """The value of a required field that is not set. Using it as a value raises `ConfigError`."""
-
-  def __repr__(self) -> str:
-    return 'REQUIRED'
-
-  def __reduce__(self) -> str:  # Copies are itself.
-    return 'REQUIRED'
-
-  def _complain(self, *args: object) -> NoReturn:
-    raise ConfigError('a required field is used before it is set')
-
-  __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __call__ = _complain
-  __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _complain
-  __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = _complain
-  __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = _complain
-
-
-REQUIRED: Any = _Required()
 
 
 class Config(fdl.Config[T], Generic[T]):
@@ -63,6 +43,9 @@ class Config(fdl.Config[T], Generic[T]):
   """
 
   def __init__(self, fn_or_cls: Callable[..., T] | type[T], /, *args: object, **kwargs: object):
+    if isinstance(fn_or_cls, Configurable):
+      kind = type(fn_or_cls).__name__
+      raise ConfigError(f'Config takes the class {kind}, not an object of it; write Config({kind}, ...)')
     with history.suspend_tracking():
       known = field_names(fn_or_cls)
       for name in kwargs:
@@ -78,7 +61,7 @@ class Config(fdl.Config[T], Generic[T]):
       try:
         super().__setattr__(name, value)
       except (AttributeError, TypeError):
-        raise unknown_field(target(self), name) from None
+        raise unknown_field(target(self), name, below=self) from None
 
   def __getattr__(self, name: str) -> Any:
     try:
@@ -88,7 +71,7 @@ class Config(fdl.Config[T], Generic[T]):
         raise
       if name in (field_names(self) or ()):
         return REQUIRED
-      raise unknown_field(target(self), name) from None
+      raise unknown_field(target(self), name, below=self) from None
 
   def __delattr__(self, name: str) -> None:
     with history.suspend_tracking():
@@ -134,29 +117,32 @@ class Config(fdl.Config[T], Generic[T]):
     builds its templates itself; for any other callable, such as an optax transformation, they are built first.
 
     Raises:
-      ConfigError: a field that is REQUIRED is not set.
+      ConfigError: a field that is REQUIRED is not set, or a field of a `Configurable` has a value of another type than
+        its annotation.
     """
-    build = target(self)
-    keep_nested = isinstance(build, type) and issubclass(build, Configurable)
-    arguments = dict(self.__arguments__, **fields)
-    missing = sorted(str(name) for name, value in (config_values(self) | fields).items() if value is REQUIRED)
-    if missing:
-      raise ConfigError(f'{getattr(build, "__qualname__", build)}.{missing[0]}: a value is required and none is set')
-    convert = _copy_nested if keep_nested else functools.partial(map_nested, Config.instantiate)
-    positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
-    return build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+    return build_at('', self, **fields)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
-class Configurable:
-  """Base of classes whose annotated attributes are hyperparameters.
+def build_at(path: str, config: Config[T], /, **fields: object) -> T:
+  """As `config.instantiate(**fields)`, with `path` in its errors, such as 'lm.softmax', in place of the class."""
+  build: Any = target(config)
+  keep_nested = isinstance(build, type) and issubclass(build, Configurable)
+  name = getattr(build, '__qualname__', str(build))
+  where = path or (build._config_path if keep_nested else '') or name
+  values = config_values(config) | fields
+  missing = sorted(str(key) for key, value in values.items() if value is REQUIRED)
+  if missing:
+    owner = '' if where == name else f' (a field of {name})'
+    raise ConfigError(f'{where}.{missing[0]}: a value is required and none is set{owner}')
+  if keep_nested:
+    from praxis_lite.config.values import check_types  # It knows configs as values, so it is above this file.
 
-  Each subclass becomes a keyword-only dataclass. Configs in its fields reach it unbuilt.
-  """
-
-  def __init_subclass__(cls, **kwargs: object) -> None:
-    super().__init_subclass__(**kwargs)
-    dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+    check_types(build, values, where)
+  arguments = dict(config.__arguments__, **fields)
+  convert = _copy_nested if keep_nested else functools.partial(map_nested, Config.instantiate)
+  positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]
+  built: T = build(*positional, **{k: convert(v) for k, v in arguments.items() if isinstance(k, str)})
+  return built
 
 
 def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
@@ -216,18 +202,31 @@ def field_names(config: Config | Callable[..., object]) -> list[str] | None:
   return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
 
 
-def unknown_field(fn_or_cls: Callable[..., object], name: str | int, path: str | None = None) -> UnknownFieldError:
+def unknown_field(
+  fn_or_cls: Callable[..., object], name: str | int, path: str | None = None, below: Config | None = None
+) -> UnknownFieldError:
   """Returns the error that a class or function has no field `name`, or that an index was given in its place.
 
-  `path` is that of the config, if the field was named in one: the ending _tpl may then be left out.
+  `path` is that of the config, if the field was named in one: the ending _tpl may then be left out. `below` is the
+  config, if one of those in it may have the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
   what = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
-  return UnknownFieldError(
-    f'{f"{path} ({what})" if path else what} has no field {shown_key(name)}.{did_you_mean(str(name), spellings)} '
-    f'Its fields: {", ".join(known)}.'
+  where = f'{path} ({what})' if path else what
+  plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None where it is no attribute either.
+  if not (plain is None or callable(plain) or hasattr(plain, '__get__') or str(name).startswith('_')):
+    return UnknownFieldError(
+      f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '
+      f'{name}: {type(plain).__name__} = {plain!r} in the class'
+    )
+  inner = (
+    {key: value for key, value in below.__arguments__.items() if isinstance(value, Config)} if below is not None else {}
   )
+  deeper = [f"'{key}.{name}'" for key, value in inner.items() if name in (field_names(value) or ())]
+  close = f' Did you mean {" or ".join(deeper)}?' if 0 < len(deeper) < 4 else did_you_mean(str(name), spellings)
+  fields = f'Its fields: {", ".join(known)}.' if known else 'It has no fields.'
+  return UnknownFieldError(f'{where} has no field {shown_key(name)}.{close} {fields}')
 
 
 def shown_key(key: str | int) -> str:

@@ -19,6 +19,7 @@ import ast
 import collections.abc
 import copy
 import dataclasses
+import difflib
 import re
 import typing
 from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints, target
 from praxis_lite.config.base import shown_key, unknown_field
-from praxis_lite.config.text import as_config_error, child_path, to_text
+from praxis_lite.config.text import as_config_error, child_path, fields_of, to_text
 from praxis_lite.config.values import Text, describe, fit, members_of
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
@@ -40,18 +41,42 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
   `root` is a config, or a dict of named configs and lists of configs.
 
   Raises:
-    UnknownFieldError: a path does not exist.
+    UnknownFieldError: a path does not exist; the message names those that end in the same name.
     ConfigError: an override has no `=`, or a value has the wrong type.
   """
   for override in [overrides] if isinstance(overrides, str) else overrides:
     segments, rest = _parse(override)
     if not rest.startswith('=') or not segments:
       raise ConfigError(f'{override!r} is not an override; write path=value, as in task.train.num_train_steps=100')
-    _set(root, segments, Text(rest[1:].strip()))
+    try:
+      _set(root, segments, Text(rest[1:].strip()))
+    except UnknownFieldError as error:
+      raise UnknownFieldError(f'{error}{_elsewhere(root, segments, str(error))}') from None
   for configs in root.values() if isinstance(root, dict) else ():
     if isinstance(configs, list):  # Only now, so that the indices in the overrides are those of the whole list.
       configs[:] = [config for config in configs if config is not None]
   return root
+
+
+def _elsewhere(root: object, segments: list[str | int], message: str) -> str:
+  """Returns the paths that the last name of a path that does not exist may mean; '' if none is close."""
+  if ' has no entry [' in message:  # An index that is too large says enough.
+    return ''
+  name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')
+  values = fields_of(to_text(root))
+  by_name: dict[str, list[str]] = {}
+  for path in sorted(values, key=lambda path: path.count('.')):
+    by_name.setdefault(path.rpartition('.')[2].removesuffix('_tpl'), []).append(path)
+  close = [name.removesuffix('_tpl')]
+  if close[0] not in by_name and 'Did you mean' not in message:
+    close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
+  found = [path for near in close for path in by_name.get(near, ())]
+  found = [path for path in found if values[path] != repr(REQUIRED)] or found  # Those may be filled in by another one.
+  more = f' and {len(found) - _MOST_SHOWN} more' if len(found) > _MOST_SHOWN else ''
+  return f' Did you mean {", ".join(found[:_MOST_SHOWN])}{more}?' if found else ''
+
+
+_MOST_SHOWN = 3
 
 
 def set_by_path(root: object, path: str, value: object) -> None:

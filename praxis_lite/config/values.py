@@ -13,16 +13,17 @@ import collections.abc
 import contextlib
 import dataclasses
 import enum
+import functools
 import inspect
 import numbers
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from praxis_lite.config import REQUIRED, Config, Configurable, target
+from praxis_lite.config import REQUIRED, Config, Configurable, field_type_hints, target
 from praxis_lite.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.config.text import format_value
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
@@ -57,6 +58,56 @@ def fit(value: object, hint: object, current: object) -> object:
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
     raise ConfigError(f'expected {mismatch}, got {describe(value)}') from None
+
+
+def check_types(cls: type[Configurable], values: Mapping[str | int, object], path: str) -> None:
+  """Raises ConfigError if a value does not have the annotated type of its field, which messages call `path.field`.
+
+  Only plain annotations are looked at: numbers, texts, tuples, lists and dicts of them, dtypes, initializers, configs.
+  A value that is the default of its field may be None.
+  """
+  make: Callable[..., object] = cls
+  for name, hint in _plain_hints(make).items():
+    value = values[name]
+    is_default = getattr(cls, name, REQUIRED) is value
+    if is_default and value is None:
+      continue
+    try:
+      _convert(value, hint)
+    except MismatchError as mismatch:
+      given = f'{_given(value)}, the default of {cls.__qualname__}' if is_default else _given(value)
+      if is_named(value):
+        write = f'{name}: Config = template({value.__name__})' if is_default else f'Config({value.__name__}, ...)'
+        given = f'{given}; write {write}'
+      raise ConfigError(f'{path}.{name}: expected {mismatch}, got {given}') from None
+
+
+def _given(value: object) -> str:
+  """As `describe`, but short."""
+  if isinstance(value, Config):
+    return f'the config of {getattr(target(value), "__qualname__", target(value))}'
+  text = describe(value)
+  return text if len(text) < 80 else type(value).__name__
+
+
+_PLAIN = (int, float, bool, str, types.NoneType)
+
+
+@functools.cache
+def _plain_hints(cls: Callable[..., object]) -> dict[str, object]:
+  hints = field_type_hints(cls)
+  return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and _is_plain(hints.get(f.name, Any))}  # type: ignore
+
+
+def _is_plain(hint: object) -> bool:
+  members = members_of(hint)
+  if _is_dtype_hint(members):
+    return True
+  if len(members) > 1:
+    return all(map(_is_plain, members))
+  if typing.get_origin(hint) in (tuple, list, dict):
+    return all(a in (Any, Ellipsis, *_PLAIN) for a in typing.get_args(hint))
+  return hint in _PLAIN or _is_config(hint) or _is_configurable(hint) or _is_value_class(hint)
 
 
 def describe(value: object) -> str:
@@ -227,8 +278,8 @@ def _checked_dtype(value: Any, none_allowed: bool) -> object:
 
 
 def _passes(value: object, hint: object) -> bool:
-  if hint in (str, bool, bytes, types.NoneType):
-    return isinstance(value, hint)
+  if hint in (str, bool, bytes, types.NoneType) or _is_config(hint) or _is_value_class(hint):
+    return isinstance(value, typing.get_origin(hint) or hint)  # type: ignore[arg-type]
   import typeguard
 
   try:
@@ -268,6 +319,8 @@ def describe_hint(hint: object) -> str:
     return 'None'
   if _is_configurable(hint):
     return f'the config of a {hint.__qualname__}'
+  if hint is Config:
+    return 'a Config'
   if _is_callable_hint(hint):
     return 'a function or class'
   if isinstance(hint, type) and not typing.get_args(hint):

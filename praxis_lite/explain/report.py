@@ -113,21 +113,38 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
 # ---------------------------------------------------------------- what is explained
 
 
+class Subject(NamedTuple):
+  """What is explained or verified.
+
+  Attributes:
+    task: a task, or its config.
+    inputs, prompts: shapes and dtypes of a batch to train on, and of one to decode; None where they are not known.
+  """
+
+  task: object
+  inputs: Mapping[str, object] | None
+  prompts: Mapping[str, object] | None = None
+
+
+def subject_of(named: object, inputs_struct: Mapping[str, object] | None = None) -> Subject:
+  """Returns the task and the batches of whatever names them: see `Explained`; batches as given, or of its data."""
+  if isinstance(named, type) and issubclass(named, BaseExperiment):
+    named = configure(named)
+  if not isinstance(named, ExperimentConfig):
+    return Subject(named, inputs_struct)
+  inputs = batch_of(named.datasets) if inputs_struct is None else inputs_struct
+  return Subject(named.task, inputs, batch_of(named.decode_datasets))
+
+
 def task_and_inputs(
   task_or_experiment: Explained, inputs_struct: Mapping[str, object] | None = None
 ) -> tuple[SingleTask, Mapping[str, object] | None]:
   """Returns the built task and the shapes of a batch, of whatever names them."""
-  named: object = task_or_experiment
-  if isinstance(named, type) and issubclass(named, BaseExperiment):
-    named = configure(named)
-  if isinstance(named, ExperimentConfig):
-    if inputs_struct is None:
-      inputs_struct = batch_of(named.datasets)
-    named = named.task
+  named, inputs, _ = subject_of(task_or_experiment, inputs_struct)
   task = named.instantiate() if isinstance(named, Config) else named
   if not isinstance(task, SingleTask):
     raise ConfigError(f'explain takes a task, its config or an experiment, not {type(task).__name__}')
-  return task, inputs_struct
+  return task, inputs
 
 
 def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
@@ -225,6 +242,7 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
     elif UNCONSTRAINED in placement.spec:
       free = ', '.join(str(dim) for dim, entry in enumerate(placement.spec) if entry is UNCONSTRAINED)
       remarks = (f'left to the compiler: dimension {free}',)
+    remarks = (*remarks, *filter(None, [constraint.remark]))
     dims, dtype = dimensions(constraint.shape, placement, sizes), np.dtype(constraint.dtype)
     found.append(Explanation(name, Kind.ACTIVATION, dims, dtype, sizes, remarks, per_device=per_device))
   return found

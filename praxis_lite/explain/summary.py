@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from praxis_lite.config import Config, config_values, nested_configs, target
@@ -9,6 +10,8 @@ from praxis_lite.config.references import dotted_name
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.explain.explanation import Explanation, format_bytes, format_counts, format_mesh
 from praxis_lite.explain.report import report_of
+from praxis_lite.layers.pipeline import describe_pipelines
+from praxis_lite.partitioning.batch import padded_rows
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
@@ -27,18 +30,20 @@ def summarize(config: ExperimentConfig) -> str:
   rows = [
     ('model', f'{task.name} ({model}): {format_counts(report.variables)}'),
     ('mesh', format_mesh(sizes)),
-    ('on each device', _memory(report.variables, report.slots)),
+    ('on each device', _memory(report.variables, report.slots, task.train.offload_optimizer_state)),
     ('batch', _batch(config.datasets, task.learner.num_microbatches)),
     ('training', _training(config, task)),
   ]
+  rows += [('pipeline', line) for line in _pipelines(config.datasets, task, math.prod(sizes.values()))]
   width = max(len(name) for name, _ in rows)
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
 
 
-def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation]) -> str:
+def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation], offloaded: bool) -> str:
   on_each = [sum(e.bytes_per_device for e in rows) for rows in (variables, slots)]
   state = f'{format_bytes(sum(on_each))} of state'
-  return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages'
+  where = ', the slots in the memory of the host' if offloaded else ''
+  return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages{where}'
 
 
 def _batch(datasets: Iterable[Config], microbatches: int) -> str:
@@ -53,6 +58,13 @@ def _batch(datasets: Iterable[Config], microbatches: int) -> str:
   if tokens is None:
     return f'{examples:,} examples{parts}'
   return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
+
+
+def _pipelines(datasets: Iterable[Config], task: SingleTask, num_devices: int) -> list[str]:
+  training, microbatches = _training_dataset(datasets), task.learner.num_microbatches
+  examples = None if training is None else _number(training, 'batch_size')
+  rows = None if examples is None else padded_rows(examples, num_devices * microbatches) // microbatches
+  return describe_pipelines(task.model, rows)
 
 
 def _training(config: ExperimentConfig, task: SingleTask) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.activations import ACTIVATIONS
-from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions
+from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
 
 CONFIG_FILE = 'config.json'
+_YARN_FIELDS = ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')
 # Names of activation functions there, the first one of each to be written.
 _ACTIVATIONS = {
   'silu': 'silu',
@@ -77,7 +78,7 @@ class HfConfig:
     """Returns the rotary positions, of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     given = self.values.get('rope_parameters')
     rope: dict[str, Any] = dict(given or self.values.get('rope_scaling') or {})
-    base = rope.get('rope_theta', self.values.get('rope_theta', 10_000.0))
+    base = rope.get('rope_theta', self.values.get('rope_theta', self._defaults.get('rope_theta', 10_000.0)))
     field = 'rope_parameters' if given else 'rope_scaling'
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', 1.0)) != 1.0:
@@ -94,9 +95,13 @@ class HfConfig:
           low_freq_factor=float(rope['low_freq_factor']),
           high_freq_factor=float(rope['high_freq_factor']),
         )
+      elif kind == 'yarn':
+        length = rope.get('original_max_position_embeddings') or self['max_position_embeddings']
+        rotary.scaling_tpl = Config(YarnRotaryScaling, factor=float(rope['factor']), original_max_len=int(length))
+        rotary.scaling_tpl.set(**_yarn_fields(rope))
       elif kind != 'default':
         raise ConfigError(
-          f'{self.where}: {field} of type {kind!r} is not supported; only default, linear and llama3 are'
+          f'{self.where}: {field} of type {kind!r} is not supported; only default, linear, llama3 and yarn are'
         )
     except KeyError as missing:
       raise ConfigError(f'{self.where}: {field} of type {kind!r} lacks {missing}') from None
@@ -127,6 +132,17 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
   return values
 
 
+def _yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
+  """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
+  fields = {name: rope[name] for name in _YARN_FIELDS if rope.get(name) is not None}
+  if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
+    of_queries, of_all = (
+      YarnRotaryScaling.log_magnitude(rope['factor'], rope[m]) for m in ('mscale', 'mscale_all_dim')
+    )
+    fields['attention_factor'] = of_queries / of_all
+  return fields
+
+
 def rope_values(rotary: RotaryPositions) -> dict[str, object]:
   """Returns what config.json says of rotary positions, in the words of transformers 4, which 5 reads as well."""
   scaling = rotary.scaling
@@ -138,6 +154,13 @@ def rope_values(rotary: RotaryPositions) -> dict[str, object]:
       'original_max_position_embeddings': scaling.original_max_len,
       'low_freq_factor': scaling.low_freq_factor,
       'high_freq_factor': scaling.high_freq_factor,
+    }
+  elif isinstance(scaling, YarnRotaryScaling):
+    values['rope_scaling'] = {
+      'rope_type': 'yarn',
+      'factor': scaling.factor,
+      'original_max_position_embeddings': scaling.original_max_len,
+      **{name: getattr(scaling, name) for name in _YARN_FIELDS},
     }
   elif scaling is not None:
     values['rope_scaling'] = {'rope_type': 'linear', 'factor': scaling.factor}

@@ -1,30 +1,34 @@
-"""Reading a checkpoint onto a mesh: each device gets its part of each variable, straight from the files.
+"""Reading a checkpoint: a part of a variable at a time, straight from the files, into one of ours or onto a mesh.
 
-The host never holds more than one block of a variable: what is larger is assembled on the device.
+The host never holds more than some parts of a variable; on a mesh, each device gets its own, and what is larger is
+assembled there.
 
-    files, mapped -> a block, in the dimensions of the variable -> its place in the array on the device
+    files, mapped -> a part, in the dimensions of the variable -> its place in the file, or in the array on the device
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.hf.families import Family, family_of
+from praxis_lite.hf.families import family_of
+from praxis_lite.hf.family import Family
 from praxis_lite.hf.files import StoredTensor, read_folder
 from praxis_lite.hf.hf_config import HfConfig, read_config
 from praxis_lite.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.partitioning.layout import StateLayout
+from praxis_lite.runtime.streamed import PART_BYTES, Box, StreamedArray, boxes
 from praxis_lite.trees import NestedDict, Path, inserted, lookup
 
-# Bytes of a variable that are in host memory at once.
+# Bytes of a variable that are on their way to a device at once.
 BLOCK_BYTES = 4 << 20
 # Buffers that old checkpoints have beside the weights: they follow from config.json.
 _BUFFERS = re.compile(r'.*\.rotary_emb\.inv_freq|.*\.h\.\d+\.attn\.(bias|masked_bias)')
@@ -88,6 +92,23 @@ def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]
   return dtypes
 
 
+def streamed_variables(
+  checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], shapes: NestedDict
+) -> NestedDict:
+  """Returns the variables as arrays that are read in parts when they are needed.
+
+  Args:
+    checkpoint, found: the checkpoint, and what `checked_pieces` returns of it.
+    shapes: true shapes, and the dtypes to read them in.
+  """
+  variables: NestedDict = {}
+  for path, of_variable in found.items():
+    shape: jax.ShapeDtypeStruct = lookup(shapes, path)
+    by_index = {piece.at: piece for piece in of_variable}
+    variables = inserted(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
+  return variables
+
+
 def read_variables(
   checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]], layout: StateLayout, block_bytes: int = BLOCK_BYTES
 ) -> NestedDict:
@@ -98,84 +119,77 @@ def read_variables(
     layout: of the variables of the `TransformerLm`.
     block_bytes: about how many bytes are in host memory at once.
   """
-  variables: NestedDict = {}
-  for path, of_variable in found.items():
-    padded: jax.ShapeDtypeStruct = lookup(layout.padded_shapes, path)
-    true = lookup(layout.unpadded_shapes, path).shape
-    source = _Source(checkpoint.tensors, of_variable, true, padded.dtype)
-    variables = inserted(variables, path, source.on_mesh(padded, block_bytes))
-  return variables
+  variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
+  return jax.tree.map(lambda v, padded: _on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
 
 
-Box = tuple[slice, ...]  # One range with start and stop for each dimension.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Variable(StreamedArray):
+  """A variable in the files of a checkpoint.
 
-
-class _Source(NamedTuple):
-  """A variable in the files: its pieces, its true shape, and the dtype it is wanted in."""
+  Attributes:
+    tensors: those of the checkpoint by name.
+    pieces: the tensors of the variable, by their indices along its first dimensions.
+  """
 
   tensors: Mapping[str, StoredTensor]
-  pieces: Sequence[Piece]
+  pieces: Mapping[tuple[int, ...], Piece]
   shape: tuple[int, ...]
   dtype: np.dtype
 
-  def on_mesh(self, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
-    """Returns the variable in a padded shape, split by its sharding."""
-    sharding = padded.sharding
-    assert sharding is not None
-    local_shape = sharding.shard_shape(padded.shape)
-    parts: dict[tuple[int, ...], jax.Array] = {}  # By where they begin, as several devices may hold the same part.
-    arrays = []
-    for device, index in sharding.addressable_devices_indices_map(padded.shape).items():
-      starts = tuple(i.indices(size)[0] for i, size in zip(index or (), padded.shape))
-      if starts not in parts:
-        parts[starts] = self._on_device(device, starts, local_shape, block_bytes)
-      arrays.append(jax.device_put(parts[starts], device))
-    return jax.make_array_from_single_device_arrays(padded.shape, sharding, arrays)
+  def read(self, box: Box) -> np.ndarray:
+    part, stacked = np.empty([b.stop - b.start for b in box], self.dtype), len(self._first.at)
+    for i in np.ndindex(*part.shape[:stacked]):
+      piece = self.pieces[tuple(b.start + n for b, n in zip(box, i))]
+      part[i] = piece.view.read(self.tensors[piece.name], box[stacked:])
+    return part
 
-  def _on_device(
-    self, device: jax.Device, starts: tuple[int, ...], shape: tuple[int, ...], block_bytes: int
-  ) -> jax.Array:
-    """Returns the part of this shape that begins at `starts`, zero beyond the end of the variable."""
-    box = tuple(slice(s, max(s, min(s + n, size))) for s, n, size in zip(starts, shape, self.shape))
-    if math.prod(shape) * self.dtype.itemsize <= block_bytes:
-      whole = np.zeros(shape, self.dtype)
-      for at in self._blocks(box, block_bytes):
-        whole[_relative(at, starts)] = self._read(at)
-      return jax.device_put(whole, device)
-    with jax.default_device(device):
-      array = jnp.zeros(shape, self.dtype)
-      for at in self._blocks(box, block_bytes):
-        corner = [np.int32(a.start - s) for a, s in zip(at, starts)]
-        # Waiting for it, so that blocks do not queue up in host memory.
-        array = jax.block_until_ready(_with_block(array, jax.device_put(self._read(at), device), corner))
-    return array
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    """Returns a shape that is contiguous in the files: cut along the outermost dimension of a tensor."""
+    stacked = len(self._first.at)
+    axis = stacked + self._first.view.outermost
+    order = [*range(stacked), axis, *(i for i in range(stacked, len(sizes)) if i != axis)]
+    shape = super().part_shape([sizes[i] for i in order], part_bytes)
+    return tuple(shape[order.index(i)] for i in range(len(sizes)))
 
-  def _blocks(self, box: Box, block_bytes: int) -> Iterator[Box]:
-    """Yields boxes that make up `box`, each in one tensor and of about `block_bytes` at most."""
-    stacked = self.pieces[0].layer is not None
-    layers = range(box[0].start, box[0].stop) if stacked else range(1)
-    inner = box[1:] if stacked else box
-    axis = self.pieces[0].view.outermost
-    low, high = inner[axis].start, inner[axis].stop
-    slab = math.prod(i.stop - i.start for n, i in enumerate(inner) if n != axis) * self.dtype.itemsize
-    step = max(1, block_bytes // max(slab, 1))
-    if 0 in (slab, high - low):
-      return  # Nothing but padding.
-    for layer in layers:
-      for start in range(low, high, step):
-        block = (*inner[:axis], slice(start, min(start + step, high)), *inner[axis + 1 :])
-        yield (slice(layer, layer + 1), *block) if stacked else block
-
-  def _read(self, box: Box) -> np.ndarray:
-    """Returns a block, which lies in one tensor."""
-    stacked = self.pieces[0].layer is not None
-    piece = self.pieces[box[0].start if stacked else 0]
-    block = piece.view.read(self.tensors[piece.name], box[1:] if stacked else box).astype(self.dtype, copy=False)
-    return np.ascontiguousarray(block[None] if stacked else block)
+  @property
+  def _first(self) -> Piece:
+    return next(iter(self.pieces.values()))
 
 
-def _relative(box: Box, starts: tuple[int, ...]) -> Box:
-  return tuple(slice(b.start - s, b.stop - s) for b, s in zip(box, starts))
+def _on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
+  """Returns a variable in a padded shape: each device gets its part, and zeros beyond the end of the variable."""
+  sharding = padded.sharding
+  assert sharding is not None
+  local_shape = sharding.shard_shape(padded.shape)
+  parts: dict[tuple[int, ...], jax.Array] = {}  # By where they begin, as several devices may hold the same part.
+  arrays = []
+  for device, index in sharding.addressable_devices_indices_map(padded.shape).items():
+    starts = tuple(i.indices(size)[0] for i, size in zip(index or (), padded.shape))
+    if starts not in parts:
+      parts[starts] = _on_device(variable, device, starts, local_shape, block_bytes)
+    arrays.append(jax.device_put(parts[starts], device))
+  return jax.make_array_from_single_device_arrays(padded.shape, sharding, arrays)
+
+
+def _on_device(
+  variable: StreamedArray, device: jax.Device, starts: tuple[int, ...], shape: tuple[int, ...], block_bytes: int
+) -> jax.Array:
+  """Returns the part of this shape that begins at `starts`."""
+  box = tuple(slice(s, max(s, min(s + n, size))) for s, n, size in zip(starts, shape, variable.shape))
+  blocks = list(boxes(box, variable.part_shape([b.stop - b.start for b in box], block_bytes)))
+  if math.prod(shape) * variable.dtype.itemsize <= block_bytes:
+    whole = np.zeros(shape, variable.dtype)
+    for at in blocks:
+      whole[tuple(slice(b.start - s, b.stop - s) for b, s in zip(at, starts))] = variable.read(at)
+    return jax.device_put(whole, device)
+  with jax.default_device(device):
+    array = jnp.zeros(shape, variable.dtype)
+    for at in blocks:
+      corner = [np.int32(b.start - s) for b, s in zip(at, starts)]
+      # Waiting for it, so that blocks do not queue up in host memory.
+      array = jax.block_until_ready(_with_block(array, jax.device_put(variable.read(at), device), corner))
+  return array
 
 
 def _insert(array: jax.Array, block: jax.Array, corner: Sequence[jax.Array]) -> jax.Array:

@@ -11,12 +11,11 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -24,24 +23,24 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.hf.families import described, is_tied
+from praxis_lite.hf.families import described
+from praxis_lite.hf.family import is_tied
 from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
-from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, read_variables, stored_dtypes
+from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, stored_dtypes, streamed_variables
 from praxis_lite.hf.tensors import pieces
 from praxis_lite.hf.writer import MAX_FILE_BYTES, write_checkpoint
 from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.learning import Learner, LinearWarmupCosine
 from praxis_lite.models import LanguageModel, set_sharding
-from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.placement import placed_specs
-from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.record import write_record
 from praxis_lite.runtime.run_config import job_directory
 from praxis_lite.task import SingleTask
-from praxis_lite.training.state import TrainState, place_task_variables, state_layout
-from praxis_lite.trees import lookup, map_with_path, path_name
+from praxis_lite.training.state import TrainState, place_task_variables
+from praxis_lite.trees import lookup, map_with_path
 
 ASSETS = 'hugging_face'  # Folder in a run directory.
 _SENTENCEPIECE_FILE, _GENERATION_FILE = 'tokenizer.model', 'generation_config.json'
@@ -61,15 +60,13 @@ def import_run(
   job_log_dir: str | os.PathLike[str],
   *,
   overrides: Sequence[str] = (),
-  devices: Sequence[jax.Device] | None = None,
 ) -> list[str]:
   """Makes a run directory of a checkpoint; returns lines about it.
 
   Args:
     folder: of the checkpoint, with config.json and *.safetensors.
     job_log_dir: of the run; it has no checkpoint yet.
-    overrides: edits of the config, `path=value`, such as of the mesh.
-    devices: the devices to build the mesh from; all by default.
+    overrides: edits of the config, `path=value`, such as of the mesh, which may have more devices than there are here.
 
   Raises:
     UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
@@ -79,26 +76,21 @@ def import_run(
   config = imported_config(checkpoint, assets)
   apply_overrides(config.roots(), overrides)
   task = config.task.instantiate()
-  mesh = task.create_mesh(devices)
   weights = task.model.abstract_init()
   found = checked_pieces(checkpoint, weights['lm'])
   dtypes = {'lm': stored_dtypes(checkpoint, found)}
   shapes = map_with_path(lambda path, w: jax.ShapeDtypeStruct(w.full_shape, lookup(dtypes, path)), weights)
-  layout = layout_of(
-    TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, None),
-    TrainState(None, placed_specs(place_task_variables(task, mesh)), None),
-    mesh,
-  )
+  mesh = abstract_mesh(task.mesh_sizes())
+  place_task_variables(task, mesh)  # Raises an error if the config cannot split them so.
   with contextlib.ExitStack() as to_close:
     directory = to_close.enter_context(job_directory(job_log_dir))
     checkpointer = Checkpointer(directory)
     to_close.callback(checkpointer.close)
     if checkpointer.latest_step() is not None:
       raise UserError(f'job_log_dir {directory} has checkpoints already; name another directory')
-    of_lm = StateLayout(*(tree['lm'] for tree in layout.mdl_vars))
-    variables = {'lm': read_variables(checkpoint, found, of_lm)}
-    step = jax.device_put(np.zeros((), np.int32), layout.shardings.step)
-    checkpointer.save(0, TrainState(step, variables, None), layout.unpadded_shapes, None, in_pieces=True)
+    variables = {'lm': streamed_variables(checkpoint, found, shapes['lm'])}
+    state = TrainState(np.zeros((), np.int32), variables, None)
+    checkpointer.save(0, state, TrainState(jax.ShapeDtypeStruct((), np.int32), shapes, None), None)
     if is_primary_process():
       assets.mkdir(exist_ok=True)
       _copy_files(checkpoint.folder, assets, (CONFIG_FILE, *_TOKENIZER_FILES))
@@ -172,7 +164,6 @@ def export_run(
   *,
   step: int | None = None,
   dtype: str | None = None,
-  devices: Sequence[jax.Device] | None = None,
   max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
   """Writes a checkpoint of a run as one that transformers loads, with the tokenizer it was imported with.
@@ -183,7 +174,6 @@ def export_run(
     out: a folder that does not exist, or is empty; it appears complete or not at all.
     step: step of the checkpoint; None uses the newest.
     dtype: dtype to write, such as 'bfloat16'; None: as in the checkpoint.
-    devices: the devices to restore it on; all by default.
     max_file_bytes: size of a file from which on there are several.
 
   Returns:
@@ -206,31 +196,13 @@ def export_run(
   if recorded.get('model_type') == family.model_type:
     values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:
-    step = checkpointer.existing_step(step)
-    layout = state_layout(task, task.create_mesh(devices))
-    wanted = layout.padded_shapes.replace(opt_states=None)
-    if not task.evaluate.use_ema:
-      wanted = wanted.replace(ema_vars=None)
-    wanted = map_with_path(_as_saved(checkpointer.about(step)['variables'], dtype), wanted)
-    state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
-  variables = eval_variables(state, use_ema=task.evaluate.use_ema)['lm']
+    shapes = jax.tree.map(lambda w: w.as_struct(), model.abstract_init())
+    variables = checkpointer.streamed_variables(shapes, use_ema=task.evaluate.use_ema, step=step)['lm']
   found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
   with _appears_complete(target) as folder:
-    files = write_checkpoint(folder, values, variables, found, max_file_bytes)
+    files = write_checkpoint(folder, values, variables, found, max_file_bytes, dtype)
     files += _copy_files(directory / ASSETS, folder, _TOKENIZER_FILES)
   return files
-
-
-def _as_saved(saved: dict[str, Any], dtype: str | None) -> Callable[..., jax.ShapeDtypeStruct]:
-  """Returns a function that gives the shape at a path the dtype to write, or that of the array in the checkpoint."""
-
-  def shape(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    name = path_name(path)
-    wanted = dtype if dtype is not None else saved[name]['dtype'] if name in saved else x.dtype
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(wanted) if is_float else x.dtype, sharding=x.sharding)
-
-  return shape
 
 
 def _copy_files(source: str | os.PathLike[str], target: Path, names: Sequence[str]) -> list[str]:

@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.hf.files import Declared, write_folder
 from praxis_lite.hf.hf_config import CONFIG_FILE
 from praxis_lite.hf.tensors import Piece
+from praxis_lite.runtime.streamed import StreamedArray, boxes, whole
 from praxis_lite.trees import NestedDict, Path, lookup
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -24,15 +26,17 @@ def write_checkpoint(
   variables: NestedDict,
   found: Mapping[Path, Sequence[Piece]],
   max_file_bytes: int = MAX_FILE_BYTES,
+  dtype: str | None = None,
 ) -> list[str]:
-  """Writes config.json and the tensors, in the dtypes of the variables; returns the names of the files.
+  """Writes config.json and the tensors; returns the names of the files.
 
   Args:
     folder: an existing folder.
     config: what config.json says.
-    variables: those of the `TransformerLm`, which may be padded.
+    variables: those of the `TransformerLm`, which may be padded, or arrays that are read in parts.
     found: the tensors of each variable, as `tensors.pieces` returns them.
     max_file_bytes: more than this is written as several files and an index.
+    dtype: of all tensors; None: that of the variable.
   """
   if jax.process_count() > 1:
     raise ConfigError('export-hf runs in one process, which can restore the checkpoint of several on its own devices')
@@ -42,12 +46,16 @@ def write_checkpoint(
       parts.setdefault(piece.name, []).append(piece)
 
   def dtype_of(name: str) -> np.dtype:
-    return np.dtype(lookup(variables, parts[name][0].path).dtype)
+    return jnp.dtype(dtype or lookup(variables, parts[name][0].path).dtype)
 
   def tensor(name: str) -> np.ndarray:
     theirs = np.empty(parts[name][0].view.their_shape, dtype_of(name))
     for piece in parts[name]:
-      piece.view.write(theirs, _on_host(lookup(variables, piece.path), piece))
+      ours, variable = piece.view.within(theirs), lookup(variables, piece.path)
+      if isinstance(variable, StreamedArray):
+        _read_into(ours, variable, piece)
+      else:
+        ours[...] = _on_host(variable, piece)
     return theirs
 
   declared = {name: Declared(dtype_of(name), of_tensor[0].view.their_shape) for name, of_tensor in parts.items()}
@@ -60,20 +68,27 @@ def write_checkpoint(
   return [CONFIG_FILE, *files]
 
 
+def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
+  """Reads a piece of a variable."""
+  stacked = len(piece.at)
+  for box in boxes(piece.box(whole(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
+    part = variable.read(box)
+    ours[box[stacked:]] = part.reshape(part.shape[stacked:])
+
+
 def _on_host(variable: jax.Array, piece: Piece) -> np.ndarray:
-  """Returns a variable, or one layer of it, in its true shape, from the devices that hold its parts."""
+  """Returns a piece of a variable, in its true shape, from the devices that hold its parts."""
   shape = piece.view.shape
   whole = np.empty(shape, variable.dtype)
   for shard in variable.addressable_shards:
-    if shard.replica_id:
+    data, bounds = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
+    if shard.replica_id or any(not low <= i < high for i, (low, high) in zip(piece.at, bounds)):
       continue
-    data, index = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
-    if piece.layer is not None:
-      (low, high), *index = index
-      if not low <= piece.layer < high:
-        continue
-      # The number of the layer is an argument of the program, so one is compiled for all layers.
-      data = jax.lax.dynamic_index_in_dim(data, np.int32(piece.layer - low), keepdims=False)
-    inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(index, shape))
+    if piece.at:
+      # The indices are arguments of the program, so one is compiled for all layers and experts.
+      corner = [*(np.int32(i - low) for i, (low, _) in zip(piece.at, bounds)), *(np.int32(0) for _ in shape)]
+      rest = data.shape[len(piece.at) :]
+      data = jax.lax.dynamic_slice(data, corner, [*(1 for _ in piece.at), *rest]).reshape(rest)
+    inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(bounds[len(piece.at) :], shape))
     whole[inside] = np.asarray(data)[tuple(slice(i.stop - i.start) for i in inside)]
   return whole

@@ -3,30 +3,42 @@
     query = x W_q [D, N, H],  key = kv W_k [D, K, H],  value = kv W_v [D, K, H]
     out = softmax(query . key / sqrt(H)) . value  W_o [N, H, D]
 
-The cache holds the key, value and position of each token in its own slot. Prompts of different lengths use the same
-slots, some of them empty: which slots a query attends to depends only on their positions.
-
 B batch, T length, S length of keys and values or of the cache, D model dims, N heads, K kv heads, G = N / K, H dims per
 head.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.dot_product import (
-  AttentionImplementation,
-  cache_mask,
-  combine_masks,
-  dot_product_attention,
-  segment_mask,
+from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout
+from praxis_lite.layers.context_parallel import (
+  CONTEXT_METHODS,
+  ContextMethod,
+  SequenceSplit,
+  context_parallel_attention,
 )
+from praxis_lite.layers.dot_product import (
+  IMPLEMENTATIONS,
+  AttentionImplementation,
+  attention_case,
+  choose_attention,
+  dot_product_attention,
+)
+from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.layers.masks import Visibility
+from praxis_lite.partitioning.constraints import manual_axes
+from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]  # Queries [B, T, N, H], keys and values [B, S, K, H].
@@ -98,7 +110,17 @@ class MultiHeadAttention(Layer):
     rotary_tpl: of the child `rotary`, rotary positions of queries and keys; None disables them.
     qk_norm_tpl: of the children `query_norm` and `key_norm`, norms over H before rotary positions; None disables them.
     relative_bias_tpl: of the child `relative_bias`, added to the logits by the offset of positions; None disables it.
-    scale, logit_soft_cap, implementation: see `dot_product_attention`.
+    dropout_rate: share of the attention probabilities that is dropped in training.
+    scale, logit_soft_cap, block_size: see `dot_product_attention`.
+    implementation: how attention is computed: 'dense', all logits at once; 'blockwise', with memory linear in the
+      length; 'cudnn', a fused kernel of NVIDIA GPUs; or 'auto', one of these, as `choose_attention` says. Decoding is
+      dense.
+    context_axis: mesh axis that the length is split over in training and evaluation (context parallelism); None: none.
+      The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch and heads.
+    context_method: 'ring', keys and values go round; or 'all_to_all', each device attends by some of the heads. See
+      `context_parallel.py`.
+    cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
+    cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
   """
 
@@ -117,14 +139,21 @@ class MultiHeadAttention(Layer):
   rotary_tpl: Config | None = None
   qk_norm_tpl: Config | None = None
   relative_bias_tpl: Config | None = None
+  dropout_rate: float = 0.0
   scale: float | None = None
   logit_soft_cap: float | None = None
-  implementation: AttentionImplementation | None = None
+  implementation: AttentionImplementation = 'auto'
+  block_size: int | None = None
+  context_axis: str | None = None
+  context_method: ContextMethod = 'ring'
+  cache_dtype: DTypeLike | None = None
+  cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
   activation_split_dims_mapping: Config = template(AttentionActivationSplit)
 
   def setup(self) -> None:
     D, N, K, H = self._complete()
+    self._kv_heads = K, H
     wt = self.weight_split_dims_mapping.wt
     self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=3)
     if self.combine_qkv:
@@ -162,6 +191,20 @@ class MultiHeadAttention(Layer):
       self.dims_per_head = D // N
     if self.sliding_window is not None and self.sliding_window < 1:
       raise ConfigError(f'{self.path_name}.sliding_window: expected at least 1, got {self.sliding_window}')
+    if self.block_size is not None and self.block_size < 1:
+      raise ConfigError(f'{self.path_name}.block_size: expected at least 1, got {self.block_size}')
+    if not 0 <= self.dropout_rate < 1:
+      raise ConfigError(f'{self.path_name}.dropout_rate: expected at least 0 and less than 1, got {self.dropout_rate}')
+    if self.implementation is None:  # As configs recorded by older versions may say.
+      self.implementation = 'auto'
+    check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
+    self._check_context()
+    if self.cache_dtype is not None:
+      dtype = jnp.dtype(self.cache_dtype)
+      if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f'{self.path_name}.cache_dtype: expected int8 or a floating dtype, got {dtype}')
+    if self.cache_page_size < 1:
+      raise ConfigError(f'{self.path_name}.cache_page_size: expected at least 1, got {self.cache_page_size}')
     if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
       raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
     if self.kv_input_dims is None:
@@ -169,6 +212,28 @@ class MultiHeadAttention(Layer):
     if self.use_out_bias is None:
       self.use_out_bias = self.use_bias
     return D, N, self.num_kv_heads, self.dims_per_head
+
+  def _check_context(self) -> None:
+    """Raises ConfigError, or ShardingError, unless the length can be split as `context_axis` says."""
+    check_choice(f'{self.path_name}.context_method', self.context_method, CONTEXT_METHODS)
+    if self.context_axis is None:
+      return
+    field = f'{self.path_name}.context_axis'
+    if self.implementation not in ('auto', 'blockwise'):
+      raise ConfigError(
+        f'{field}: a split sequence is attended to in blocks, and {self.path_name}.implementation is '
+        f"{self.implementation!r}; set it to 'auto' or 'blockwise'"
+      )
+    for name in ('blnh', 'blkh'):
+      mapping = getattr(self.activation_split_dims_mapping, name)
+      if mapping is not None and len(mapping) == 4 and mapping[1] not in (None, self.context_axis):
+        raise ConfigError(
+          f'{self.path_name}.activation_split_dims_mapping.{name}: it splits the length over {mapping[1]!r}, and '
+          f'{field} is {self.context_axis!r}; leave the second entry None'
+        )
+    # Whether the mesh has the axis, and nothing else of the queries is split over it.
+    self._resolve(self._with_context('blnh'), field, rank=4)
+    self._resolve(self._with_context('blkh'), field, rank=4)
 
   # ---------------------------------------------------------------- one pass
 
@@ -180,6 +245,7 @@ class MultiHeadAttention(Layer):
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
     mask: jax.Array | None = None,
   ) -> jax.Array:
     """Returns [B, T, D].
@@ -190,36 +256,34 @@ class MultiHeadAttention(Layer):
       segment_ids: [B, T] int32, 0 is padding; positions attend within their segment. None: one segment, no padding.
       kv_segment_ids: [B, S] int32, with `kv_BSD`; where this or `segment_ids` is None, segments do not mask.
       segment_pos: [B, T] int32, positions in the segment; None: 0, 1, 2, ...
-      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above.
+      prefix_lengths: [B] int32, how many of the first positions of each row all positions attend to (prefix-LM), also
+        if `causal`; None: none.
+      mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above. Attention is
+        then dense.
     """
-    bias_BNTS = None
     if kv_BSD is not None:
       for field in ('combine_qkv', 'causal', 'sliding_window', 'rotary_tpl', 'relative_bias_tpl'):
         if getattr(self, field):
           raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
     else:
       kv_BSD, kv_segment_ids = x_BTD, segment_ids
-      if self.relative_bias_tpl is not None:
-        pos_BT = jnp.arange(x_BTD.shape[1])[None] if segment_pos is None else segment_pos
-        bias_BNTS = self.relative_bias(pos_BT, pos_BT)
-    if segment_ids is not None and kv_segment_ids is not None:
-      mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
-    return self._attend(self._project(x_BTD, kv_BSD, segment_pos), bias_BNTS, mask, self.causal, self.sliding_window)
+    if segment_ids is None or kv_segment_ids is None:
+      segment_ids = kv_segment_ids = None
+    visible = Visibility(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
+    split = self._sequence_split()
+    heads = self._project(x_BTD, kv_BSD, segment_pos, split)
+    return self._attend(heads, visible, (segment_pos, segment_pos), mask, self._dropout(x_BTD), split)
 
   # ---------------------------------------------------------------- token by token
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
-    """Allocates an empty cache of `max_len` slots for each of `batch_size` sequences."""
-    shape = (batch_size, max_len, self.num_kv_heads, self.dims_per_head)
-    for name in ('key', 'value'):
-      self.update_decode_state(name, self.shard(jnp.zeros(shape, self.fprop_dtype), 'blkh'))
-    self.update_decode_state('pos', jnp.full((batch_size, max_len), -1, jnp.int32))
-    self.update_decode_state('slot', jnp.zeros((), jnp.int32))
+    """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
+    self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
   def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
-    Every row uses the next T slots. The caller ensures that they exist: a full cache overwrites its last slots.
+    The caller ensures that there is room: see `KVCache`.
 
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
@@ -229,21 +293,67 @@ class MultiHeadAttention(Layer):
       raise ConfigError(
         f'{self.path_name}.causal: extend_step needs causal attention, since later tokens do not exist yet'
       )
-    query_BTNH, key_BTKH, value_BTKH = self._project(x_BTD, x_BTD, pos_BT)
-    slot = self.get_decode_state('slot')
-    if slot is None:
+    if not self.decode_state:
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
-    for name, new in (('key', key_BTKH), ('value', value_BTKH), ('pos', pos_BT)):
-      cache = jax.lax.dynamic_update_slice_in_dim(self.get_decode_state(name), new, slot, axis=1)
-      self.update_decode_state(name, cache if name == 'pos' else self.shard(cache, 'blkh'))
-    self.update_decode_state('slot', slot + x_BTD.shape[1])
-    key_BSKH, value_BSKH, pos_BS = (self.get_decode_state(name) for name in ('key', 'value', 'pos'))
-    bias_BNTS = None if self.relative_bias_tpl is None else self.relative_bias(pos_BT, pos_BS)
-    return self._attend((query_BTNH, key_BSKH, value_BSKH), bias_BNTS, cache_mask(pos_BT, pos_BS, self.sliding_window))
+    heads = self._project(x_BTD, x_BTD, pos_BT)
+    cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
+    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache)
+    self._keep(cache)
+    return self._output(context_BTNH)
+
+  def _cached_attention(self) -> CachedAttention:
+    slots_are_split = any((self.activation_split_dims_mapping.blkh or (None,) * 4)[1:2])
+    dtype = self.fprop_dtype if self.cache_dtype is None else self.cache_dtype
+    assert dtype is not None  # fprop_dtype is set once the layer is built.
+    return CachedAttention(
+      dtype,
+      window=self.sliding_window,
+      page_size=None if slots_are_split else self.cache_page_size,
+      scale=self.scale,
+      logit_soft_cap=self.logit_soft_cap,
+      bias=None if self.relative_bias_tpl is None else self.relative_bias,
+    )
+
+  def _keep(self, cache: KVCache) -> None:
+    for name, array in cache._asdict().items():
+      if array is not None:
+        self.update_decode_state(name, self.shard(array, 'blkh') if name in ('key', 'value') else array)
 
   # ---------------------------------------------------------------- parts
 
-  def _project(self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None) -> Heads:
+  def _with_context(self, field: str) -> SplitDimsMapping:
+    """The activation mapping `field`, of [B, T, ., H], with the length split over `context_axis`."""
+    mapping, path = (
+      getattr(self.activation_split_dims_mapping, field),
+      f'{self.path_name}.activation_split_dims_mapping.{field}',
+    )
+    split = DeclaredSplit.of((UNCONSTRAINED,) * 4 if mapping is None else mapping, path)
+    own = DeclaredSplit((self.context_axis,), (f'{self.path_name}.context_axis',))
+    return split[:1].followed_by(own).followed_by(split[2:])
+
+  def _sequence_split(self) -> SequenceSplit | None:
+    """How queries, keys and values are split where `context_axis` splits the length; None where it does not."""
+    field = f'{self.path_name}.context_axis'
+    placement = None if self.context_axis is None else self._resolve(self._with_context('blnh'), field, rank=4)
+    if placement is None:
+      return None
+    batch, axes, heads = (spec_axes(entry) for entry in placement.spec[:3])
+    mesh = jax.sharding.get_abstract_mesh()
+    if math.prod(mesh.shape.get(axis, 1) for axis in axes) == 1:
+      return None
+    if len(axes) != 1:
+      raise ConfigError(f'{field}: {self.context_axis!r} stands for the mesh axes {axes}; it must be one')
+    if manual_axes():
+      raise ConfigError(
+        f"{field}: under partitioning='shard_map' each device has whole sequences; set task.partitioning='auto', or "
+        'leave it None'
+      )
+    others_split = self.activation_split_dims_mapping.blnh is None
+    return SequenceSplit(axes[0], self.context_method, batch, heads, others_split)
+
+  def _project(
+    self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None, split: SequenceSplit | None = None
+  ) -> Heads:
     """Returns queries, keys and values, normalized and rotated."""
     if self.combine_qkv:
       qkv_BTKJH = self.qkv(x_BTD)
@@ -255,28 +365,76 @@ class MultiHeadAttention(Layer):
       query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
     if self.rotary_tpl is not None:
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
+    blnh, blkh = ('blnh', 'blkh') if split is None else (self._with_context('blnh'), self._with_context('blkh'))
     return (
-      checkpoint_name(self.shard(query_BTNH, 'blnh'), 'query_proj'),
-      checkpoint_name(self.shard(key_BSKH, 'blkh'), 'key_proj'),
-      checkpoint_name(self.shard(value_BSKH, 'blkh'), 'value_proj'),
+      checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),
+      checkpoint_name(self.shard(key_BSKH, blkh), 'key_proj'),
+      checkpoint_name(self.shard(value_BSKH, blkh), 'value_proj'),
     )
 
+  def _dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
+    if self.dropout_rate == 0 or self.do_eval:
+      return None
+    shape = (*x_BTD.shape[:2], self.num_heads)
+    return ProbabilityDropout(self.dropout_rate, jax.random.bits(self.next_prng_key(), shape, jnp.uint32))
+
   def _attend(
-    self, heads: Heads, bias: jax.Array | None, mask: jax.Array | None, causal: bool = False, window: int | None = None
+    self,
+    heads: Heads,
+    visible: Visibility,
+    positions: tuple[jax.Array | None, jax.Array | None],
+    mask: jax.Array | None,
+    dropout: ProbabilityDropout | None = None,
+    split: SequenceSplit | None = None,
   ) -> jax.Array:
-    """Returns the output, [B, T, D]."""
-    context_BTNH = dot_product_attention(
-      *heads,
-      bias=bias,
-      mask=mask,
-      causal=causal,
-      window=window,
-      scale=self.scale,
-      logit_soft_cap=self.logit_soft_cap,
-      implementation=self.implementation,
-    )
-    context_BTNH = checkpoint_name(self.shard(context_BTNH, 'blnh'), 'context')
+    """Returns the output, [B, T, D]; `positions` are those of queries and keys, for the relative bias."""
+    bias: LogitBias | None = None
+    if self.relative_bias_tpl is not None:
+      bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, *positions)
+    options: dict[str, Any] = {'dropout': dropout, 'logit_soft_cap': self.logit_soft_cap}
+    case = attention_case(*heads[:2], visible=visible, bias=bias, mask=mask, split=split is not None, **options)
+    name, reason = choose_attention(self.implementation, case, f'{self.path_name}.implementation')
+    options |= {'scale': self.scale, 'block_size': self.block_size}
+    if split is not None and name == 'blockwise':
+      context_BTNH = context_parallel_attention(*heads, split=split, visible=visible, bias=bias, **options)
+    else:
+      context_BTNH = dot_product_attention(
+        *heads,
+        bias=bias if name == 'blockwise' else self._whole_bias(heads, positions),
+        mask=mask,
+        causal=visible.causal,
+        window=visible.window,
+        prefix_lengths=visible.prefix_B,
+        segment_ids=visible.segments_BT,
+        kv_segment_ids=visible.key_segments_BS,
+        implementation=name,
+        **options,
+      )
+    # Blockwise attention tags what it keeps itself.
+    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
+
+  def _output(
+    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
+  ) -> jax.Array:
+    """Returns [B, T, D].
+
+    Args:
+      context_BTNH: results by head.
+      split: whether, and how, their length is split.
+      remark: how they were computed.
+      tagged: whether they have the tag 'context' already.
+    """
+    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._with_context('blnh'), remark=remark)
+    if not tagged:
+      context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
+
+  def _whole_bias(self, heads: Heads, positions: tuple[jax.Array | None, jax.Array | None]) -> jax.Array | None:
+    """Returns the relative bias of all queries and keys, [B, N, T, S] or [1, N, T, S]."""
+    if self.relative_bias_tpl is None:
+      return None
+    whole = (jnp.arange(x.shape[1])[None] if pos is None else pos for x, pos in zip(heads, positions, strict=False))
+    return self.relative_bias(*whole)
 
 
 def _split_projection(

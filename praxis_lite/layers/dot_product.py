@@ -1,7 +1,9 @@
-"""Dot-product attention and its masks.
+"""Dot-product attention: which of its implementations computes it, and the dense one.
 
-Attention is JAX's own, which has fused kernels, or a plain form for what no fused kernel computes: soft-capped logits.
-A mask is boolean, True where a query may attend to a key. Masks broadcast to [B, N, T, S] and combine with `&`.
+    dense       all logits at once, [B, N, T, S]: JAX's own, or a plain form for what that does not take
+    blockwise   memory linear in the length; see `blockwise.py`
+    cudnn       a fused kernel for NVIDIA GPUs, in bfloat16 or float16
+    auto        one of these, by platform, length and masks; `choose_attention` says which and why
 
 B batch, T length of the queries, S length of the keys, N heads, K kv heads, G = N / K query heads for each kv head,
 H dims per head.
@@ -9,40 +11,147 @@ H dims per head.
 
 from __future__ import annotations
 
-import functools
-import operator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-AttentionImplementation = Literal['xla', 'cudnn']
+from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.layers.blocks import dropout_factors
+from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
+from praxis_lite.layers.masks import Visibility, combine_masks, segment_mask
+
+Chosen = Literal['dense', 'blockwise', 'cudnn']
+AttentionImplementation = Literal['auto', 'xla'] | Chosen
+IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
+# From so many logits a head on, 'auto' does not compute them all at once.
+_MANY_LOGITS = 2048 * 2048
 
 
-def segment_mask(query_segment_ids_BT: jax.Array, key_segment_ids_BS: jax.Array) -> jax.Array:
-  """Returns [B, 1, T, S]: a query sees the keys of its own segment; padding, segment 0, sees padding."""
-  return (query_segment_ids_BT[:, :, None] == key_segment_ids_BS[:, None, :])[:, None]
+class AttentionCase(NamedTuple):
+  """What decides how attention is computed.
+
+  Attributes:
+    platform: 'cpu', 'gpu' or 'tpu'.
+    dtype: of the queries.
+    query_len, key_len, dims_per_head: T, S and H.
+    visible: rules of the mask.
+    arrays: whether a mask or a bias is given as an array of queries and keys.
+    split: whether the sequence is split over a mesh axis, as `context_axis` says.
+    logit_bias, soft_cap, dropout: whether logits have a bias by position or a soft cap, and probabilities a dropout.
+  """
+
+  platform: str
+  dtype: jnp.dtype
+  query_len: int
+  key_len: int
+  dims_per_head: int
+  visible: Visibility = Visibility()
+  arrays: bool = False
+  split: bool = False
+  logit_bias: bool = False
+  soft_cap: bool = False
+  dropout: bool = False
 
 
-def cache_mask(query_pos_BT: jax.Array, key_pos_BS: jax.Array, window: int | None = None) -> jax.Array:
-  """Returns [B, 1, T, S]: a query sees the cached keys at positions up to its own.
+class AttentionChoice(NamedTuple):
+  """An implementation, and why."""
+
+  name: Chosen
+  reason: str
+
+
+def choose_attention(implementation: str, case: AttentionCase, path: str = 'implementation') -> AttentionChoice:
+  """Returns 'dense', 'blockwise' or 'cudnn', and why.
 
   Args:
-    query_pos_BT: position of each query in its sequence; -1 is padding.
-    key_pos_BS: position of the key in each slot of the cache; -1 is an empty slot.
-    window: number of positions up to its own that a query sees; None: all.
+    implementation: one of `IMPLEMENTATIONS`.
+    case: what is to be computed, and on what.
+    path: config path of the implementation, for messages.
+
+  Raises:
+    ConfigError: there is no such implementation, or it cannot compute this case.
   """
-  query_BT1, key_B1S = query_pos_BT[:, :, None], key_pos_BS[:, None, :]
-  mask_BTS = (key_B1S >= 0) & (key_B1S <= query_BT1)
-  if window is not None:
-    mask_BTS &= query_BT1 - key_B1S < window
-  return mask_BTS[:, None]
+  check_choice(path, implementation, IMPLEMENTATIONS)
+  if implementation in ('dense', 'xla'):
+    return AttentionChoice('dense', f'{path} is {implementation!r}')
+  if implementation == 'blockwise':
+    if case.arrays:
+      raise ConfigError(
+        f"{path}: 'blockwise' makes the mask of a block from rules (causal, sliding_window, segment_ids, "
+        "prefix_lengths), and this call gives a mask or a bias as an array; 'dense' and 'auto' take one"
+      )
+    return AttentionChoice('blockwise', f"{path} is 'blockwise'")
+  obstacle = _cudnn_obstacle(case)
+  if implementation == 'cudnn':
+    if obstacle:
+      raise ConfigError(f"{path}: 'cudnn' {obstacle}; 'auto' chooses what is possible")
+    return AttentionChoice('cudnn', f"{path} is 'cudnn'")
+  logits = f'{case.query_len:,} queries x {case.key_len:,} keys'
+  if case.arrays:
+    gathered = ', for which the split sequence is gathered' if case.split else ''
+    return AttentionChoice('dense', f'a mask or a bias is given as an array{gathered}')
+  if case.split:
+    return AttentionChoice('blockwise', 'the sequence is split over a mesh axis')
+  if case.query_len * case.key_len < _MANY_LOGITS:
+    return AttentionChoice('dense', f'{logits} are few')
+  masked = case.visible.segments_BT is not None or case.visible.prefix_B is not None
+  if case.platform == 'gpu' and not obstacle and not masked and not case.logit_bias:
+    return AttentionChoice('cudnn', f'{logits}, and the fused kernel takes this case')
+  without = ''
+  if case.platform == 'gpu':
+    without = '; the fused kernel ' + (obstacle or 'would need the mask or the bias as an array of this size')
+  return AttentionChoice('blockwise', f'{logits} are too many to hold{without}')
 
 
-def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
-  """Returns the conjunction of the masks that are not None, or None if all of them are."""
-  given = [m for m in masks if m is not None]
-  return functools.reduce(operator.and_, given) if given else None
+def _cudnn_obstacle(case: AttentionCase) -> str:
+  """Why the fused kernel cannot compute a case, as the end of a sentence; '' if it can."""
+  if case.platform != 'gpu':
+    return f'needs an NVIDIA GPU, and the platform is {case.platform!r}'
+  if case.dtype not in (jnp.bfloat16, jnp.float16):
+    return f'computes in bfloat16 or float16, not in {jnp.dtype(case.dtype).name}'
+  if case.dims_per_head % 8 or case.dims_per_head > 128:
+    return f'needs dims_per_head to be a multiple of 8 of at most 128, not {case.dims_per_head}'
+  if case.soft_cap:
+    return 'has no logit_soft_cap'
+  if case.dropout:
+    return 'has no dropout here'
+  if case.visible.window is not None and not case.visible.causal:
+    return 'has a sliding_window with causal attention alone'
+  return ''
+
+
+def attention_case(
+  query_BTNH: jax.Array,
+  key_BSKH: jax.Array,
+  *,
+  visible: Visibility | None = None,
+  bias: jax.Array | LogitBias | None = None,
+  mask: jax.Array | None = None,
+  dropout: ProbabilityDropout | None = None,
+  logit_soft_cap: float | None = None,
+  split: bool = False,
+) -> AttentionCase:
+  """Returns the case of some arguments of `dot_product_attention`."""
+  return AttentionCase(
+    _platform(),
+    jnp.dtype(query_BTNH.dtype),
+    query_BTNH.shape[1],
+    key_BSKH.shape[1],
+    query_BTNH.shape[3],
+    visible=visible or Visibility(),
+    arrays=mask is not None or isinstance(bias, jax.Array),
+    split=split,
+    logit_bias=isinstance(bias, LogitBias),
+    soft_cap=logit_soft_cap is not None,
+    dropout=dropout is not None,
+  )
+
+
+def _platform() -> str:
+  """That of the ambient mesh, which may be of another machine, or of this one."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
 
 
 def dot_product_attention(
@@ -50,48 +159,94 @@ def dot_product_attention(
   key_BSKH: jax.Array,
   value_BSKH: jax.Array,
   *,
-  bias: jax.Array | None = None,
+  bias: jax.Array | LogitBias | None = None,
   mask: jax.Array | None = None,
   causal: bool = False,
   window: int | None = None,
+  prefix_lengths: jax.Array | None = None,
+  segment_ids: jax.Array | None = None,
+  kv_segment_ids: jax.Array | None = None,
+  dropout: ProbabilityDropout | None = None,
   scale: float | None = None,
   logit_soft_cap: float | None = None,
-  implementation: AttentionImplementation | None = None,
+  implementation: AttentionImplementation = 'auto',
+  block_size: int | None = None,
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H]; the softmax is in float32.
 
   Args:
     query_BTNH: queries.
     key_BSKH, value_BSKH: query head n uses kv head n // (N / K).
-    bias: broadcasts to [B, N, T, S], added to the logits.
-    mask: bool, broadcasts to [B, N, T, S], True where a query attends; combined with `causal` and `window`. A query
-      with every key masked gets the mean of all values.
+    bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions.
+    mask: bool, broadcasts to [B, N, T, S], True where a query attends; combined with the rules below. What a query with
+      every key masked gets is finite.
     causal: query t attends to keys up to t.
     window: a query attends to keys less than `window` away.
+    prefix_lengths: [B] int32, how many of the first keys all queries of a row attend to, also if `causal`.
+    segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to the keys of its own segment. Both or
+      neither.
+    dropout: on the probabilities; None disables it. The same ones are dropped by all implementations.
     scale: factor of the logits; None: 1 / sqrt(H).
-    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). No fused kernel supports it. None
-      disables it.
-    implementation: 'xla', or 'cudnn' for fused attention on NVIDIA GPUs in bfloat16 or float16; None: JAX chooses.
+    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). None disables it.
+    implementation: how it is computed; see `choose_attention`.
+    block_size: see `blockwise_attention`.
+
+  Raises:
+    ConfigError: the implementation cannot compute this.
   """
-  if logit_soft_cap is None:
-    window_sizes = None if window is None else (window - 1, 0 if causal else window - 1)
-    return jax.nn.dot_product_attention(
+  visible = Visibility(causal, window, prefix_lengths, segment_ids, kv_segment_ids)
+  case = attention_case(
+    query_BTNH, key_BSKH, visible=visible, bias=bias, mask=mask, dropout=dropout, logit_soft_cap=logit_soft_cap
+  )
+  name, _ = choose_attention(implementation, case)
+  if name == 'blockwise':
+    assert not isinstance(bias, jax.Array)
+    return blockwise_attention(
       query_BTNH,
       key_BSKH,
       value_BSKH,
+      visible=visible,
       bias=bias,
-      mask=mask,
-      is_causal=causal,
-      local_window_size=window_sizes,
+      dropout=dropout,
       scale=scale,
-      implementation=implementation,
+      logit_soft_cap=logit_soft_cap,
+      block_size=block_size,
     )
+  T, S = query_BTNH.shape[1], key_BSKH.shape[1]
+  bias_BNTS = bias.whole(T, S) if isinstance(bias, LogitBias) else bias
+  if logit_soft_cap is not None or dropout is not None:
+    mask = combine_masks(visible.mask(T, S), mask)
+    return _plain(query_BTNH, key_BSKH, value_BSKH, bias_BNTS, mask, dropout, scale, logit_soft_cap)
+  if prefix_lengths is not None:
+    mask, causal, window = combine_masks(visible.mask(T, S), mask), False, None
+  elif segment_ids is not None and kv_segment_ids is not None:
+    mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
+  window_sizes = None if window is None else (window - 1, 0 if causal else window - 1)
+  return jax.nn.dot_product_attention(
+    query_BTNH,
+    key_BSKH,
+    value_BSKH,
+    bias=bias_BNTS,
+    mask=mask,
+    is_causal=causal,
+    local_window_size=window_sizes,
+    scale=scale,
+    implementation='cudnn' if name == 'cudnn' else 'xla',
+  )
+
+
+def _plain(
+  query_BTNH: jax.Array,
+  key_BSKH: jax.Array,
+  value_BSKH: jax.Array,
+  bias: jax.Array | None,
+  mask: jax.Array | None,
+  dropout: ProbabilityDropout | None,
+  scale: float | None,
+  logit_soft_cap: float | None,
+) -> jax.Array:
+  """Dense attention with soft cap and dropout, which JAX's own has not."""
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
-  offset_11TS = (jnp.arange(T)[:, None] - jnp.arange(S))[None, None]
-  if causal:
-    mask = combine_masks(mask, offset_11TS >= 0)
-  if window is not None:
-    mask = combine_masks(mask, jnp.abs(offset_11TS) < window)
 
   def grouped(x_BNTS: jax.Array) -> jax.Array:
     """[B, N, T, S] to [B, K, G, T, S]; a single head, which broadcasts, to [B, 1, 1, T, S]."""
@@ -101,10 +256,14 @@ def dot_product_attention(
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
   logits_BKGTS *= H**-0.5 if scale is None else scale
-  logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)
+  if logit_soft_cap is not None:
+    logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)
   if bias is not None:
     logits_BKGTS += grouped(bias)
   if mask is not None:
     logits_BKGTS = jnp.where(grouped(mask), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
-  probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(value_BSKH.dtype)
-  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS, value_BSKH).reshape(B, T, N, H)
+  probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
+  if dropout is not None:
+    seeds_BNT = jnp.moveaxis(dropout.seeds_BTN, 2, 1)
+    probs_BKGTS *= grouped(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate))
+  return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS.astype(value_BSKH.dtype), value_BSKH).reshape(B, T, N, H)

@@ -8,9 +8,11 @@ B batch, T length, S length of the keys, D model dims, N heads, H dims per head,
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, Configurable, template
 from praxis_lite.errors import ConfigError
@@ -75,7 +77,12 @@ class LinearRotaryScaling(Configurable):
 
   factor: float = REQUIRED
 
-  def __call__(self, rates_h: jax.Array) -> jax.Array:
+  @property
+  def magnitude(self) -> float:
+    """Factor of rotated queries and keys."""
+    return 1.0
+
+  def __call__(self, rates_h: np.ndarray) -> np.ndarray:
     """Returns the rates of the longer context."""
     return rates_h / self.factor
 
@@ -104,9 +111,61 @@ class Llama3RotaryScaling(LinearRotaryScaling):
         f'{self.high_freq_factor}'
       )
 
-  def __call__(self, rates_h: jax.Array) -> jax.Array:
+  def __call__(self, rates_h: np.ndarray) -> np.ndarray:
     turns_h = self.original_max_len * rates_h / (2 * math.pi)
-    kept_h = jnp.clip((turns_h - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+    kept_h = np.clip((turns_h - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+    return kept_h * rates_h + (1 - kept_h) * rates_h / self.factor
+
+
+class YarnRotaryScaling(LinearRotaryScaling):
+  """Between two pairs, rates go from as they are to divided by `factor`; logits are scaled too (Peng et al., 2023).
+
+      pair(turns) = h log(original_max_len / (2 pi turns)) / log(max_timescale)     turns within the original context
+      kept_i      = (pair(beta_slow) - i) / (pair(beta_slow) - pair(beta_fast)), cut to [0, 1]
+      rate_i      = kept_i * rate_i + (1 - kept_i) * rate_i / factor
+
+  Attributes:
+    original_max_len: length of the context trained on first.
+    beta_fast: pairs that turn more often than this stay.
+    beta_slow: pairs that turn less often than this are slow.
+    attention_factor: factor of queries and of keys, so that logits grow by its square; None: 0.1 log(factor) + 1.
+    truncate: whether the two pairs are rounded outward to whole ones, as in the authors' code.
+  """
+
+  original_max_len: int = REQUIRED
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+  truncate: bool = True
+
+  def __post_init__(self) -> None:
+    if not self.beta_slow < self.beta_fast:
+      raise ConfigError(
+        f'YarnRotaryScaling: beta_slow, {self.beta_slow}, must be less than beta_fast, {self.beta_fast}'
+      )
+
+  @property
+  def magnitude(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    return self.log_magnitude(self.factor)
+
+  @staticmethod
+  def log_magnitude(factor: float, slope: float = 1.0) -> float:
+    """Returns 0.1 slope log(factor) + 1, or 1 where a context is not made longer."""
+    return 0.1 * slope * math.log(factor) + 1 if factor > 1 else 1.0
+
+  def __call__(self, rates_h: np.ndarray) -> np.ndarray:
+    half = len(rates_h)
+    pairs_per_e = half if half < 2 else -1 / math.log(rates_h[1] / rates_h[0])  # h / log(max_timescale)
+    fast, slow = (
+      pairs_per_e * math.log(self.original_max_len / (2 * math.pi * turns))
+      for turns in (self.beta_fast, self.beta_slow)
+    )
+    if self.truncate:
+      fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, 2 * half - 1)
+    kept_h = np.clip((slow - np.arange(half)) / max(slow - fast, 0.001), 0.0, 1.0)
     return kept_h * rates_h + (1 - kept_h) * rates_h / self.factor
 
 
@@ -144,11 +203,13 @@ class RotaryPositions(Layer):
     if pos_BT is None:
       pos_BT = jnp.arange(x_BTNH.shape[1])[None]
     half = self.dims // 2
-    rates_h = self.max_timescale ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    rates_h = self.max_timescale ** -(np.arange(half) / half)
     if self.scaling is not None:
       rates_h = self.scaling(rates_h)
-    angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * rates_h
+    angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * rates_h.astype(np.float32)
     sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
+    if self.scaling is not None and self.scaling.magnitude != 1:
+      sin_BT1h, cos_BT1h = self.scaling.magnitude * sin_BT1h, self.scaling.magnitude * cos_BT1h
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
     return self.shard(jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype))
@@ -184,9 +245,25 @@ class RelativeBias(Layer):
 
   def __call__(self, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
     """Returns [B, N, T, S] of int32 positions."""
+    return self.shard(self.buckets(self.theta.w, query_pos_BT, key_pos_BS))
+
+  @property
+  def buckets(self) -> BucketedBias:
+    """The bias as a function of the weights and of positions, for attention that computes it block by block."""
+    return BucketedBias(self.num_buckets, self.max_distance, self.bidirectional)
+
+
+class BucketedBias(NamedTuple):
+  """Biases of a table [num_buckets, N] by offsets; the fields are those of `RelativeBias`."""
+
+  num_buckets: int
+  max_distance: int
+  bidirectional: bool
+
+  def __call__(self, table: jax.Array, query_pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
+    """Returns [B, N, T, S] of int32 positions."""
     offset_BTS = key_pos_BS[:, None, :] - query_pos_BT[:, :, None]
-    bucket_BTS = relative_position_bucket(offset_BTS, self.num_buckets, self.max_distance, self.bidirectional)
-    return self.shard(jnp.moveaxis(lookup(self.theta.w, bucket_BTS), -1, 1))
+    return jnp.moveaxis(lookup(table, relative_position_bucket(offset_BTS, *self)), -1, 1)
 
 
 def relative_position_bucket(offset: jax.Array, num_buckets: int, max_distance: int, bidirectional: bool) -> jax.Array:

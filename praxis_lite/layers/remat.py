@@ -11,18 +11,28 @@ A rematerialisation policy names what of a layer's forward pass is kept for its 
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
 layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward). Names
-given with another policy are saved in addition.
+given with another policy are saved in addition. Names to offload are moved to the memory of the host after the forward
+pass, and back in the backward pass, if the devices have such a memory (`partitioning/host_memory.py`).
+
+Layers that rematerialise other layers have the fields `remat`, `remat_save_names` and `remat_offload_names`:
+
+    remat                 a policy; or several, one for each layer of a pattern of different layers
+    remat_save_names      tags of values that are kept in addition
+    remat_offload_names   tags of values that are kept in the memory of the host
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.extend.core import Primitive
 
 from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.layer import Layer
 from praxis_lite.partitioning.explicit import save_all_but_gathered
+from praxis_lite.partitioning.host_memory import HOST_MEMORY
 
 T = TypeVar('T')
 
@@ -35,34 +45,78 @@ _POLICIES: dict[str, Callable[..., bool]] = {
 REMAT_POLICIES = ('none', *_POLICIES)
 
 
-def check_remat(policy: str, save_names: Sequence[str], where: str) -> None:
-  """Raises ConfigError, naming the field `where`, unless `policy` is known and fits `save_names`."""
-  check_choice(where, policy, REMAT_POLICIES)
-  if policy == 'save_names' and not save_names:
-    raise ConfigError(f"{where}: policy 'save_names' needs the names: set remat_save_names")
-  if policy == 'none' and save_names:
-    raise ConfigError(
-      f"{where}: remat_save_names is set, but policy 'none' does not rematerialise; set it to 'save_names'"
+class Remat(NamedTuple):
+  """What each layer of a pattern keeps.
+
+  Attributes:
+    policies: one of `REMAT_POLICIES` for each layer of the pattern.
+    save_names, offload_names: tags of values to save in addition, and to save in the memory of the host.
+  """
+
+  policies: tuple[str, ...]
+  save_names: tuple[str, ...]
+  offload_names: tuple[str, ...]
+
+  @classmethod
+  def of(cls, layer: Layer, num_kinds: int = 1, field: str = 'remat') -> Remat:
+    """Returns what the fields `field`, `<field>_save_names` and `<field>_offload_names` of a layer say.
+
+    Args:
+      layer: has these fields.
+      num_kinds: of how many layers a pattern is.
+      field: their name.
+
+    Raises:
+      ConfigError: a policy is unknown or does not fit the names, or there are not as many as layers in the pattern.
+    """
+    where, policies = f'{layer.path_name}.{field}', getattr(layer, field)
+    if isinstance(policies, str):
+      policies = (policies,) * num_kinds
+    elif len(policies) != num_kinds:
+      raise ConfigError(
+        f'{where}: {len(policies)} policies for a pattern of {num_kinds} layer(s); give one, or one for each of them'
+      )
+    for policy in policies:
+      check_choice(where, policy, REMAT_POLICIES)
+    saved, offloaded = f'{field}_save_names', f'{field}_offload_names'
+    remat = cls(tuple(policies), tuple(getattr(layer, saved)), tuple(getattr(layer, offloaded)))
+    names = {saved: remat.save_names, offloaded: remat.offload_names}
+    if 'save_names' in policies and not any(names.values()):
+      raise ConfigError(f"{where}: policy 'save_names' needs the names: set {saved} or {offloaded}")
+    for name, given in names.items():
+      if given and set(policies) == {'none'}:
+        raise ConfigError(f"{where}: {name} is set, but policy 'none' does not rematerialise; set it to 'save_names'")
+    if twice := sorted({*remat.save_names} & {*remat.offload_names}):
+      raise ConfigError(f'{layer.path_name}.{offloaded}: {twice[0]!r} is in {saved} too; choose one')
+    return remat
+
+  def __call__(
+    self, fn: Callable[..., T], kind: int = 0, *, in_scan: bool, regathers: bool = False
+  ) -> Callable[..., T]:
+    """Returns `fn` with rematerialisation.
+
+    Args:
+      fn: a pure function of arrays: one layer of the pattern.
+      kind: which of them.
+      in_scan: `fn` is the body of a scan. Outside one, XLA must be prevented from merging the recomputation with the
+        first pass.
+      regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.
+    """
+    policy = self.policies[kind]
+    if policy == 'none' and not regathers:
+      return fn
+    saveable = save_all_but_gathered if policy == 'none' else self._saveable(_POLICIES[policy])
+    return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_scan)
+
+  def _saveable(self, policy: Callable[..., bool]) -> Callable[..., Any]:
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=self.save_names,
+      names_which_can_be_offloaded=self.offload_names,
+      offload_src='device',
+      offload_dst=HOST_MEMORY,
     )
 
+    def saveable(primitive: Primitive, *args: Any, **params: Any) -> Any:
+      return (named if primitive.name == 'name' else policy)(primitive, *args, **params)
 
-def remat(
-  fn: Callable[..., T], policy: str, save_names: Sequence[str] = (), *, in_scan: bool, regathers: bool = False
-) -> Callable[..., T]:
-  """Returns `fn` with rematerialisation by a policy.
-
-  Args:
-    fn: a pure function of arrays.
-    policy: one of `REMAT_POLICIES`.
-    save_names: tags of values to save in addition.
-    in_scan: `fn` is the body of a scan. Outside one, XLA must be prevented from merging the recomputation with the
-      first pass.
-    regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.
-  """
-  if policy == 'none' and not regathers:
-    return fn
-  saveable = save_all_but_gathered if policy == 'none' else _POLICIES[policy]
-  if save_names:
-    named = jax.checkpoint_policies.save_only_these_names(*save_names)
-    saveable = jax.checkpoint_policies.save_from_both_policies(saveable, named)
-  return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_scan)
+    return saveable

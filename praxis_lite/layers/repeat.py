@@ -1,15 +1,24 @@
-"""Repeat: one layer applied several times, each time with its own weights, as a scan.
+"""Repeat: layers applied several times, each time with their own weights, as a scan.
 
-The compiled program contains the layer once, whatever the number of repetitions. The weights are stacked along a new
+The compiled program contains the layers once, whatever the number of repetitions. The weights are stacked along a new
 first dimension:
 
     for i in range(num_layers):
       x = layers(x, weights[i])
+
+A pattern of several different layers is applied in turn, (a, b) for seven layers as a b a b a b a. One iteration of the
+scan is then one round of the pattern, and layers that are left over come after it:
+
+    for i in range(num_layers // 2):
+      x = layers_0(x, weights_0[i])
+      x = layers_1(x, weights_1[i])
+    x = rest_0(x, weights)
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +27,7 @@ from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, SplitMapping
-from praxis_lite.layers.remat import check_remat, remat
+from praxis_lite.layers.remat import Remat
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import SplitDimsMapping
@@ -32,41 +41,73 @@ class RepeatWeightSplit(SplitMapping):
   stack: SplitDimsMapping = None
 
 
+def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
+  """The configs of a pattern of layers, which is one config or several."""
+  return (layers_tpl,) if isinstance(layers_tpl, Config) else tuple(layers_tpl)
+
+
+def check_pattern(layers_tpl: Config | tuple[Config, ...], num_layers: int, where: str) -> None:
+  """Raises ConfigError, naming the layer `where`, for less than one layer, or a pattern of none."""
+  if num_layers < 1:
+    raise ConfigError(f'{where}.num_layers: expected at least 1, got {num_layers}')
+  if not pattern(layers_tpl):
+    raise ConfigError(f'{where}.layers_tpl: an empty pattern; expected the config of a layer, or of several')
+
+
 class Repeat(Layer):
   """Applies the child `layers` `num_layers` times; all repetitions share its path.
+
+  Of a pattern, the children are `layers_0`, `layers_1`, ..., and `rest_0`, ... for what is left over.
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
   auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
 
   Attributes:
-    layers_tpl: the repeated layer. Its result has the structure, shapes and dtypes of its first argument.
-    num_layers: number of repetitions.
-    remat: what is kept for the backward pass; see `remat.py`.
-    remat_save_names: tags of values that are kept in addition.
+    layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
+      shapes and dtypes of its first argument.
+    num_layers: number of layers: repetitions times the length of the pattern, and what is left over.
+    remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
     unroll: repetitions in one iteration of the loop: faster for small layers, slower to compile.
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
-  layers_tpl: Config = REQUIRED
+  _stack: ClassVar[str] = 'stack'  # The field of weight_split_dims_mapping that splits the new dimension.
+
+  layers_tpl: Config | tuple[Config, ...] = REQUIRED
   num_layers: int = REQUIRED
-  remat: str = 'none'
+  remat: str | tuple[str, ...] = 'none'
   remat_save_names: tuple[str, ...] = ()
+  remat_offload_names: tuple[str, ...] = ()
   unroll: int = 1
   weight_split_dims_mapping: Config = template(RepeatWeightSplit)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
-    if self.num_layers < 1:
-      raise ConfigError(f'{self.path_name}.num_layers: expected at least 1, got {self.num_layers}')
-    check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.stack'
-    self._resolve(self.weight_split_dims_mapping.stack, self._stack_field, rank=1)
-    self.create_child('layers', self.layers_tpl)
+    check_pattern(self.layers_tpl, self.num_layers, self.path_name)
+    configs = pattern(self.layers_tpl)
+    self._remat = Remat.of(self, len(configs))
+    self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
+    self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
+    self._resolve(self._stack_mapping, self._stack_field, rank=1)
+    self._rounds, left = divmod(self.num_layers, len(configs))
+    self._left: list[Layer] = []
+    self._blocks: list[Layer]
+    if isinstance(self.layers_tpl, Config):
+      self._blocks = [self.create_child('layers', self.layers_tpl)]
+    else:
+      self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
+      self._left = self.create_children('rest', templates=configs[:left])
 
   def abstract_init(self) -> NestedDict:
-    split = (self.weight_split_dims_mapping.stack or (None,))[0]
-    below = jax.tree.map(lambda w: w.repeated(self.num_layers, split, self._stack_field), self.layers.abstract_init())
-    return {'layers': below} if below else {}
+    split = (self._stack_mapping or (None,))[0]
+    tree: NestedDict = {}
+    for name, child in self.children():
+      below = child.abstract_init()
+      if child in self._blocks:
+        below = jax.tree.map(lambda w: w.repeated(self._rounds, split, self._stack_field), below)
+      if below:
+        tree[name] = below
+    return tree
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
     """Returns the result of the last repetition.
@@ -75,7 +116,7 @@ class Repeat(Layer):
       x: what the repetitions pass on, an array or a tree of arrays.
       *args, **kwargs: given to each repetition unchanged.
     """
-    return self._scan('__call__', x, *args, policy=self.remat, **kwargs)
+    return self._scan('__call__', x, *args, remat=self._remat, **kwargs)
 
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
@@ -85,20 +126,37 @@ class Repeat(Layer):
     """As `__call__`, with the repeated layer's `extend_step` and caches."""
     return self._scan('extend_step', x, *args, **kwargs)
 
-  def _scan(self, method: str, carry: T, *args: object, policy: str = 'none', **kwargs: Any) -> T:
+  def _scan(self, method: str, carry: T, *args: object, remat: Remat | None = None, **kwargs: Any) -> T:
     key = self.next_prng_key() if self.has_prng_key() else None
+    regathers, period = self.surroundings.reading_gathers, len(pattern(self.layers_tpl))
+    remat = remat or Remat(('none',) * period, (), ())
 
-    def one(carry: T, variables: NestedDict, state: NestedDict, index: jax.Array) -> tuple[T, SideOutputs]:
-      # A key from which nothing is drawn is dead code, so layers without randomness need no condition.
-      layer_key = None if key is None else jax.random.fold_in(key, index)
-      inputs = () if carry is None else (carry,)
-      return self.layers.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
+    def body(kind: int, layer: Layer, in_scan: bool) -> Callable[..., tuple[T, SideOutputs]]:
+      def one(carry: T, variables: NestedDict, state: NestedDict, number: jax.Array | int) -> tuple[T, SideOutputs]:
+        # A key from which nothing is drawn is dead code, so layers without randomness need no condition.
+        layer_key = None if key is None else jax.random.fold_in(key, number)
+        inputs = () if carry is None else (carry,)
+        return layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
 
-    regathers = self.surroundings.reading_gathers
-    body = remat(one, policy, self.remat_save_names, in_scan=True, regathers=regathers)
-    xs = (self.layers.variables, self.layers.decode_state, jnp.arange(self.num_layers))
-    outputs, side = jax.lax.scan(
-      lambda carry, xs: body(carry, *xs), carry, xs, length=self.num_layers, unroll=self.unroll
-    )
-    self.layers.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
-    return outputs
+      return remat(one, kind, in_scan=in_scan, regathers=regathers)
+
+    bodies = [body(kind, layer, True) for kind, layer in enumerate(self._blocks)]
+
+    def one_round(carry: T, layers: list[tuple[Any, ...]]) -> tuple[T, list[SideOutputs]]:
+      sides = []
+      for body, xs in zip(bodies, layers):
+        carry, side = body(carry, *xs)
+        sides.append(side)
+      return carry, sides
+
+    stacked, layers = self._rounds * period, []
+    for kind, layer in enumerate(self._blocks):
+      layers.append((layer.variables, layer.decode_state, jnp.arange(kind, stacked, period)))
+    if layers:
+      carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=self.unroll)
+      for layer, side in zip(self._blocks, sides):
+        layer.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
+    for kind, layer in enumerate(self._left):
+      carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, stacked + kind)
+      layer.absorb(side)
+    return carry

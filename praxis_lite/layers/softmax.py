@@ -2,7 +2,8 @@
 
 Cross entropy is of integer labels, in float32, and takes logits that are split over the vocabulary. Its gradient,
 softmax(logits) - target, is written out: automatic differentiation would keep exp(logits) beside the logits, and
-scatter the labels into a third array of that size. These arrays use the most memory of a language model's head.
+scatter the labels into a third array of that size. These arrays use the most memory of a language model's head; with a
+large vocabulary it needs none of them, see `chunked_loss.py`.
 
 D model dims, V classes, such as a vocabulary.
 """
@@ -10,16 +11,20 @@ D model dims, V classes, such as a vocabulary.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from praxis_lite.call import Constraint
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
+from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, own_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.partitioning.specs import Placement
 from praxis_lite.weighted import weighted_mean
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
 
@@ -75,12 +80,24 @@ class SoftmaxOutput(NamedTuple):
   """What a softmax layer returns.
 
   Attributes:
-    logits: [..., V] float32.
     xent: [...] float32 cross entropy of each label, in nats.
+    correct: [...] bool, whether the label is the most probable class, the first one of equals.
+    whole_logits: [..., V] float32; None where the cross entropy was computed in chunks, see `FullSoftmax.chunk_size`.
   """
 
-  logits: jax.Array
   xent: jax.Array
+  correct: jax.Array
+  whole_logits: jax.Array | None
+
+  @property
+  def logits(self) -> jax.Array:
+    """The logits [..., V]. Raises ConfigError where there are none."""
+    if self.whole_logits is None:
+      raise ConfigError(
+        'there are no logits: the softmax layer computed the cross entropy in chunks of the classes. Use its `correct` '
+        'for the accuracy, call its get_logits(x), or set its chunk_size=None'
+      )
+    return self.whole_logits
 
 
 class FullSoftmax(Layer):
@@ -93,8 +110,11 @@ class FullSoftmax(Layer):
     soft_cap: bounds logits smoothly, cap * tanh(logits / cap) (Gemma 2); None disables it.
     label_smoothing: see `cross_entropy`.
     z_loss_weight: factor of the auxiliary loss `z_loss`, the mean squared log normalizer.
+    chunk_size: computes the cross entropy over so many classes at a time, of those on each device, so that the logits
+      of all classes are never in memory. None: of all at once, which takes less time. 'auto': in 16 chunks or so, where
+      the logits of all classes would take 256 MiB or more on each device.
     weight_split_dims_mapping: `wt`, [D, V], of `w`; the bias is split as dimension V.
-    activation_split_dims_mapping: `out`: logits, [..., V].
+    activation_split_dims_mapping: `out`: logits, [..., V], those of a chunk too.
   """
 
   input_dims: int = REQUIRED
@@ -103,7 +123,10 @@ class FullSoftmax(Layer):
   soft_cap: float | None = None
   label_smoothing: float = 0.0
   z_loss_weight: float = 0.0
+  chunk_size: int | str | None = 'auto'
   weight_split_dims_mapping: Config = template(WeightSplit)
+
+  _classes_axis: ClassVar[int] = 1
 
   def setup(self) -> None:
     if not 0 <= self.label_smoothing < 1:
@@ -112,6 +135,11 @@ class FullSoftmax(Layer):
       )
     if self.soft_cap is not None and self.soft_cap <= 0:
       raise ConfigError(f'{self.path_name}.soft_cap: expected more than 0, or None, got {self.soft_cap}')
+    size = self.chunk_size
+    if size not in ('auto', None) and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+      raise ConfigError(
+        f"{self.path_name}.chunk_size: expected a number of classes, at least 1, 'auto', or None, got {size!r}"
+      )
     weight, bias_split = self._declare(self.weight_split_dims_mapping.wt)
     self.create_variable('w', weight)
     if self.use_bias:
@@ -135,20 +163,60 @@ class FullSoftmax(Layer):
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
-    """Returns logits and cross entropy.
+    """Returns the cross entropy, and logits unless it is computed in chunks.
 
     Args:
       x: [..., D].
       class_ids: [...] integer labels in [0, V).
       class_weights: [...] weights of the labels in the mean of the z-loss; None: all weigh 1.
     """
-    logits = self.get_logits(x)
-    xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
+    chunks = self._chunks(class_ids)
+    if chunks is None:
+      logits = self.get_logits(x)
+      xent, log_normalizer = cross_entropy(logits, class_ids, self.label_smoothing)
+      output = SoftmaxOutput(xent, jnp.argmax(logits, axis=-1) == class_ids, logits)
+    else:
+      b = self.theta.b if self.use_bias else None
+      xent, log_normalizer, correct = chunked_cross_entropy(
+        x.astype(self.fprop_dtype), self.theta.w, b, class_ids, chunks
+      )
+      output = SoftmaxOutput(xent, correct, None)
     if self.z_loss_weight:
       weights = jnp.ones_like(xent) if class_weights is None else class_weights
       z_loss, _ = weighted_mean(jnp.square(log_normalizer), weights)
       self.add_aux_loss('z_loss', z_loss, weight=self.z_loss_weight)
-    return SoftmaxOutput(logits, xent)
+    return output
+
+  def _chunks(self, class_ids: jax.Array) -> ClassChunks | None:
+    """How the cross entropy of these labels cuts the classes; None if it takes all at once."""
+    if self.chunk_size is None:
+      return None
+    rank, wt = class_ids.ndim + 1, self.weight_split_dims_mapping.wt
+    out, out_field = self.activation_split_dims_mapping.out, f'{self.path_name}.activation_split_dims_mapping.out'
+    logits = self._resolve(out, out_field, rank=rank)
+    weight = self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=2)
+    entry = logits.spec[-1] if logits is not None else weight and weight.spec[self._classes_axis]
+    axes, size = own_axes(entry), auto_chunk_size(self.num_classes, class_ids.size, own_axes(entry))
+    if self.chunk_size != 'auto':
+      size = int(self.chunk_size)
+    if size is None:
+      return None
+    chunks = ClassChunks(
+      num_classes=self.num_classes,
+      chunk_size=size,
+      axes=axes,
+      rows=None if logits is None else tuple(logits.spec[:-1]),
+      classes_first=self._classes_axis == 0,
+      label_smoothing=self.label_smoothing,
+      soft_cap=self.soft_cap,
+    )
+    if self.surroundings.listener is not None:
+      # What is split as `out` says is a chunk of each part of the classes, [..., S, C].
+      why = () if logits is None else (*logits.why, 'the classes of a chunk are on one device')
+      of_chunk = None if logits is None else Placement(PartitionSpec(*logits.spec, None), why)
+      shape, manual = (*class_ids.shape, chunks.num_parts, chunks.size), self.surroundings.manual_axes
+      self.surroundings.listener(Constraint(out_field, of_chunk, shape, jnp.dtype(jnp.float32), manual))
+    return chunks
 
 
 class SharedEmbeddingActivationSplit(ActivationSplit):
@@ -168,6 +236,8 @@ class SharedEmbeddingSoftmax(FullSoftmax):
   scale_sqrt_depth: bool = False
   lookup_style: str = 'gather'
   activation_split_dims_mapping: Config = template(SharedEmbeddingActivationSplit)
+
+  _classes_axis = 0
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.lookup_style', self.lookup_style, LOOKUP_STYLES)

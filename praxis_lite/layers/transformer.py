@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,8 +26,9 @@ from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
-from praxis_lite.layers.remat import check_remat, remat
-from praxis_lite.layers.repeat import Repeat
+from praxis_lite.layers.pipeline import Pipelined
+from praxis_lite.layers.remat import Remat
+from praxis_lite.layers.repeat import Repeat, check_pattern, pattern
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 
 T = TypeVar('T')
@@ -107,37 +108,37 @@ class TransformerBlock(Layer):
 
 
 class StackedTransformer(Layer):
-  """`num_layers` layers of one kind in sequence, each with its own variables: `layers_0`, `layers_1`, ...
+  """`num_layers` layers in sequence, each with its own variables: `layers_0`, `layers_1`, ...
 
   Attributes:
-    layers_tpl: of each layer.
+    layers_tpl: of each layer; or a pattern of several, taken in turn.
     num_layers: number of layers.
-    sliding_windows: the `sliding_window` of the attention of the first layers, and again from the first one on, so that
-      (4096, None) alternates; None: as `layers_tpl` says.
-    remat, remat_save_names: what each layer keeps for the backward pass; see `remat.py`.
+    sliding_windows: see `with_windows`.
+    remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
   """
 
-  layers_tpl: Config = template(TransformerBlock)
+  layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
   num_layers: int = REQUIRED
   sliding_windows: tuple[int | None, ...] | None = None
-  remat: str = 'none'
+  remat: str | tuple[str, ...] = 'none'
   remat_save_names: tuple[str, ...] = ()
+  remat_offload_names: tuple[str, ...] = ()
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
-    check_remat(self.remat, self.remat_save_names, f'{self.path_name}.remat')
-    templates = [self.layers_tpl.clone() for _ in range(self.num_layers)]
-    for block, window in zip(templates, itertools.cycle(self.sliding_windows or ())):
-      block.attention_tpl.sliding_window = window
-    self.create_children('layers', templates=templates)
+    check_pattern(self.layers_tpl, self.num_layers, self.path_name)
+    configs = with_windows(self.layers_tpl, self.sliding_windows, self.path_name)
+    self._period = len(configs)
+    self._remat = Remat.of(self, self._period)
+    self.create_children('layers', templates=list(itertools.islice(itertools.cycle(configs), self.num_layers)))
 
   def __call__(self, x: T, **kwargs: Any) -> T:
     """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
     regathers = self.surroundings.reading_gathers
-    for layer in self.layers:
+    for i, layer in enumerate(self.layers):
       key = self.next_prng_key() if self.has_prng_key() else None
       apply = functools.partial(layer.apply, key=key, **kwargs)
-      body = remat(apply, self.remat, self.remat_save_names, in_scan=False, regathers=regathers)
+      body = self._remat(apply, i % self._period, in_scan=False, regathers=regathers)
       x, side = body(layer.variables, x)
       layer.absorb(side)
     return x
@@ -155,7 +156,53 @@ class StackedTransformer(Layer):
 
 
 class RepeatedTransformer(Repeat):
-  """A scan over transformer blocks with stacked variables: computes what `StackedTransformer` does; compiles faster."""
+  """A scan over transformer blocks with stacked variables: computes what `StackedTransformer` does; compiles faster.
+
+  Attributes: those of `Repeat`, and
+    sliding_windows: see `with_windows`.
+  """
+
+  layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
+  sliding_windows: tuple[int | None, ...] | None = None
+
+  def setup(self) -> None:
+    if self.sliding_windows is not None:
+      self.layers_tpl = with_windows(self.layers_tpl, self.sliding_windows, self.path_name)
+    super().setup()
+
+
+def with_windows(
+  layers_tpl: Config | tuple[Config, ...], windows: Sequence[int | None] | None, where: str
+) -> tuple[Config, ...]:
+  """Returns a pattern of blocks with sliding windows.
+
+  Args:
+    layers_tpl: config of a block.
+    windows: the `sliding_window` of the attention of the first blocks, and again from the first one on, so that
+      (4096, None) alternates local and global attention. None: the blocks are as `layers_tpl`, which may then be a
+      pattern, says.
+    where: the path of the layer that has these fields.
+
+  Raises:
+    ConfigError: there are both windows and a pattern, or no windows in the tuple.
+  """
+  if windows is None:
+    return pattern(layers_tpl)
+  if not isinstance(layers_tpl, Config):
+    raise ConfigError(
+      f'{where}.sliding_windows: layers_tpl is a pattern of {len(layers_tpl)} blocks; set the attention_tpl.'
+      'sliding_window of each instead'
+    )
+  if not windows:
+    raise ConfigError(f'{where}.sliding_windows: expected the windows of one or more blocks, or None')
+  blocks = tuple(layers_tpl.clone() for _ in windows)
+  for block, window in zip(blocks, windows):
+    block.attention_tpl.sliding_window = window
+  return blocks
+
+
+class PipelinedTransformer(Pipelined):
+  """Transformer blocks in stages of a pipeline, with the variables of a `RepeatedTransformer`."""
 
   layers_tpl: Config = template(TransformerBlock)
 
@@ -175,7 +222,8 @@ class TransformerLm(Layer):
     embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
     position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
     dropout_tpl: of the child `embedding_dropout`.
-    transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block.
+    transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block, or a
+      pattern of several.
     final_norm_tpl: of the child `final_norm`; None disables it, as after post-norm blocks.
     softmax_tpl: of the child `softmax`.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
@@ -204,12 +252,15 @@ class TransformerLm(Layer):
       self.create_child('position', self.position_tpl.clone(dims=D))
     self.create_child('embedding_dropout', self.dropout_tpl)
     transformer = self.transformer_tpl.clone(num_layers=self.num_layers)
-    hidden_dims, heads = self.hidden_dims, {field: getattr(self, field) for field in _HEADS}
-    transformer.layers_tpl.set(input_dims=D, hidden_dims=4 * D if hidden_dims is None else hidden_dims, **heads)
-    transformer.layers_tpl.attention_tpl.causal = True
-    block = transformer.layers_tpl
+    sizes = {'input_dims': D, 'hidden_dims': 4 * D if self.hidden_dims is None else self.hidden_dims}
+    sizes |= {field: getattr(self, field) for field in _HEADS}
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
-    for config in (block.attention_tpl, block.ff_tpl, block.norm_tpl, final_norm):
+    may_have_bias = [final_norm]
+    for block in pattern(transformer.layers_tpl):
+      block.set(**sizes)
+      block.attention_tpl.causal = True
+      may_have_bias += [block.attention_tpl, block.ff_tpl, block.norm_tpl]
+    for config in may_have_bias:
       if self.use_bias is not None and config is not None and 'use_bias' in (field_names(config) or ()):
         config.use_bias = self.use_bias
     self.create_child('transformer', transformer)
@@ -232,7 +283,7 @@ class TransformerLm(Layer):
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
   ) -> SoftmaxOutput:
-    """Returns logits [B, T, V] and the cross entropy of the labels [B, T].
+    """Returns the cross entropy of the labels [B, T], and logits [B, T, V] unless the softmax works in chunks.
 
     Args:
       ids_BT: int32 tokens.

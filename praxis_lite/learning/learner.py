@@ -18,10 +18,11 @@ import optax
 
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, check_choice, did_you_mean
+from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
 from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
-from praxis_lite.weights import WeightHParams
+from praxis_lite.weights import WeightHParams, is_dtype
 
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
 SumParts = Callable[[NestedDict], NestedDict]
@@ -67,6 +68,8 @@ class Learner(Configurable):
     num_microbatches: number of parts of a batch that gradients are accumulated over.
     on_nonfinite: what is done in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing;
       'raise' changes nothing and ends the run; 'ignore' updates as in any other step.
+    moments: what the optimizer remembers of each variable is stored in 'float32', 'bfloat16' or 'int8'; see
+      `moments.py`.
     per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only where
       that may make a difference.
     report_param_norm: adds the norm of the trained variables to the stats.
@@ -77,6 +80,8 @@ class Learner(Configurable):
     ConfigError: a value is out of range, or both kinds of decay are set.
   """
 
+  _config_path = 'learner'
+
   optimizer: Config = template(optax.adamw)
   learning_rate: float = 1e-3
   schedule: Config | Schedule = template(Constant)
@@ -85,11 +90,12 @@ class Learner(Configurable):
   clip_gradient_value: float = 0.0
   l2_regularizer_weight: float = 0.0
   decoupled_weight_decay: float = 0.0
-  bprop_variable_inclusion: tuple[str, ...] = ()
-  bprop_variable_exclusion: tuple[str, ...] = ()
+  bprop_variable_inclusion: tuple[str, ...] | str = ()
+  bprop_variable_exclusion: tuple[str, ...] | str = ()
   ema_decay: float = 0.0
   num_microbatches: int = 1
   on_nonfinite: str = 'skip'
+  moments: str = 'float32'
   per_layer_statistics: bool | None = None
   report_param_norm: bool = False
 
@@ -97,6 +103,7 @@ class Learner(Configurable):
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
     check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'ignore'))
+    check_choice('learner.moments', self.moments, MOMENTS)
     if not isinstance(self.optimizer, Config):
       raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')
     for field in ('clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value', 'clip_gradient_value'):
@@ -142,8 +149,14 @@ class BoundLearner:
     }
     if not self._trained and any(weight.trainable for weight in declared.values()):
       raise ConfigError('learner: bprop_variable_inclusion and bprop_variable_exclusion leave no variable to train')
+    for path in self._trained:
+      if not is_dtype(declared[path].dtype, jnp.floating):
+        raise ConfigError(
+          f'{path_name(path)} is {jnp.dtype(declared[path].dtype)}, which no optimizer can train; declare it with '
+          'create_variable(..., trainable=False)'
+        )
     self._declared = self.trained(weights)
-    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics)
+    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments)
 
   # ---------------------------------------------------------------- which variables
 

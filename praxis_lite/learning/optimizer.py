@@ -34,6 +34,7 @@ import optax
 
 from praxis_lite.config import REQUIRED, Config, map_nested, nested_configs, target
 from praxis_lite.errors import ConfigError
+from praxis_lite.learning.moments import compressed
 from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
@@ -58,14 +59,15 @@ class GroupedOptimizer:
       wherever it takes a mask for its weight decay and none is set.
     weights: declarations of the variables it updates, a nested dict.
     per_layer: whether each layer of a stack is updated separately; None: only where that may make a difference.
+    moments: how its moments are stored; see `moments.py`.
 
   `init` and `update` raise ConfigError if no factory takes the learning rate, if weight decay would apply to variables
   marked to skip it, if the config builds no optax transformation, or if `per_layer` is None and one part of the
   optimizer must see all layers together and another each separately.
   """
 
-  def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None):
-    self._config, self._weights, self._per_layer = config, weights, per_layer
+  def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
+    self._config, self._weights, self._per_layer, self._moments = config, weights, per_layer, moments
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
@@ -109,6 +111,8 @@ class GroupedOptimizer:
     if is_elementwise(self._build, self._weights):
       return []
     at_fault = [name for name, build in self._factories() if not is_elementwise(build, self._weights)]
+    if not at_fault and self._moments == 'int8':
+      at_fault = ["learner.moments='int8'"]
     return at_fault or [_name(self._config)]
 
   def slot_axes(self) -> dict[Path, tuple[int | None, ...]]:
@@ -169,7 +173,7 @@ class GroupedOptimizer:
     if not isinstance(transformation, optax.GradientTransformation):
       kind = type(transformation).__name__
       raise ConfigError(f'learner.optimizer: {_name(self._config)} returned {kind}, not an optax transformation')
-    return optax.with_extra_args_support(transformation)
+    return compressed(optax.with_extra_args_support(transformation), self._moments)
 
   def _filled(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
     """Returns a copy with rates and masks filled in, and adds to `took_rate` where that took the rate."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
-from praxis_lite.trees import NestedDict, leaves, path_name
+from praxis_lite.mistakes import returned_nothing
+from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.weighted import WeightedScalars
 
 PredictionsT = TypeVar('PredictionsT')
@@ -38,7 +41,10 @@ class BaseModel(Layer, Generic[PredictionsT]):
 
   def __call__(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs of `compute_loss` for a batch."""
-    return self.compute_loss(self.compute_predictions(batch), batch)
+    predictions = self.compute_predictions(batch)
+    if predictions is None:
+      raise ConfigError(f'{_named(self, "compute_predictions")} {returned_nothing(self.compute_predictions)}')
+    return checked_outputs(self, self.compute_loss(predictions, batch))
 
   def predict(self, batch: NestedDict) -> Any:
     """Returns what a user of the trained model wants to know of a batch: a tree of arrays, the batch as dimension 0.
@@ -64,22 +70,45 @@ class BaseModel(Layer, Generic[PredictionsT]):
     raise ConfigError(f'task.model: {type(self).__name__} has no method decode(batch), so it cannot decode')
 
 
-def checked_outputs(model: BaseModel, outputs: Any, method: str = 'compute_loss') -> tuple[WeightedScalars, NestedDict]:
+def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
+  """Returns what `predict` has returned for `rows` examples.
+
+  Raises:
+    ConfigError: it is None, or an array in it does not have the batch as dimension 0.
+  """
+  if predictions is None:
+    raise ConfigError(f'{_named(model, "predict")} {returned_nothing(model.predict)}')
+  for path, x in leaves_by_path(predictions).items():
+    if jnp.shape(x)[:1] != (rows,):
+      raise ConfigError(
+        f'task.model: of {rows} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
+        f'{jnp.shape(x)}; define predict(batch) to return only arrays with the batch as dimension 0'
+      )
+  return predictions
+
+
+def checked_outputs(
+  model: BaseModel, outputs: Any, rows: int | None = None, method: str = 'compute_loss'
+) -> tuple[WeightedScalars, NestedDict]:
   """Returns the (metrics, per-example or decoded outputs) that a method of a model has returned.
 
   Raises:
-    ConfigError: they are something else, a metric is not a pair (mean, weight), or there is no scalar `loss`.
+    ConfigError: they are something else, a metric is not a pair (mean, weight), there is no scalar `loss`, or an output
+      does not have dimension 0 of size `rows`.
   """
-  where = f'task.model: {type(model).__name__}.{method}'
+  where = _named(model, method)
+  second = 'decoded outputs' if method == 'decode' else 'per-example outputs'
   if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(isinstance(part, dict) for part in outputs)):
-    second = 'decoded outputs' if method == 'decode' else 'per-example outputs'
     raise ConfigError(
       f'{where} returned {_described(outputs)}; it must return two dicts, metrics and {second}, as in '
       "return {'loss': weighted_mean(losses, batch['weights'])}, {}"
     )
   metrics, by_row = outputs
+  for name in (*metrics, *by_row):
+    if not isinstance(name, str):
+      raise ConfigError(f'{where}: metrics and outputs have names; {name!r} is none')
   for name, metric in metrics.items():
-    if not (isinstance(metric, tuple | list) and len(metric) == 2):
+    if not (isinstance(metric, tuple | list) and len(metric) == 2 and all(map(_is_number, metric))):
       raise ConfigError(
         f'{where}: the metric {name!r} is {_described(metric)}; it must be a pair (mean, weight), as '
         "weighted_mean(values, batch['weights']) returns, or (mean, number of examples)"
@@ -97,20 +126,46 @@ def checked_outputs(model: BaseModel, outputs: Any, method: str = 'compute_loss'
         "weighted_mean(losses, batch['weights']) returns"
       )
     metrics = {**metrics, name: (mean, weight)}
-  for path, x in leaves(by_row).items():
-    if not jnp.ndim(x):
+  for path, x in leaves_by_path(by_row, is_leaf=lambda x: x is None).items():
+    size = jnp.shape(x)[:1] if _is_number(x) else ()
+    if not size or rows not in (None, *size):
+      here = '' if rows is None else f', of {rows} here'
+      remedy = '; a scalar is a metric' if _is_number(x) and not size else ''
       raise ConfigError(
-        f'{where}: {path_name(path)} is a scalar, and the second dict has an array for each, with the batch as '
-        'dimension 0; a scalar is a metric'
+        f'{where}: {path_name(path)} is {_described(x)}; the second dict, {second}, has only arrays with the batch as '
+        f'dimension 0{here}{remedy}'
       )
   return metrics, by_row
+
+
+def check_is_trained(model: BaseModel, loss: jax.Array, weight: jax.Array, trained: NestedDict) -> None:
+  """Inside `jax.grad`: raises ConfigError if the loss depends on none of the variables that are trained.
+
+  What depends on them is a tracer of the same kind as they are; what does not is a constant to the gradient.
+  """
+  kinds = tuple({type(x) for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)})
+  if not kinds or isinstance(loss, kinds):
+    return
+  where, remedy = _named(model, 'compute_loss'), 'leave out stop_gradient, rounding, comparisons and integers'
+  if isinstance(weight, kinds):
+    remedy = 'its weight does, so the pair seems to be reversed: it is (mean, weight)'
+  raise ConfigError(f'{where}: the loss depends on no variable that is trained, so its gradient is zero; {remedy}')
+
+
+def _named(model: BaseModel, method: str) -> str:
+  return f'task.model: {type(model).__name__}.{method}'
+
+
+def _is_number(value: Any) -> bool:
+  """Whether a value is an array, or a number that becomes one."""
+  return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
 
 
 def _described(value: Any) -> str:
   """A value as messages show it: an array by dtype and shape, in tuples and dicts too."""
   if hasattr(value, 'dtype') and hasattr(value, 'shape'):
     return f'{value.dtype}{list(value.shape)}' if value.shape else f'a {value.dtype} scalar'
-  if isinstance(value, tuple):
+  if isinstance(value, tuple | list):
     return f'({", ".join(map(_described, value))})'
   if isinstance(value, dict):
     return f'a dict of {", ".join(map(str, value)) or "nothing"}'

@@ -26,13 +26,13 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
   Attributes:
     num_classes: V.
     network_tpl: of the child `network`, from (input, weights) to features [B, F], with F as property `output_dims`.
-    softmax_tpl: of the child `softmax`.
+    softmax_tpl: of the child `softmax`; predictions are made of its whole logits.
     input_name: the leaf of the batch that is the network's input.
   """
 
   num_classes: int = REQUIRED
   network_tpl: Config = template(Mlp)
-  softmax_tpl: Config = template(FullSoftmax, use_bias=True)
+  softmax_tpl: Config = template(FullSoftmax, use_bias=True, chunk_size=None)
   input_name: str = 'image'
   activation_split_dims_mapping: Config = template(SplitMapping)
 

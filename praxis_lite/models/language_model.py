@@ -85,7 +85,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   # ---------------------------------------------------------------- training and evaluation
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
-    """Returns logits [B, T, V] and cross entropies [B, T]."""
+    """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
     weights_BT = _weights_of_tokens(batch)
     ids_BT, labels_BT = (_without_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
     return self.lm(ids_BT, labels_BT, weights_BT, **self._segments(batch))
@@ -106,8 +106,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     elif self.tokens_are_bytes:
       metrics['nats_per_byte'] = metrics['loss']
     if self.do_eval:
-      correct_BT = jnp.argmax(predictions.logits, axis=-1) == batch['labels']
-      metrics['accuracy'] = weighted_mean(correct_BT, weights_BT)
+      metrics['accuracy'] = weighted_mean(predictions.correct, weights_BT)
     return metrics, {'loss': loss_B, 'weights': weights_B}
 
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:

@@ -16,8 +16,9 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
+from praxis_lite.layers.repeat import pattern
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerLm
+from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes
 from praxis_lite.weights import WeightInit
@@ -119,6 +120,7 @@ def set_sharding(
   data_axis: str | tuple[str, ...] | None = 'data',
   mdl_axis: str | None = 'mdl',
   expert_axis: str | tuple[str, ...] | None = None,
+  context_axis: str | None = None,
 ) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
@@ -135,24 +137,26 @@ def set_sharding(
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
     expert_axis: mesh or logical axes, often one of `batch_axes`, that tokens are exchanged over between experts; see
       `MoeFeedForward`. None: each device computes all experts for its own tokens.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
-  block = lm.transformer_tpl.layers_tpl
-  bld, blf = (batch_axes, None, None), (batch_axes, None, mdl_axis)
-  blnh = (batch_axes, None, mdl_axis, None)
-  for layer in (lm, block):
-    layer.activation_split_dims_mapping.out = bld
-  block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
-  block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
-  dense, kind = block.ff_tpl, target(block.ff_tpl)
-  if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
-    free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
-    block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
-    block.ff_tpl.activation_split_dims_mapping.out = bld
-    block.ff_tpl.expert_axis = expert_axis
-    dense = block.ff_tpl.shared_tpl
-  dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
-  dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
+  bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
+  blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
+  lm.activation_split_dims_mapping.out = bld
+  for block in pattern(lm.transformer_tpl.layers_tpl):
+    block.activation_split_dims_mapping.out = bld
+    block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
+    block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+    block.attention_tpl.context_axis = context_axis
+    dense, kind = block.ff_tpl, target(block.ff_tpl)
+    if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
+      free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
+      block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
+      block.ff_tpl.activation_split_dims_mapping.out = bld
+      block.ff_tpl.expert_axis = expert_axis
+      dense = block.ff_tpl.shared_tpl
+    dense.weight_split_dims_mapping.wt = (data_axis, mdl_axis)
+    dense.activation_split_dims_mapping.set(hidden=blf, out=bld)
   table = (mdl_axis, data_axis)
   lm.softmax_tpl.activation_split_dims_mapping.out = blf
   if lm.embedding_tpl is None:
@@ -168,3 +172,38 @@ def set_sharding(
 def _without(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:
   """An entry of a mapping without some of its axes."""
   return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
+
+
+def set_pipeline(
+  config: Config[LmT],
+  *,
+  num_stages: int,
+  num_microbatches: int | None = None,
+  microbatch_size: int | None = None,
+  circular_repeat: int = 1,
+  stage_remat: str = 'none',
+  stage_axis: str | None = 'stage',
+) -> Config[LmT]:
+  """Has a language model run its blocks in stages of a pipeline, in place, and returns it.
+
+  Its variables stay those of the scan over blocks, so that checkpoints can be restored with and without.
+
+  Args:
+    config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`.
+    num_stages, num_microbatches, microbatch_size, circular_repeat, stage_remat: see `Pipelined`.
+    stage_axis: the mesh axis of the stages; None runs all of them on each device.
+  """
+  lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
+  repeated = lm.transformer_tpl
+  if not (isinstance(cls := target(repeated), type) and issubclass(cls, RepeatedTransformer | PipelinedTransformer)):
+    raise ConfigError(
+      f'set_pipeline: transformer_tpl is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
+      'that are all alike, so it must be that of a RepeatedTransformer'
+    )
+  pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
+  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat, stage_remat=stage_remat)
+  for field in ('layers_tpl', 'remat', 'remat_save_names', 'unroll'):
+    setattr(pipelined, field, getattr(repeated, field))
+  pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
+  lm.transformer_tpl = pipelined
+  return config

@@ -56,11 +56,16 @@ def pad_batch(batch: Mapping[str, object], multiple: int) -> NestedDict:
   return jax.tree.map(pad, {WEIGHTS: np.ones(size, np.float32), **batch})
 
 
+def padded_rows(rows: int, multiple: int) -> int:
+  """Rows of a batch with those that fill up the mesh."""
+  return rows + -rows % multiple
+
+
 def padded_batch_shape(batch_struct: Mapping[str, object], multiple: int) -> NestedDict:
   """Returns the shapes and dtypes of what `pad_batch` returns for a batch of these shapes and dtypes."""
   size = batch_size(batch_struct)
   batch = {WEIGHTS: jax.ShapeDtypeStruct((size,), np.float32), **batch_struct}
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size + -size % multiple, *x.shape[1:]), x.dtype), batch)
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct((padded_rows(size, multiple), *x.shape[1:]), x.dtype), batch)
 
 
 def check_batch(batch: object, expected: object) -> None:

@@ -1,10 +1,10 @@
 """Running an experiment: start-up, the training loop, checkpoints, summaries, evaluation and decoding."""
 
 from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables, restore_variables
-from praxis_lite.runtime.console import NonFiniteError
 from praxis_lite.runtime.distributed import initialize_distributed, set_up_compilation_cache, simulate_cpu_devices
 from praxis_lite.runtime.executor import TrainResult, run_train
 from praxis_lite.runtime.hooks import Hook, Run
 from praxis_lite.runtime.inference import run_decode, run_eval
+from praxis_lite.runtime.nonfinite import NonFiniteError
 from praxis_lite.runtime.run import SavedRun, open_run
 from praxis_lite.runtime.trained import TrainedModel

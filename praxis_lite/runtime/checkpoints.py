@@ -22,7 +22,6 @@ import functools
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.runtime.files import replace_file
+from praxis_lite.runtime.streamed import first_line, stored_arrays
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _DIRECTORY = 'checkpoints'
 _BEST = 'best.json'
-_PIECE_BYTES = 16 << 20
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -59,6 +58,20 @@ class BestCheckpoint(NamedTuple):
   metric: str
   mode: str  # 'min' or 'max'
   value: float
+
+
+class OtherModelError(CheckpointError):
+  """A checkpoint has other arrays than the task.
+
+  Attributes:
+    difference: which arrays differ, and of which checkpoint.
+    only_learner: whether the variables of the model are the same.
+  """
+
+  def __init__(self, difference: str, remedy: str, only_learner: bool):
+    super().__init__(f'{difference}. {remedy}')
+    self.difference = difference
+    self.only_learner = only_learner
 
 
 class Checkpointer:
@@ -88,6 +101,8 @@ class Checkpointer:
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
     ocp = _orbax()
+    from praxis_lite.runtime.streamed_writes import pytree_handlers
+
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
     keep = [policies.LatestN(max_to_keep), _KeepBest(self)]
@@ -100,7 +115,7 @@ class Checkpointer:
       read_only=read_only,
       save_root_metadata=False,
     )
-    self._manager = ocp.CheckpointManager(self.directory, options=options)
+    self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
     self._being_saved: list[int] = []
     self._best = self._recorded_best = self._read_best()
 
@@ -110,17 +125,16 @@ class Checkpointer:
     state: TrainState,
     true_shapes: TrainState,
     input_state: dict[str, Any] | None,
-    *,
-    in_pieces: bool = False,
   ) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
+
+    Where the state has a `StreamedArray`, its parts are read while they are written.
 
     Returns False if there is a checkpoint of this step already.
 
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
-      in_pieces: write arrays in pieces, in little host memory beside the arrays.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -129,10 +143,8 @@ class Checkpointer:
     if step in self._manager.all_steps():
       return False
     arrays = _to_nested_dict(jax.tree.map(_as_data, state))
-    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES), arrays) if in_pieces else None
-    data_file_bytes = _PIECE_BYTES if in_pieces else None  # What is to be in one file is kept in memory.
     items = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(arrays, save_args=save_args, ocdbt_target_data_file_size=data_file_bytes),
+      state=ocp.args.PyTreeSave(arrays),
       inputs=ocp.args.JsonSave({'input_state': input_state}),
       about=ocp.args.JsonSave(_about(state, true_shapes)),
     )
@@ -238,7 +250,8 @@ class Checkpointer:
       step: step of the checkpoint, or 'best'; None restores the newest.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+      CheckpointError: there is no such checkpoint, or it cannot be read.
+      OtherModelError: it is of another model.
     """
     step = self.existing_step(step)
     where = os.path.join(self.directory, str(step))
@@ -264,6 +277,26 @@ class Checkpointer:
     arrays = self._read(step, 'state', args)
     return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
 
+  def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
+    """Returns the model's variables as arrays that are read in parts when they are needed, in the dtypes of the file.
+
+    Args:
+      shapes: the true shapes of all of them.
+      use_ema: take the moving averages where there are some.
+      step: as for `restore`.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
+    """
+    step = self.existing_step(step)
+    where, saved = os.path.join(self.directory, str(step)), self.about(step)['variables']
+    check_same_model(saved, records_of({'mdl_vars': shapes}), where)
+    names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
+    if use_ema:
+      names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
+    arrays = stored_arrays(os.path.join(where, 'state'), {name: saved[name]['shape'] for name in names.values()})
+    return map_with_path(lambda path, _: arrays[names[path]], shapes)
+
   def has_variables_alone(self, step: int | None = None) -> bool:
     """Whether a checkpoint was saved without the state of an optimizer, as imported ones are."""
     return bool(self.about(step).get('variables_alone'))
@@ -282,7 +315,7 @@ class Checkpointer:
     except Exception as error:
       where = os.path.join(self.directory, str(step))
       raise CheckpointError(
-        f'{where} cannot be read ({_first_line(error)}); remove this folder to go back to the checkpoint before'
+        f'{where} cannot be read ({first_line(error)}); remove this folder to go back to the checkpoint before'
       ) from error
 
   @contextlib.contextmanager
@@ -290,7 +323,7 @@ class Checkpointer:
     try:
       yield
     except Exception as error:
-      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {_first_line(error)}') from error
+      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
@@ -312,7 +345,8 @@ class _KeepBest:
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
-  mesh = getattr(jax.tree.leaves(state)[0].sharding, 'mesh', None)
+  sharding = getattr(state.step, 'sharding', None)  # None: not from a mesh.
+  mesh = getattr(sharding, 'mesh', None)
   return {
     'format': _FORMAT,
     'praxis_lite': metadata.version('praxis_lite'),
@@ -322,15 +356,6 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
     'variables': records_of(true_shapes),
     'variables_alone': state.opt_states is None,
   }
-
-
-def _first_line(error: Exception) -> str:
-  lines = str(error).strip().splitlines()
-  if not lines:
-    return type(error).__name__
-  # TensorStore appends its request, thousands of characters of JSON.
-  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
-  return f'{type(error).__name__}: {message}'
 
 
 # -------------------------------------------------------------------- PRNG keys, stored as the integers in them
@@ -384,7 +409,7 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   differ: the values are cast.
 
   Raises:
-    CheckpointError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
+    OtherModelError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
   """
   parts = {name.partition('.')[0] for name in wanted}
   saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
@@ -396,9 +421,10 @@ def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where:
   whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
   shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
   more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
-  raise CheckpointError(
-    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}. Set {remedy} back to what it was '
-    'trained with, or start a new run in another --job_log_dir.'
+  raise OtherModelError(
+    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}',
+    f'Set {remedy} back to what it was trained with, or start a new run in another --job_log_dir.',
+    only_learner,
   )
 
 

@@ -23,9 +23,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
-from praxis_lite.errors import UserError
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.runtime.nonfinite import SkippedSteps
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, count_flops, peak_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput, eval_step_single_learner
@@ -48,6 +48,9 @@ class Console:
   def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
     """Shows the figures of a training step."""
     self.line(train_line(step, self._total, metrics, rates))
+
+  def progress(self, step: int) -> None:
+    """Shows that a step was taken, where that needs no line."""
 
   def line(self, text: str) -> None:
     """Prints a line of any kind."""
@@ -82,8 +85,11 @@ class LiveConsole(Console):
     self._screen.show_cursor(True)  # It would stay hidden after a kill.
 
   def train_step(self, step: int, metrics: Mapping[str, ArrayLike], rates: Rates | None) -> None:
-    self._progress.update(self._bar, completed=step)
+    self.progress(step)
     self._figures.plain = '  '.join(train_figures(metrics, rates))
+
+  def progress(self, step: int) -> None:
+    self._progress.update(self._bar, completed=step)
 
   def line(self, text: str) -> None:
     self._screen.print(text, markup=False, soft_wrap=True)
@@ -145,14 +151,6 @@ def _format(name: str, value: ArrayLike) -> str:
   return _digits(number, 2 if abs(number) < 9.95 else 3)
 
 
-# The learner's metric of updates skipped because the loss or a gradient was not finite: 0 or 1 for one step.
-SKIPPED = 'skipped'
-
-
-class NonFiniteError(UserError):
-  """The loss or the gradients of a step are not finite, and the learner is set to raise."""
-
-
 class _Step(NamedTuple):
   number: int
   metrics: dict[str, tuple[jax.Array, jax.Array]]
@@ -160,13 +158,18 @@ class _Step(NamedTuple):
 
 
 class TrainLog:
-  """Logs every `log_interval_steps`-th step, the first and the last one, and any step that was not finite.
+  """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
+
+  Of steps that are skipped in a row, the console shows the first one, and then only how many there are.
 
   Args:
     partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.
+
+  Attributes:
+    skipped: the steps skipped in a row until now, of those that were looked at.
   """
 
   def __init__(
@@ -182,11 +185,12 @@ class TrainLog:
     settings = partitioned.jax_task.train
     self._interval: int = settings.log_interval_steps
     self._last_step: int = settings.num_train_steps
-    self._raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
     self._console = console
     self._writer = writer
     self._startup = startup
     self._first_step = first_step
+    raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
+    self.skipped = SkippedSteps(first_step, settings.max_skipped_steps, raises, console.line)
     self._in_flight: deque[_Step] = deque()
     self._throughput = Throughput(
       batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
@@ -220,23 +224,15 @@ class TrainLog:
   def _look_at_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:
       step, means, summaries = self._in_flight.popleft()
-      if SKIPPED not in means:
-        jax.block_until_ready(means)
-      elif float(means[SKIPPED][0]) > 0:
-        self._report_nonfinite(step)
+      was_skipped = self.skipped.add(step, means)
       if self._is_logged(step):
         metrics, rates = mean_values(means), self._throughput.rates(step)
-        self._console.train_step(step, metrics, rates)
+        if was_skipped:
+          self._console.progress(step)
+        else:
+          self._console.train_step(step, metrics, rates)
         speeds = rates.as_metrics() if rates else {}
         self._writer.write(step, 'train', {**metrics, **speeds}, jax.device_get(summaries))
-
-  def _report_nonfinite(self, step: int) -> None:
-    if self._raises:
-      raise NonFiniteError(
-        f'step {step}: the loss or a gradient is not finite, and task.train.learner is set to raise; lower the '
-        'learning rate, clip gradients, or let it skip such steps. The checkpoints before this step are kept'
-      )
-    self._console.line(f'step {step}: the loss or a gradient is not finite; the update was skipped')
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

@@ -171,6 +171,10 @@ class StopSignals:
     """Whether to stop: with several processes, what all of them agreed on when `requested_at` was last called."""
     return self._agreed if self._several_processes else self.received is not None
 
+  def request_of_all(self) -> None:
+    """Asks all processes to stop after the same step, as a SIGTERM to this one does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
   def interrupts(self) -> bool:
     """Whether to end an evaluation early; never with several processes, which have not agreed on it."""
     return self.received is not None and not self._several_processes

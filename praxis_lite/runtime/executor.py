@@ -22,6 +22,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
@@ -29,6 +30,7 @@ from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
+from praxis_lite.runtime.nonfinite import hints_in
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
@@ -97,8 +99,10 @@ def run_train(
   Raises:
     UserError: the config, the data, the directory or the checkpoint in it is not usable.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
-    NonFiniteError: a step was not finite and the learner is set to raise; nothing is saved after that step.
-    Exception: what a hook raised, with a note that names the hook; the state has been saved.
+    NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
+      steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
+    Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
+      the others return, with ended_by='SIGTERM'.
   """
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
@@ -165,6 +169,11 @@ def run_train(
     log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step)
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
+    available = jax.device_count() if devices is None else len(devices)
+    if available > tasks.mesh.size:
+      console.line(_unused_devices(task, tasks.mesh.size, available))
+    for line in describe_pipelines(task.model, partitioned.rows_of_microbatch):
+      console.line(line)
     for line in warm_start.report() if warm_start else ():
       console.line(line)
     if advise is not None and is_primary_process():
@@ -203,7 +212,8 @@ def run_train(
 
     run = Run(task, directory, state, results, save=save, line=console.line)
     profiling = [] if profiled is None else [to_close.enter_context(ProfileSteps(profiled))]
-    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks])
+    stop_all = stop.request_of_all if jax.process_count() > 1 else None
+    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks], stop_all)
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
     )
@@ -220,7 +230,8 @@ def run_train(
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
-    while run.step < total and not stop.requested_at(run.step) and run.stop_reason is None:
+    batch: NestedDict | None = None
+    while run.step < total and not (stop.requested_at(run.step) or run.stop_reason or log.skipped.too_many):
       try:
         batch = next(batches, None)
       except Exception:
@@ -244,14 +255,24 @@ def run_train(
     # ---- the end
     stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
     save()
+    if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
+      checkpointer.wait()
+      is_on_this_host = batch is not None and jax.process_count() == 1
+      raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else '')
     if not stop.requested:
       programs.run(evaluation, run.step, run.state)
       if settings.decode_interval_steps is not None:
         programs.run(decoding, run.step, run.state)
     checkpointer.wait()
     tell_of_checkpoints()
-    all_taken = '; all steps are taken' if run.step == first_step >= total else ''
-    console.line(f'step {run.step} of {total}: saved in {checkpointer.directory}{all_taken}')
+    if run.step > total:
+      how_far = f'step {run.step}, past the {total} of task.train.num_train_steps, so no step was taken'
+    else:
+      how_far = f'step {run.step} of {total}'
+    all_taken = '; all steps are taken' if run.step == first_step == total else ''
+    console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
+    if all_hooks.error is not None:
+      raise all_hooks.error
     if run.stop_reason is not None:
       ended_by = 'stopped'
     return TrainResult(run.step, run.state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
@@ -267,6 +288,15 @@ def _verified(partitioned: PartitionedTask, state: TrainState, key: jax.Array, b
     f'gradients verified: {compared.num_norms} norms, of each variable and layer, are those computed '
     f'{compared.reference}; largest difference {compared.worst:.1e} of the norm'
   )
+
+
+def _unused_devices(task: SingleTask, used: int, available: int) -> str:
+  """Returns the line that says that the mesh leaves devices idle, with a mesh of all of them."""
+  names = task.mesh_axis_names or ('data',)
+  axis = names.index('data') if 'data' in names else 0
+  shape = ','.join(str(available if i == axis else 1) for i in range(len(names))) + ',' * (len(names) == 1)
+  named = '' if task.mesh_axis_names else '--set "task.mesh_axis_names=(\'data\',)" '
+  return f'{available} devices, and the mesh uses {used}: to use all, {named}--set "task.ici_mesh_shape=({shape})"'
 
 
 def _introduction(name: str, partitioned: PartitionedTask) -> str:

@@ -95,6 +95,17 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
       f"task.model: {type(model).__name__} has no prefill and extend_step, so it cannot be exported as 'decode'; "
       "'forward' exports its predictions"
     )
+  positions = getattr(getattr(model, 'lm', None), 'max_positions', None)
+  if settings.what == 'decode' and positions is not None and _cache_length(model, settings) > positions:
+    length, tokens = settings.prompt_length, _max_tokens(model, settings)
+    most = positions + 1 - length
+    remedy = f'pass max_tokens (--max_tokens) of at most {most}, or' if most >= 1 else 'pass'
+    which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
+    raise ConfigError(
+      f'max_tokens: prompts of {length} tokens (prompt_length) and {tokens} tokens after them (max_tokens{which}) need '
+      f'{length + tokens - 1} positions, and the model has {positions}; {remedy} a smaller prompt_length '
+      '(--prompt_length)'
+    )
   path = Path(directory).expanduser()
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise UserError(f'out: {path} exists and is not an empty directory; name another one, or remove it')
@@ -186,8 +197,7 @@ def _used(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
 
 def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings) -> list[_Program]:
   size = _batch_dim(settings)
-  max_tokens = settings.max_tokens or model.decoder.max_decode_steps
-  cache_length = settings.prompt_length + max_tokens - 1
+  cache_length = _cache_length(model, settings)
   # The name of each cache, in the order in which JAX flattens them, and their tree: known when `prefill` is traced.
   caches: list[tuple[list[str], Any]] = []
 
@@ -212,6 +222,14 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
   state = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in first.outputs.items() if name != 'logits'}
   inputs = {'ids': ids, 'positions': ids, **state}
   return [first, _exported('decode_step', decode_step, variables, inputs, settings)]
+
+
+def _max_tokens(model: Any, settings: ExportSettings) -> int:
+  return settings.max_tokens or model.decoder.max_decode_steps
+
+
+def _cache_length(model: Any, settings: ExportSettings) -> int:
+  return settings.prompt_length + _max_tokens(model, settings) - 1  # The last token needs no slot.
 
 
 def _exported(

@@ -9,15 +9,14 @@
 Early stopping and the best checkpoint are hooks too: see `improvement.py`.
 
 Hooks are called in their order, in the thread that trains. What one of them raises ends the run, after the state has
-been saved. With several processes each calls its own hooks, and all must save and stop at the same step.
+been saved. With several processes each calls its own hooks, and all must save and stop at the same step; when one of
+them raises, all processes stop after a step that they agree on, and save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-import jax
 
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.runtime.metrics import DeviceMetrics, EvalResult, HostMetrics
@@ -95,10 +94,21 @@ def check_hooks(hooks: Iterable[object]) -> None:
 
 
 class Hooks:
-  """Calls hooks, and names the one that raises."""
+  """Calls hooks, and names the one that raises.
 
-  def __init__(self, hooks: Iterable[Hook]):
+  Args:
+    hooks: the hooks of this process.
+    stop_all: asks all processes to stop after the same step, where there are several; None: there is one.
+
+  Attributes:
+    error: with several processes, what a hook has raised, which is to be raised once the state is saved. One process
+      alone could neither save nor end: the others would wait for it.
+  """
+
+  def __init__(self, hooks: Iterable[Hook], stop_all: Callable[[], object] | None = None):
     self._hooks = list(hooks)
+    self._stop_all = stop_all
+    self.error: Exception | None = None
 
   def on_start(self, run: Run) -> None:
     self._call('on_start', run)
@@ -113,21 +123,23 @@ class Hooks:
     self._call('on_checkpoint', run, step, path)
 
   def _call(self, method: str, run: Run, *args: object) -> None:
-    for hook in self._hooks:
+    for hook in list(self._hooks):
       try:
         getattr(hook, method)(run, *args)
       except Exception as error:
         what = f'{type(hook).__name__}.{method} raised {type(error).__name__} after step {run.step}'
-        note = f'{what}; {_saved(run)}'
+        note = f'{what}; {_saved(run) if self._stop_all is None else "all processes stop after a step, and save"}'
         run.line(note)
         error.add_note(f'praxis_lite: the hook {note}')
-        raise
+        if self._stop_all is None:
+          raise
+        self._hooks.remove(hook)
+        self.error = self.error or error
+        self._stop_all()
 
 
 def _saved(run: Run) -> str:
   """Saves the state, and returns what became of that."""
-  if jax.process_count() > 1:  # Saving takes all processes, and the others do not know of the error.
-    return 'it was not saved, because there are several processes'
   try:
     run.save()
   except UserError as error:

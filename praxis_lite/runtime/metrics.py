@@ -28,7 +28,7 @@ from praxis_lite.runtime.files import replace_file
 if TYPE_CHECKING:
   import tensorboardX
 
-HostMetrics = dict[str, np.ndarray]
+HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, which print as such.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
 # Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
 MAX_STEPS_IN_FLIGHT = 2
@@ -58,16 +58,20 @@ class MetricsAverage:
   def means(self) -> HostMetrics:
     """Returns the mean of each metric; NaN if its total weight is zero."""
     with np.errstate(invalid='ignore', divide='ignore'):
-      return {name: self._sums[name] / self._weights[name] for name in self._sums}
+      return {name: _plain(self._sums[name] / self._weights[name]) for name in self._sums}
 
   def weights(self) -> HostMetrics:
     """Returns the total weight of each metric."""
-    return dict(self._weights)
+    return {name: _plain(weight) for name, weight in self._weights.items()}
 
 
 def mean_values(metrics: DeviceMetrics) -> HostMetrics:
   """Returns the means of one step's (mean, weight) pairs, float64 on the host."""
-  return {name: np.asarray(value, np.float64) for name, (value, _) in jax.device_get(dict(metrics)).items()}
+  return {name: _plain(np.asarray(value, np.float64)) for name, (value, _) in jax.device_get(dict(metrics)).items()}
+
+
+def _plain(value: np.ndarray) -> float | np.ndarray:
+  return float(value) if np.ndim(value) == 0 else value
 
 
 class EvalResult(NamedTuple):
@@ -89,9 +93,7 @@ def read_results(directory: str | os.PathLike[str], up_to_step: int) -> list[Eva
   results = []
   for _, record in metric_lines(Path(directory) / _RECORDS):
     if record['step'] <= up_to_step and record['split'] != 'train':
-      numbers = {
-        name: np.asarray(np.nan if x is None else x, np.float64) for name, x in record.get('metrics', {}).items()
-      }
+      numbers: HostMetrics = {name: np.nan if x is None else x for name, x in record.get('metrics', {}).items()}
       results.append(EvalResult(record['step'], record['split'], numbers))
   return results
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, UserError, located
+from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
@@ -70,6 +70,31 @@ def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
   width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
   ids = np.stack([np.pad(np.asarray(p, np.int32), (0, width - len(p))) for p in prompts])
   return {'ids': ids, 'prompt_lengths': lengths}
+
+
+def check_ids(rows: Rows, vocab_size: int | None) -> None:
+  """Raises DataError if a batch of a language model has ids that are not in its vocabulary: JAX would read others.
+
+  Args:
+    rows: a batch with `ids` [B, T] and `weights`; of prompts, `prompt_lengths` [B] too. What is only padding may be any
+      id below zero, and in prompts any id at all.
+    vocab_size: V; None: not known.
+  """
+  if vocab_size is None or not isinstance(ids_BT := rows.get('ids'), np.ndarray) or ids_BT.ndim != 2:
+    return
+  is_bad_BT = (ids_BT < 0) | (ids_BT >= vocab_size)
+  if (lengths_B := rows.get('prompt_lengths')) is not None:
+    is_bad_BT &= np.arange(ids_BT.shape[1]) < lengths_B[:, None]
+  else:
+    weights = rows['weights']
+    weights_BT = weights if weights.ndim == 2 else weights[:, None]
+    is_bad_BT &= (ids_BT >= 0) | (weights_BT != 0)
+  if is_bad_BT.any():
+    row, position = np.argwhere(is_bad_BT)[0]
+    raise DataError(
+      f'ids: {ids_BT[row, position]}, at position {position} of row {row}, is not in the vocabulary of the model, '
+      f'whose ids are 0 to {vocab_size - 1}; are they from another tokenizer than that of the training data?'
+    )
 
 
 def task_with_sampler(

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -31,8 +32,9 @@ from praxis_lite.config import Config
 from praxis_lite.config.json import decode, encode_readable
 from praxis_lite.config.text import diff_texts, to_text
 from praxis_lite.config.trusted import UntrustedError
-from praxis_lite.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.runtime.checkpoints import OtherModelError
 from praxis_lite.runtime.files import replace_file
 
 _FORMAT = 1
@@ -91,6 +93,11 @@ class RunRecord:
     """The seed of the run: that of its last launch."""
     return self.launches[-1].seed if self.launches else 0
 
+  @property
+  def commands(self) -> list[str]:
+    """The command lines that made the run, the first one first, each once."""
+    return list(dict.fromkeys(launch.command for launch in self.launches))
+
   @functools.cached_property
   def config(self) -> ExperimentConfig:
     """The configs of the run. Fields that were left out are REQUIRED: set them before they are used.
@@ -114,7 +121,9 @@ class RunRecord:
     trust = f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; or name'
     if module == '__main__':
       trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
-    made_by = f' This run was made by: {self.launches[-1].command}' if self.launches else ''
+    first, *later = self.commands or ['']
+    made_by = f' This run was made by: {first}' if first else ''
+    made_by += f'; and resumed by: {"; ".join(shortened(later, most=3))}' if later else ''
     return f'{trust} the experiment with --exp.{made_by}'
 
 
@@ -213,22 +222,52 @@ def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
-  """Adds to the error that a checkpoint is of another model what differs from the recorded config."""
+  """Makes the error that a checkpoint is of another model say what differs from the record: the config, or the code."""
   try:
     yield
-  except CheckpointError as error:
+  except OtherModelError as error:
     with contextlib.suppress(UserError):
-      lines = diff_texts(read_record(job_log_dir).text, to_text(config.roots()))
-      relevant = [line for line in lines if line.removeprefix('+ ').removeprefix('- ').startswith(_DECIDE_THE_STATE)]
-      relevant.sort(key=lambda line: any(field in line for field in _DECIDE_NO_SHAPE))  # A stable sort.
-      if relevant:
-        shown = '; '.join(shortened(relevant, most=5))
-        error.args = (f'{error} What differs from the recorded config: {shown}.',)
+      record = read_record(job_log_dir)
+      lines = diff_texts(record.text, to_text(config.roots()))
+      lines = _deciding(lines, 'task.train.learner' if error.only_learner else 'task.model')
+      error.args = (f'{error.difference}. {_differing_config(lines) if lines else _differing_code(record)}',)
     raise
 
 
-_DECIDE_THE_STATE = ('task.model', 'task.train.learner')
-_DECIDE_NO_SHAPE = ('split_dims_mapping', '.decoder_tpl')
+def _deciding(changes: Sequence[str], section: str) -> list[str]:
+  """Returns the lines of a diff that are of a section and may decide which arrays there are."""
+  lines = [line for line in changes if line.removeprefix('+ ').removeprefix('- ').startswith(section)]
+  lines = [line for line in lines if '.decoder_tpl' not in line]  # It reads variables and has none.
+  return [line for line in lines if not _DECIDES_NO_SHAPE.search(line)] or lines
+
+
+_DECIDES_NO_SHAPE = re.compile(r'split_|axis|\.learning_rate|\.schedule|\.clip_|dropout|params_init|fprop_dtype')
+
+
+def _differing_config(changes: Sequence[str]) -> str:
+  return (
+    f'What differs from the recorded config: {"; ".join(shortened(changes, most=5))}. The directory records its '
+    'config, so leave out --exp, and the --set of these fields; or start a new run in another --job_log_dir.'
+  )
+
+
+def _differing_code(record: RunRecord) -> str:
+  """What is to be said where the config is as recorded, and the arrays are not."""
+  launch = record.launches[-1] if record.launches else Launch()
+  then, now = (
+    ', '.join(map(_described, sources)) or 'sources that are not known' for sources in (launch.sources, _sources())
+  )
+  version = launch.versions.get('praxis_lite')
+  return (
+    'The config is as recorded, so the code has changed: its layers declare other variables than when the checkpoint '
+    f'was written{f", by praxis_lite {version}," if version else ""} with {then}; here it is {now}. Go back to that '
+    'code, or start a new run in another --job_log_dir; task.train.init_from takes over the variables that fit.'
+  )
+
+
+def _described(source: Mapping[str, Any]) -> str:
+  changed = '' if source.get('clean', True) else ' with uncommitted changes'
+  return f'commit {str(source.get("commit"))[:10]} of {source.get("path")}{changed}'
 
 
 # -------------------------------------------------------------------- reading

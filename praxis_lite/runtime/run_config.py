@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +16,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
+from praxis_lite.config.text import to_text
 from praxis_lite.errors import ConfigError, DataError, UserError, located
+from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models.base import BaseModel
-from praxis_lite.task import TrainParams
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.task import SingleTask, TrainParams
+from praxis_lite.training.state import state_layout
 
 
 class RunKeys(NamedTuple):
@@ -88,7 +94,11 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
-  """Builds inputs that each read this process's share; raises ConfigError if two evaluation inputs have one name."""
+  """Builds inputs that each read this process's share.
+
+  Raises:
+    ConfigError: two evaluation inputs have one name, or one of them is named as the training input.
+  """
   inputs: list[BaseInput] = []
   for i, config in enumerate(configs):
     with located(f'{name}[{i}]'):
@@ -97,7 +107,51 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
   twice = [label for label in labels if labels.count(label) > 1]
   if twice:
     raise ConfigError(f'{name}(): {len(twice)} inputs are called {twice[0]!r}; set the name of each')
+  named = {data.name: i for i, data in enumerate(inputs) if data.name and data.is_training}
+  for i, data in enumerate(inputs):
+    if data.name in named and not data.is_training:
+      raise ConfigError(
+        f'{name}[{named[data.name]}].name and {name}[{i}].name are both {data.name!r}, of training and evaluation '
+        f'data: their metrics could not be told apart; set another, as in --set {name}[{i}].name=validation'
+      )
   return Datasets(name, inputs)
+
+
+def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:
+  """Builds the tasks and inputs of several runs, and compares their shardings with their meshes, from shapes alone.
+
+  What else the code of a user raises is left to the run: it may depend on where it runs.
+
+  Args:
+    configs: the configs of each run, by its name. Inputs of which several runs have the same are built once.
+    num_devices: the devices that each run will have, if that is known.
+
+  Raises:
+    UserError: one of them cannot be trained; the message names it.
+  """
+  built: set[str] = set()
+  for name, config in configs.items():
+    with located(name):
+      try:
+        _check_task(config.task.instantiate(), num_devices)
+        inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})
+        if inputs not in built:
+          build_datasets(config.datasets).the_training_input()
+          build_datasets(config.decode_datasets, 'decode_datasets')
+        built.add(inputs)
+      except UserError:
+        raise
+      except Exception:
+        continue
+
+
+def _check_task(task: SingleTask, num_devices: int | None) -> None:
+  check_intervals(task.train)
+  sizes = task.mesh_sizes()
+  needed = math.prod(sizes.values())
+  if num_devices is not None and needed > num_devices:
+    raise ConfigError(f'task.ici_mesh_shape: the mesh needs {needed} devices, and there are {num_devices}')
+  state_layout(task, abstract_mesh(sizes))
 
 
 @contextlib.contextmanager
@@ -141,15 +195,45 @@ def held_for_training(path: Path) -> Iterator[None]:
 
   directory = os.open(path, os.O_RDONLY)
   try:
-    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    os.close(directory)
-    raise UserError(
-      f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
-    ) from None
-  except OSError:
-    pass  # The file system has no locks.
-  try:
+    for seconds in (*_WAITS, None):
+      try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError:
+        if seconds is None:
+          raise UserError(
+            f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
+          ) from None
+        time.sleep(seconds)  # `is_held` may be looking.
+      except OSError:
+        break  # The file system has no locks.
     yield
   finally:
     os.close(directory)
+
+
+_WAITS = (0.01, 0.05)
+
+
+def is_held(path: Path) -> bool:
+  """Whether a process is training in a directory: asks for a shared lock, and gives it back at once.
+
+  False where that cannot be known: on Windows, on file systems without locks, and in directories that cannot be read.
+  """
+  if sys.platform == 'win32':
+    return False
+  import fcntl
+
+  try:
+    directory = os.open(path, os.O_RDONLY)
+  except OSError:
+    return False
+  try:
+    fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:
+    return False
+  finally:
+    os.close(directory)
+  return False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import math
 import os
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.runtime.checkpoints import saved_steps
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import has_record, read_record
+from praxis_lite.runtime.run_config import is_held
 
 
 class RunState(NamedTuple):
@@ -25,7 +28,7 @@ class RunState(NamedTuple):
   Attributes:
     directory: the run directory.
     step, num_steps: the last step that it wrote something of, and the number of steps of its config, where known.
-    is_running: whether a process is training in it; known on Linux only.
+    is_running: whether a process is training in it.
     written: when it last wrote something, seconds since 1970.
     metrics: all metrics.
     fields: its recorded config, as values by path; empty where it has no record.
@@ -45,10 +48,14 @@ class RunState(NamedTuple):
     return float(self.metrics.curve('train/loss').values[-1]) if 'train/loss' in self.metrics else None
 
   def best(self, metric: str, mode: str) -> tuple[float, int] | None:
-    """The best value of a metric, by its full name, and its step; None if it was not written, or never finite."""
-    if metric not in self.metrics:
+    """The best value of a metric, and its step; None if it was not written, or never finite.
+
+    `metric` is a full name, or a pattern such as `eval/*/loss`, of which the run has one.
+    """
+    found = [metric] if metric in self.metrics else fnmatch.filter(self.metrics, metric)
+    if not found:
       return None
-    steps, values = self.metrics.curve(metric)
+    steps, values = self.metrics.curve(found[0])
     finite = np.isfinite(values)
     if not finite.any():
       return None
@@ -84,7 +91,7 @@ def read_run(directory: Path) -> RunState:
     directory,
     max([0, *metrics.steps.tolist(), *saved_steps(directory)]),
     int(num_steps) if num_steps.isdecimal() else None,
-    _is_locked(directory),
+    is_held(directory),
     max(_written(directory), default=0.0),
     metrics,
     fields,
@@ -94,27 +101,33 @@ def read_run(directory: Path) -> RunState:
 def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | None) -> tuple[str, str]:
   """Returns the full name of the metric that runs are compared by, and 'min' or 'max'.
 
+  Where each run has another input with the metric that is asked for, the name is a pattern, as in `eval/*/accuracy`.
+
   Args:
     runs: the runs.
     metric: a full name, such as 'eval/validation/loss', or the end of one; None: the `best_metric` that the configs
       agree on, or the loss; of several inputs, that which most runs have.
-    mode: 'min' if lower is better, or 'max'; None: that of the configs, where their metric is meant, or 'min'.
+    mode: 'min' if lower is better, or 'max'; None: 'max' for `accuracy`, or that of the configs, where their metric is
+      meant, or 'min'.
 
   Raises:
-    UserError: no run has the metric, or several inputs have it.
+    UserError: no run has the metric, or several inputs of one run have it.
   """
   recorded = {run.fields.get('task.train.best_metric', 'None').strip('\'"') for run in runs}
   modes = {run.fields.get('task.train.best_metric_mode', '').strip('\'"') for run in runs}
   agreed = next(iter(recorded)) if len(recorded) == 1 else 'None'
   if mode is None:
     mode = 'max' if modes == {'max'} and metric in (None, agreed) and agreed != 'None' else 'min'
+    mode = 'max' if metric is not None and metric.rpartition('/')[2] == 'accuracy' else mode
   wanted = metric or (agreed if agreed != 'None' else 'loss')
   known = sorted({name for run in runs for name in run.metrics})
   if wanted in known:
     return wanted, mode
   found = [name for name in known if name.startswith('eval/') and name.endswith(f'/{wanted}')]
   if metric is not None and len(found) > 1:
-    raise UserError(f'--metric={metric}: of which input? Write {" or ".join(found)}')
+    if any(sum(name in run.metrics for name in found) > 1 for run in runs):
+      raise UserError(f'--metric={metric}: of which input? Write {" or ".join(found)}')
+    return f'eval/*/{metric}', mode
   if metric is not None and not found:
     close = did_you_mean(metric, known)
     raise UserError(f'--metric={metric}: no run has it.{close} They have {", ".join(known) or "no metrics"}')
@@ -129,12 +142,61 @@ def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | Non
 
 
 def differing_fields(runs: Sequence[RunState]) -> list[dict[str, str]]:
-  """Returns for each run the fields in which the recorded configs differ, by short names that tell them apart."""
+  """Returns for each run the fields in which the recorded configs differ, by short names that tell them apart.
+
+  Those that matter most come first. Where the class of a config differs, as that of unlike models, it stands for the
+  fields below, which are compared among the runs that have the same class there.
+  """
   recorded = [run.fields for run in runs if run.fields]
   paths = dict.fromkeys(path for fields in recorded for path in fields)
-  differing = [path for path in paths if len({fields.get(path) for fields in recorded}) > 1]
-  names = short_names(differing)
-  return [{names[path]: run.fields[path] for path in differing if path in run.fields} for run in runs]
+  classes = [p for p in paths if p != 'task' and len({f[p] for f in recorded if p in f and _is_class(f, p)}) > 1]
+  differing: dict[str, None] = {}
+  by_run: list[set[str]] = [set() for _ in runs]
+  for path in sorted(paths, key=_importance):
+    above = [c for c in classes if path.startswith((f'{c}.', f'{c}['))]
+    alike: dict[tuple[str | None, ...], list[int]] = {}
+    for i, run in enumerate(runs):
+      if run.fields:
+        alike.setdefault(tuple(run.fields.get(c) for c in above), []).append(i)
+    for group in alike.values():
+      if len({runs[i].fields.get(path) for i in group}) > 1:
+        differing[path] = None
+        for i in group:
+          by_run[i].add(path)
+  merged = _merged_entries(list(differing), recorded)
+  names = short_names(set(merged.values()))
+  return [
+    {names[merged[path]]: run.fields[path] for path in differing if path in run.fields and path in own}
+    for run, own in zip(runs, by_run)
+  ]
+
+
+def _is_class(fields: Mapping[str, str], path: str) -> bool:
+  """Whether the entry at a path is the class of a config, which has fields below it."""
+  return any(other.startswith(f'{path}.') for other in fields)
+
+
+def _importance(path: str) -> tuple[int, int]:
+  """A key to sort paths by: fields that change results, nearer to the root first; then others; then shardings."""
+  if re.search(r'split|mesh|axis_rules|strategy|partitioning', path):
+    return 2, 0
+  if path == 'task.model':
+    return 0, 0
+  if path == 'task' or re.search(r'\.name$|interval_steps$|^task\.(evaluate|decode)|decoder_tpl|max_to_keep', path):
+    return 1, 0
+  return 0, 1 if path.endswith(('_tpl', '.optimizer')) else path.count('.')
+
+
+def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
+  """By path, the path to show: `datasets[*].path` for those of all datasets where each run has them equal."""
+  groups: dict[str, list[str]] = {}
+  for path in paths:
+    groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)
+  shown: dict[str, str] = {}
+  for pattern, members in groups.items():
+    are_equal = all(len({fields.get(path) for path in members}) == 1 for fields in recorded)
+    shown |= {path: pattern if are_equal and len(members) > 1 else path for path in members}
+  return shown
 
 
 def short_names(paths: Collection[str]) -> dict[str, str]:
@@ -179,14 +241,3 @@ def _written(directory: Path) -> Iterator[float]:
   for name in ('run.json', 'metrics.jsonl', 'checkpoints'):
     with contextlib.suppress(OSError):
       yield (directory / name).stat().st_mtime
-
-
-def _is_locked(directory: Path) -> bool:
-  """Whether a process holds the lock of a training run, without taking it: another run could not start meanwhile."""
-  try:
-    status = directory.stat()
-    locks = Path('/proc/locks').read_text()
-  except OSError:
-    return False
-  place = f'{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}'
-  return any('FLOCK' in line and place in line.split() for line in locks.splitlines())

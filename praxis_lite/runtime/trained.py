@@ -28,7 +28,14 @@ from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
-from praxis_lite.runtime.prompts import continued_text, encode_prompt, prompt_batch, task_with_sampler, tokenizer_of
+from praxis_lite.runtime.prompts import (
+  check_ids,
+  continued_text,
+  encode_prompt,
+  prompt_batch,
+  task_with_sampler,
+  tokenizer_of,
+)
 from praxis_lite.runtime.record import changes_named
 from praxis_lite.runtime.run_config import Datasets, run_keys
 from praxis_lite.task import SingleTask
@@ -132,7 +139,7 @@ class TrainedModel:
       batch: arrays by name, the batch as dimension 0; those that only the loss needs may be missing.
 
     Raises:
-      DataError: the arrays do not form a batch, or the model needs one that is missing.
+      DataError: the arrays do not form a batch, the model needs one that is missing, or an id is not in its vocabulary.
     """
     return self._by_row(self.tasks, batch, lambda task: task.predict_step).predictions
 
@@ -187,7 +194,8 @@ class TrainedModel:
       The text, or the tokens, that follow each prompt; or the model's decoded outputs, arrays by name.
 
     Raises:
-      UserError: there is no tokenizer or decoder, a setting is not valid, or a prompt is empty.
+      UserError: there is no tokenizer or decoder, a setting is not valid, a prompt is empty, or an id of it is not in
+        the vocabulary of the model.
     """
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
     given = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
@@ -260,6 +268,8 @@ class TrainedModel:
     count = len(rows['weights'])
     if not count:
       raise DataError('batch: there are no examples')
+    if isinstance(self.layer, LanguageModel):
+      check_ids(rows, getattr(self.layer.lm, 'vocab_size', self.layer.vocab_size))
     size = self._compiled_size(tasks, rows, count)
     struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows)
     step = step_of(tasks.taking_batches_of(struct))  # It adds rows of zero weight.
@@ -357,6 +367,9 @@ def restore_model(
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:
   """The dataset of a name or number; one without a name is called by its class."""
   names = [str(getattr(data, 'name', None) or getattr(target(data), '__name__', '')) for data in datasets]
+  if isinstance(wanted, str) and names.count(wanted) > 1:
+    numbers = [i for i, name in enumerate(names) if name == wanted]
+    raise ConfigError(f'evaluate: {len(numbers)} datasets are called {wanted!r}; pass the number of one, of {numbers}')
   if isinstance(wanted, str) and wanted in names:
     return datasets[names.index(wanted)]
   if isinstance(wanted, int) and -len(names) <= wanted < len(names):

@@ -2,8 +2,8 @@
 
     job_log_dir/vocabulary.json      {"vocabulary": the characters in the order of their ids}
 
-So the weights and the ids of a run belong together for ever, whatever becomes of the text. A vocabulary in the config
-comes first; a directory without a checkpoint has none to belong to, and its file is written again.
+So the weights and the ids of a run belong together for ever, whatever becomes of the text. Another vocabulary in the
+config is refused; a directory without a checkpoint has none to belong to, and its file is written again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from praxis_lite.config import Config, nested_configs, target
 from praxis_lite.errors import CheckpointError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import CharTokenizer
+from praxis_lite.runtime.checkpoints import saved_steps
 from praxis_lite.runtime.files import replace_file
 from praxis_lite.trees import NestedDict
 
@@ -27,10 +28,11 @@ def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str
 
   Returns the config itself if there is no such tokenizer, or no such run.
 
-  Raises CheckpointError if the file cannot be read.
+  Raises:
+    CheckpointError: the file cannot be read, or the config sets another vocabulary.
   """
   directory = Path(job_log_dir).expanduser()
-  if not _without_vocabulary(config) or not any(directory.glob('checkpoints/*')):
+  if not _tokenizers(config) or not saved_steps(directory):
     return config
   try:
     vocabulary = json.loads((directory / _FILE).read_text(encoding='utf-8'))['vocabulary']
@@ -38,8 +40,18 @@ def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str
     return config
   except (OSError, ValueError, KeyError) as error:
     raise CheckpointError(f'{directory / _FILE} cannot be read: {error}') from None
-  inputs = ([c.clone() for c in group] for group in (config.datasets, config.decode_datasets))
-  config = ExperimentConfig(config.task, *inputs)
+  for name, inputs in (('datasets', config.datasets), ('decode_datasets', config.decode_datasets)):
+    for i, top in enumerate(inputs):
+      if any(c.vocabulary not in (None, vocabulary) for c in _tokenizers_in(top)):
+        raise CheckpointError(
+          f'{name}[{i}]: the vocabulary of its CharTokenizer is not the one that the run was trained with, in '
+          f'{directory / _FILE}, so its ids would mean other characters; leave vocabulary=None, or start a new run in '
+          'another --job_log_dir'
+        )
+  if not _without_vocabulary(config):
+    return config
+  copies = ([c.clone() for c in group] for group in (config.datasets, config.decode_datasets))
+  config = ExperimentConfig(config.task, *copies)
   for tokenizer in _without_vocabulary(config):
     tokenizer.vocabulary = vocabulary
   return config
@@ -55,8 +67,11 @@ def keep_vocabulary(config: ExperimentConfig, directory: Path) -> None:
 
 def _tokenizers(config: ExperimentConfig) -> list[Config]:
   """Returns the configs of all character tokenizers of the inputs."""
-  inputs = [*config.datasets, *config.decode_datasets]
-  return [c for top in inputs for c in nested_configs(top) if target(c) is CharTokenizer]
+  return [c for top in (*config.datasets, *config.decode_datasets) for c in _tokenizers_in(top)]
+
+
+def _tokenizers_in(config: Config) -> list[Config]:
+  return [c for c in nested_configs(config) if target(c) is CharTokenizer]
 
 
 def _without_vocabulary(config: ExperimentConfig) -> list[Config]:

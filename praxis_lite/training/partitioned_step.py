@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
 from praxis_lite.partitioning.guards import Guarded, guard
 from praxis_lite.partitioning.mesh import on_mesh
@@ -79,7 +80,7 @@ class PartitionedStep(Generic[OutT]):
     """Traces from shapes alone: what does not fit raises now, before anything is compiled."""
     if self._traced is None:
       start = time.perf_counter()
-      self._traced = self.jitted.trace(*self.arguments)
+      self._traced = _without_strangers(self.jitted.trace(*self.arguments))
       self._times = self._times._replace(trace=time.perf_counter() - start)
     return self._traced
 
@@ -108,6 +109,16 @@ class PartitionedStep(Generic[OutT]):
       for x, expected in zip(others, self.arguments, strict=False)
     ]
     return self.compiled(*others, inputs)
+
+
+def _without_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
+  """Returns what was traced; raises ConfigError if it uses an array of another trace, which JAX makes an argument."""
+  if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(traced.in_avals)):
+    raise ConfigError(
+      f'task.model: {traced.fun_name} uses an array that another step has left in a global or in an object, where it '
+      'has no value; return it, or keep it in a variable: create_variable(name, ..., trainable=False) and update_var'
+    )
+  return traced
 
 
 def _is_key(x: object) -> bool:

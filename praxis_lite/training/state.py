@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
-from praxis_lite.partitioning.padding import MeshLike
+from praxis_lite.partitioning.padding import MeshLike, axis_sizes
 from praxis_lite.partitioning.placement import place_variables, placed_specs
 from praxis_lite.partitioning.slots import opt_state_specs
+from praxis_lite.partitioning.specs import spec_axes
 from praxis_lite.task import SingleTask
 from praxis_lite.trees import NestedDict, Path, lookup, map_with_path, merge, select
 
@@ -85,9 +88,31 @@ def train_state_shapes(jax_task: SingleTask) -> TrainState[jax.ShapeDtypeStruct]
 
 
 def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
-  """Returns a tree with a `Placement` for each variable of a task's model: its spec, and what decided it."""
+  """Returns a tree with a `Placement` for each variable of a task's model: its spec, and what decided it.
+
+  Raises:
+    ShardingError: a mapping, rule or strategy does not fit.
+    ConfigError: a mapping names mesh axes, and the task has no names of them.
+  """
+  if jax_task.mesh_axis_names is None:
+    _check_names_no_axes(jax_task, mesh)
   weights = jax_task.model.abstract_init()
   return place_variables(weights, mesh, rules=jax_task.logical_axis_rules, strategy=jax_task.strategy)
+
+
+def _check_names_no_axes(jax_task: SingleTask, mesh: MeshLike) -> None:
+  """Raises ConfigError if a layer of a task without `mesh_axis_names` names an axis that the mesh does not have."""
+  known = {*axis_sizes(mesh), *(name for name, _ in jax_task.logical_axis_rules or ())}
+  for layer in jax_task.model.descendants():
+    for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+      for field, mapping in layer.split_mappings(group).items():
+        entries = mapping if isinstance(mapping, tuple | list) else ()
+        unknown = [a for entry in entries for a in spec_axes(entry) if isinstance(a, str) and a not in known]
+        if unknown and layer.mesh_axis_names is None:
+          raise ConfigError(
+            f'{field} names the mesh axis {unknown[0]!r}, and task.mesh_axis_names is not set; set it in the '
+            "experiment, as in mesh_axis_names = ('data', 'mdl'), or leave out the mapping"
+          )
 
 
 def state_layout(
@@ -107,7 +132,20 @@ def state_layout(
     opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes),
     ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
   )
-  return layout_of(unpadded, specs, mesh)
+  return with_offloading(jax_task, layout_of(unpadded, specs, mesh))
+
+
+def with_offloading(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
+  """Returns the layout of a train state with the optimizer's state in the memory of the host, if the task asks for it.
+
+  Raises:
+    ConfigError: the devices have no such memory.
+  """
+  if not jax_task.train.offload_optimizer_state:
+    return layout
+  check_host_memory(layout.mesh, 'task.train.offload_optimizer_state')
+  slots = StateLayout(*(tree.opt_states for tree in layout)).on_host
+  return StateLayout(*(tree.replace(opt_states=of_slots) for tree, of_slots in zip(layout, slots)))
 
 
 def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:

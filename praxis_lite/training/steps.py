@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.call import SideOutputs, Summary, Surroundings
-from praxis_lite.errors import ConfigError
 from praxis_lite.learning.learner import BoundLearner
-from praxis_lite.models.base import checked_outputs
+from praxis_lite.models.base import check_is_trained, checked_outputs, checked_predictions
 from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.task import SingleTask
 from praxis_lite.training.execution import Execution
 from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
+from praxis_lite.trees import NestedDict, lookup, map_with_path, merge
 from praxis_lite.weighted import WeightedScalars
 
 
@@ -125,8 +124,9 @@ def _loss_and_gradients(
   ) -> tuple[jax.Array, LossOutput]:
     variables = execution.readable(merge(others, trained))
     out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=execution.surroundings)
-    metrics, per_example = checked_outputs(model, out)
+    metrics, per_example = checked_outputs(model, out, batch_size(batch))
     loss, metrics = with_aux_losses(metrics, side)
+    check_is_trained(model, loss, metrics['loss'][1], trained)
     loss, total = execution.share_of_loss(loss, metrics['loss'][1])
     return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
 
@@ -154,7 +154,7 @@ def eval_step_single_learner(
   """
   key = jax.random.fold_in(prng_key, global_step)
   out, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings)
-  metrics, per_example = checked_outputs(jax_task.model, out)
+  metrics, per_example = checked_outputs(jax_task.model, out, batch_size(inputs))
   loss, metrics = with_aux_losses(metrics, side)
   return EvalStepOutput(loss, metrics, per_example, side.summaries)
 
@@ -170,19 +170,12 @@ def predict_step(
   """Returns the model's predictions for one batch; arguments as of `eval_step_single_learner`.
 
   Raises:
-    ConfigError: an array of the predictions does not have the batch as dimension 0.
+    ConfigError: the model returns nothing, or an array that does not have the batch as dimension 0.
   """
   key = jax.random.fold_in(prng_key, global_step)
   model = jax_task.model
   predictions, _ = model.apply(mdl_vars, inputs, key=key, do_eval=True, method='predict', surroundings=surroundings)
-  size = batch_size(inputs)
-  for path, x in leaves_by_path(predictions).items():
-    if x.shape[:1] != (size,):
-      raise ConfigError(
-        f'task.model: of {size} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
-        f'{x.shape}; define predict(batch) to return only arrays with the batch as dimension 0'
-      )
-  return PredictStepOutput(predictions)
+  return PredictStepOutput(checked_predictions(model, predictions, batch_size(inputs)))
 
 
 def decode_step(
@@ -196,7 +189,7 @@ def decode_step(
   """Decodes one batch of prompts; arguments as of `eval_step_single_learner`."""
   key = jax.random.fold_in(prng_key, global_step)
   out, _ = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, method='decode', surroundings=surroundings)
-  return DecodeStepOutput(*checked_outputs(jax_task.model, out, method='decode'))
+  return DecodeStepOutput(*checked_outputs(jax_task.model, out, batch_size(inputs), method='decode'))
 
 
 def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:

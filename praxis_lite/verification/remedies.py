@@ -24,6 +24,7 @@ from praxis_lite.verification.steps import Case, Name, Results, task_of
 from praxis_lite.weights import DeclaredSplit
 
 IsRight = Callable[[Results], bool]
+_ACTIVATIONS = 'activation_split_dims_mapping'
 
 
 class Choice(NamedTuple):
@@ -117,16 +118,13 @@ def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...
       entries = tuple(e for e, why in zip(placement.spec, placement.why) if why == field)
       found.setdefault(field, entries)
   for layer in task.model.descendants():  # As the field has it, not turned as in the weight of a projection back.
-    for field, mapping in layer._split_mappings('weight_split_dims_mapping').items():
-      placement = layer._resolve(mapping, field)
-      if field in found and placement is not None:
+    for field, placement in layer.placements('weight_split_dims_mapping').items():
+      if field in found:
         found[field] = tuple(placement.spec)
   if task.partitioning == 'auto':
     for layer in task.model.descendants():
-      for field, mapping in layer._activation_mappings.items():
-        placement = layer._resolve(mapping, field)
-        if placement is not None:
-          found.setdefault(_source(mapping, field), tuple(placement.spec))
+      for _, source, placement in _activations(layer):
+        found.setdefault(source, tuple(placement.spec))
     for name, mapping in (task.train.inputs_split_mapping or {}).items():
       if mapping is not None:
         found[f'train.inputs_split_mapping.{name}'] = tuple(mapping)
@@ -136,11 +134,9 @@ def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...
 def _without(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
   """Leaves axes out of the mappings of a task's layers and inputs, in place."""
   for layer in task.model.descendants():
-    for field, mapping in layer._activation_mappings.items():
-      placement = layer._resolve(mapping, field)
-      if placement is not None:
-        source = _source(mapping, field)
-        layer._activation_mappings[field] = tuple(_entry_without(e, source, left_out) for e in placement.spec)
+    for name, source, placement in _activations(layer):
+      entries = tuple(_entry_without(e, source, left_out) for e in placement.spec)
+      layer.change_split_mappings(_ACTIVATIONS, **{name: entries})
     _leave_out_of_weights(layer, left_out)
   mappings = task.train.inputs_split_mapping
   for name, mapping in (mappings or {}).items():
@@ -154,7 +150,7 @@ def _leave_out_of_weights(layer: Layer, left_out: Collection[Choice]) -> None:
   for name, mapping in config_values(layer.weight_split_dims_mapping).items():
     if isinstance(mapping, DeclaredSplit) and isinstance(name, str):
       entries = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
-      layer.weight_split_dims_mapping.set(**{name: DeclaredSplit(entries, mapping.sources)})
+      layer.change_split_mappings('weight_split_dims_mapping', **{name: DeclaredSplit(entries, mapping.sources)})
 
 
 def _spec_without(placement: Placement, left_out: Collection[Choice]) -> PartitionSpec:
@@ -165,6 +161,12 @@ def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> o
   if entry is None or entry is UNCONSTRAINED:
     return entry
   return axes_to_entry([axis for axis in spec_axes(entry) if Choice(field, axis) not in left_out])
+
+
+def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
+  """(name of the field, path of the field that decides it, placement) of each mapping of an activation that is set."""
+  mappings, placements = layer.split_mappings(_ACTIVATIONS), layer.placements(_ACTIVATIONS)
+  return [(f.rpartition('.')[2], _source(mappings[f], f), placement) for f, placement in placements.items()]
 
 
 def _source(mapping: object, field: str) -> str:

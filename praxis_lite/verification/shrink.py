@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.config import Config, config_values
 from praxis_lite.explain.report import trace_step
+from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.partitioning.placement import placed_specs
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
@@ -36,6 +37,8 @@ from praxis_lite.trees import NestedDict, leaves_by_path
 _SMALL = 12
 # Fields that count layers: of these two are as good as many, unless they are split.
 _LAYERS = ('num_layers', 'unroll')
+# Fields of a pipeline that are no sizes of arrays.
+_SCHEDULE = ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat')
 
 
 class SmallTask(NamedTuple):
@@ -113,15 +116,17 @@ def small_task(
     return as_they_are
 
   counts = {n for name, n in _integers(config.model) if name in _LAYERS}
-  sizes = {n for name, n in _integers(config.model) if name not in _LAYERS}
+  sizes = {n for name, n in _integers(config.model) if name not in (*_LAYERS, *_SCHEDULE)}
   shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
+  pipelines = [(layer.num_stages, layer.circular_repeat) for layer in _pipelines(task)]
 
   def shrunk(kept: Iterable[int]) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
-    layers = {n: n if n in kept else _small_count(n, stacks, real, mesh) for n in counts}
-    model = _with_integers(config.model, lambda name, n: (layers if name in _LAYERS else chosen).get(n, n))
+    layers = {n: n if n in kept else _small_count(n, stacks, pipelines, real, mesh) for n in counts}
+    by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
+    model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
     batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
     return SmallTask(config.clone(model=model), batch, decoded, mesh, placements, changed)
@@ -131,12 +136,12 @@ def small_task(
 
 
 def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
-  """Returns a copy that stores and computes in float32, and attends by XLA: rounding would hide what is wrong."""
+  """Returns a copy that stores and computes in float32, without fused kernels: rounding would hide what is wrong."""
 
   def changed(name: str, value: object) -> object:
     if name.endswith('dtype') and _is_low_precision(value):
       return jnp.float32
-    return 'xla' if name == 'implementation' and value == 'cudnn' else value
+    return 'dense' if name == 'implementation' and value == 'cudnn' else value
 
   return _with_fields(config, changed)
 
@@ -187,12 +192,19 @@ def _small_size(
   return min(candidates, key=misfits, default=n)
 
 
-def _small_count(n: int, stacks: Sequence[_Split], real: Mapping[str, int], mesh: Mapping[str, int]) -> int:
-  """A small number of layers, split as evenly as `n`."""
+def _small_count(
+  n: int,
+  stacks: Sequence[_Split],
+  pipelines: Sequence[tuple[int, int]],
+  real: Mapping[str, int],
+  mesh: Mapping[str, int],
+) -> int:
+  """A small number of layers, split as evenly as `n`, and over (stages, rounds) of pipelines as evenly as well."""
   fits = (
     k
-    for k in range(2, n)
+    for k in range(max(2, *(S * R for S, R in pipelines), 2), n)
     if all((n % _parts(s, real) == 0) == (k % _parts(s, mesh) == 0) for s in stacks if s.size == n)
+    and all(k % R == 0 and (n % (S * R) == 0) == (k % (S * R) == 0) for S, R in pipelines)
   )
   return next(fits, n)
 
@@ -223,6 +235,10 @@ def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes:
   for x in jax.tree.leaves(inputs):
     add(x.shape[1:], PartitionSpec(*step.task.execution.place_input(x).spec[1:]))
   return list(found)
+
+
+def _pipelines(task: SingleTask) -> list[Pipelined]:
+  return [layer for layer in task.model.descendants() if isinstance(layer, Pipelined)]
 
 
 def _is_valid(small: SmallTask) -> bool:

@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
+from praxis_lite.experiment import BaseExperiment, ExperimentConfig
 from praxis_lite.explain.explanation import format_bytes, format_mesh
-from praxis_lite.explain.report import batch_of
+from praxis_lite.explain.report import subject_of
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.partitioning.mesh import create_device_mesh
@@ -330,14 +330,7 @@ def _configured(
   experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
 ) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
   """Returns the config of the task, the shapes of a batch to train on, and those of one to decode if there is one."""
-  named: object = experiment
-  prompts: Mapping[str, object] | None = None
-  if isinstance(named, type) and issubclass(named, BaseExperiment):
-    named = configure(named)
-  if isinstance(named, ExperimentConfig):
-    inputs = batch_of(named.datasets) if inputs is None else inputs
-    prompts = batch_of(named.decode_datasets)
-    named = named.task
+  named, inputs, prompts = subject_of(experiment, inputs)
   if not isinstance(named, Config):
     raise ConfigError(
       f'verify takes the config of a task, or an experiment, not {type(named).__name__}: sizes are changed in a config'

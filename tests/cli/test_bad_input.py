@@ -70,6 +70,19 @@ OVERRIDES = {
     'task.train.num_train_step=5',
     r"task\.train \(.*\) has no field 'num_train_step'\. Did you mean 'num_train_s",
   ),
+  'name alone': (
+    'learning_rate=1e-3',
+    r"has no entry 'learning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
+  ),
+  'part of a path': (
+    'task.train.learning_rate=1e-3',
+    r"no field 'learning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
+  ),
+  'name alone, mistyped': (
+    'lerning_rate=1e-3',
+    r"has no entry 'lerning_rate'.* Did you mean task\.train\.learner\.learning_rate\?$",
+  ),
+  'name of many': ('fprop_dtype=float32', r'Did you mean task\.\S+, task\.\S+, task\.\S+ and \d+ more\?$'),
   'root': ('tsk.train.num_train_steps=5', r"no entry 'tsk'\. Did you mean 'task'\? Its entries: task, datasets"),
   'index': ('datasets[5].batch_size=4', r'datasets has no entry \[5\]; its entries are \[0\] to \[1\]'),
   'no =': ('task.train.num_train_steps', r"'task\.train\.num_train_steps' is not an override; write path=value"),
@@ -257,7 +270,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(capsys, trained
   before = sorted(trained.rglob('*'))
   told = fails(capsys, *arguments, f'--job_log_dir={trained}')
   assert re.search(r'checkpoints/2 is a checkpoint of another model: mdl_vars\.lm\.\S+ is float32\[.*\] in it', told)
-  assert 'start a new run in another --job_log_dir. What differs from the recorded config: task.model.' in told
+  assert 'What differs from the recorded config: task.model.' in told
+  assert 'so leave out --exp' in told and 'start a new run in another --job_log_dir' in told
   assert sorted(trained.rglob('*')) == before
 
 
@@ -334,8 +348,14 @@ def test_mistakes_in_the_users_own_file_are_told(capsys, tmp_path, monkeypatch, 
   assert re.search(message, told), told
 
 
-def test_a_bug_in_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
+def test_a_bug_in_the_users_own_code_is_told_with_its_line_and_keeps_its_traceback(capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'buggy.py').write_text(f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return self.nothing\n')
-  with pytest.raises(AttributeError, match='nothing'):
-    main(['show', '--exp=buggy.py:A'])
+  text = f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return self.nothing\n'
+  (tmp_path / 'buggy.py').write_text(text)
+  told = "AttributeError: 'A' object has no attribute 'nothing' "
+  line = text.count('\n')
+  assert fails(capsys, 'show', '--exp=buggy.py:A') == f'{told}(buggy.py:{line}); --traceback shows how it came there'
+  assert main(['show', '--exp=buggy.py:A', '--traceback']) == 2
+  printed = capsys.readouterr().err.splitlines()
+  assert printed[0].startswith('Traceback') and any(f'buggy.py", line {line}, in task' in row for row in printed)
+  assert printed[-1] == f'praxis-lite show: error: {told}(buggy.py:{line})'

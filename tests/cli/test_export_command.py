@@ -12,6 +12,11 @@ from praxis_lite.runtime import Checkpointer
 from praxis_lite.training import PartitionedTask
 
 LM = '--exp=lm.SyntheticLmTiny'
+POSITIONS = (
+  '--set=task.model.lm_tpl.position_tpl=praxis_lite.layers.LearnedPositions',
+  '--set=task.model.lm_tpl.position_tpl.max_len=12',
+  '--set=task.model.decoder_tpl.max_decode_steps=9',
+)
 
 
 @pytest.fixture(scope='module')
@@ -45,6 +50,11 @@ def test_export_writes_the_model_of_a_checkpoint(saved, tmp_path, capsys):
     'format': (['--out={new}', '--format=onnx'], r'flag --format=.*onnx.*: value should be one of <stablehlo\|saved_m'),
     'platform': (['--out={new}', '--platforms=xpu'], r"platforms: expected 'cpu', 'cuda', 'rocm' or 'tpu', got 'xpu'"),
     'inputs': (['--out={new}', '--inputs=idz'], r"--inputs=idz: not in a batch\. Did you mean 'ids'\? There are: ids"),
+    'positions': (
+      ['--out={new}', '--what=decode', *POSITIONS, '--prompt_length=8'],
+      r'max_tokens: prompts of 8 tokens .* and 9 tokens after them .*, which is task\.model\.decoder_tpl\.max_decode_st'
+      r'eps\) need 16 positions, and the model has 12; pass max_tokens \(--max_tokens\) of at most 5, or a smaller',
+    ),
     'step': (['--out={new}', '--step=7'], r'there is no checkpoint of step 7 in .*; there are \[3\]'),
     'model': (
       ['--out={new}', '--exp=digits.DigitsMlp', '--what=decode'],

@@ -14,8 +14,9 @@ FILE = """
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from praxis_lite import BaseExperiment, BaseModel, Config, Layer, SingleTask, WeightHParams
+from praxis_lite import REQUIRED, BaseExperiment, BaseModel, Config, Layer, SingleTask, WeightHParams, template
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.layers import Linear
 from praxis_lite.models import weighted_mean
@@ -60,6 +61,7 @@ class Experiment(BaseExperiment):
 """
 
 LOSS = 'def compute_loss(self, predictions, batch):'
+PREDICTIONS = 'def compute_predictions(self, batch):'
 SETUP = 'def setup(self):'
 MISTAKES = {
   'no loss': (
@@ -91,7 +93,8 @@ MISTAKES = {
   'scalar beside examples': (
     LOSS,
     "return super().compute_loss(predictions, batch)[0], {'mean': predictions.mean()}",
-    r'^task\.model: Mine\.compute_loss: mean is a scalar, .* with the batch as dimension 0; a scalar is a metric$',
+    r'^task\.model: Mine\.compute_loss: mean is a float32 scalar; .* with the batch as dimension 0; '
+    r'a scalar is a metric$',
   ),
   'no create_child': (
     SETUP,
@@ -104,7 +107,7 @@ MISTAKES = {
     r'^Mine\.others: Scale was built without create_child, .* or create_children for a list$',
   ),
   'built in the call': (
-    'def compute_predictions(self, batch):',
+    PREDICTIONS,
     "return Config(Scale).instantiate()(batch['x'])[:, 0]",
     r'^Scale\.s: the variables .* have no such entry\. If Scale is part of another layer, build it in the setup\(\) of',
   ),
@@ -127,35 +130,310 @@ MISTAKES = {
     LOSS,
     "return super().compute_loss(predictions - batch['labels'], batch)",
     r"^Mine\.compute_loss: the batch has no entry 'labels'; its entries: weights, x, y\. The input has to yield it\. "
-    r'\(own\.py:36\)$',
+    r'\(own\.py:37\)$',
   ),
   'shapes in a layer of the package': (
-    'def compute_predictions(self, batch):',
+    PREDICTIONS,
     "return self.head(batch['x'][:, :5])[:, 0]",
     r'^head \(Linear\.__call__\): dot_general requires contracting .*got \(5,\) and \(6,\); .*x \[\d, 5\], '
-    r'w \[6, 1\] \(own\.py:36\)$',
+    r'w \[6, 1\] \(own\.py:37\)$',
   ),
   'shapes in a layer of their own': (
     SETUP,
     "super().setup(); self.create_child('wide', Config(Scale, dims=7))\n"
     "  def compute_predictions(self, batch): return self.wide(batch['x'])[:, 0]",
-    r'^wide \(Scale\.__call__\): .*ncompatible shapes for broadcasting: .*; x_BD \[\d, 6\], s \[7\] \(own\.py:18\)$',
+    r'^wide \(Scale\.__call__\): .*ncompatible shapes for broadcasting: .*; x_BD \[\d, 6\], s \[7\] \(own\.py:19\)$',
   ),
   'weights': (
     LOSS,
     "return {'loss': weighted_mean(predictions[:, None], batch['weights'])}, {}",
     r'^Mine\.compute_loss: weighted_mean: values \(\d, 1\) have weights \(\d,\); each value needs one of its own; '
-    r'predictions \[\d\] \(own\.py:36\)$',
+    r"predictions \[\d\], batch\['weights'\] \[\d\] \(own\.py:37\)$",
   ),
   'rank': (
     LOSS,
     'B, T = predictions.shape',
-    r'^Mine\.compute_loss: not enough values to unpack \(expected 2, got 1\); predictions \[\d\] \(own\.py:36\)$',
+    r'^Mine\.compute_loss: not enough values to unpack \(expected 2, got 1\); predictions \[\d\] \(own\.py:37\)$',
   ),
   'no method': (
     SETUP,
     'pass\n  compute_predictions = BaseModel.compute_predictions',
     r'^task\.model: Mine has no method compute_predictions\(batch\); define it$',
+  ),
+  # What is forgotten, or in the wrong place.
+  'no return of predictions': (
+    PREDICTIONS,
+    'super().compute_predictions(batch)',
+    r'^task\.model: Mine\.compute_predictions returned None; does it lack a return\? \(own\.py:36\)$',
+  ),
+  'no return of a call': (
+    SETUP,
+    "super().setup(); self.create_child('block', Config(Block))\n"
+    "  def compute_predictions(self, batch): return self.head(self.block(batch['x']))[:, 0]\n\n"
+    'class Block(Layer):\n'
+    '  def __call__(self, x): x + 1',
+    r'^block \(Block\.__call__\) returned None; does it lack a return\? \(own\.py:41\)$',
+  ),
+  'no return of the loss': (
+    LOSS,
+    'super().compute_loss(predictions, batch)',
+    r'^task\.model: Mine\.compute_loss returned None; it must return two dicts',
+  ),
+  'variable in a call': (
+    PREDICTIONS,
+    "self.create_variable('w', WeightHParams((3,)))",
+    r'^Mine\.w: call create_variable in setup\(\); in a call, use self\.theta\.w$',
+  ),
+  'child in a call': (
+    PREDICTIONS,
+    "self.create_child('other', Config(Scale))",
+    r'^Mine\.other: call create_child in setup\(\); in a call, use self\.other$',
+  ),
+  'weight in setup': (
+    SETUP,
+    'super().setup(); self.scale.theta.s',
+    r'^scale is used outside a call; .* In setup\(\) there are no arrays yet$',
+  ),
+  'no super().setup()': (
+    SETUP,
+    "self.create_child('other', Config(Scale))",
+    r"^Mine \(Mine\) has no attribute or child 'head'\. .*; its setup\(\) may lack super\(\)\.setup\(\)$",
+  ),
+  'variable as an attribute': (
+    PREDICTIONS,
+    "return self.scale.s * batch['x'][:, 0]",
+    r"^scale \(Scale\): 's' is a variable; read it in a call as self\.theta\.s$",
+  ),
+  'assigned weight': (
+    PREDICTIONS,
+    'self.scale.theta.s = 3',
+    r"^scale\.s: a variable is not assigned to\. .* self\.update_var\('s', value\); the others are trained$",
+  ),
+  'weight as an entry': (
+    PREDICTIONS,
+    "return self.scale.theta['s']",
+    r'^scale: variables are attributes; write self\.theta\.s$',
+  ),
+  # What is declared.
+  'config for a child': (
+    SETUP,
+    'super().setup(); self.extra = Config(Linear)\n'
+    "  def compute_predictions(self, batch): return self.extra(batch['x'])",
+    r'^Mine\.compute_predictions: self\.extra is a Config, which describes a layer and is none; build it in setup\(\) '
+    r"by self\.create_child\('extra', Config\(Linear, \.\.\.\)\) \(own\.py:38\)$",
+  ),
+  'list of layers called': (
+    SETUP,
+    "super().setup(); self.create_children('blocks', templates=[Config(Scale)] * 2)\n"
+    "  def compute_predictions(self, batch): return self.blocks(batch['x'])",
+    r'^Mine\.compute_predictions: self\.blocks is a list; call each of its layers: for layer in self\.blocks',
+  ),
+  'no __call__': (
+    SETUP,
+    "self.create_child('block', Config(Layer))\n  def compute_predictions(self, batch): return self.block(batch['x'])",
+    r'^Mine\.compute_predictions: Layer has no method __call__; define it, as in def __call__\(self, x\)',
+  ),
+  'array for a weight': (
+    SETUP,
+    'self.w = jnp.zeros((6, 1))',
+    r"^Mine\.w: a layer holds no arrays; a weight is declared by self\.create_variable\('w', WeightHParams\(\(6, 1\)",
+  ),
+  'dict of layers': (
+    SETUP,
+    "self.others = {'a': Config(Scale).instantiate()}",
+    r'^Mine\.others: Scale was built without create_child',
+  ),
+  'config of no layer': (
+    SETUP,
+    "self.create_child('other', Config(jnp.sin))",
+    r'^Mine\.other: create_child takes the Config of a layer, as in Config\(MyLayer, \.\.\.\), got that of sin$',
+  ),
+  'name twice': (
+    SETUP,
+    "super().setup(); self.create_variable('head', WeightHParams((3,)))",
+    r"^Mine: the name 'head' is declared twice$",
+  ),
+  'name of two words': (
+    SETUP,
+    "self.create_variable('my weight', WeightHParams((3,)))",
+    r"^Mine\.create_variable: a name is a Python identifier, such as head or layer_0, not 'my weight'$",
+  ),
+  'shape of one number': (
+    SETUP,
+    "self.create_variable('w', WeightHParams(3))",
+    r'^WeightHParams: the shape is a tuple, such as \(6,\) or \(4, 6\), not 3$',
+  ),
+  'shape of fractions': (
+    SETUP,
+    "self.create_variable('w', WeightHParams((6 / 2, 3)))",
+    r'^Mine\.w: shape \(3\.0, 3\); every dimension must be an integer, not 3\.0$',
+  ),
+  'array for a declaration': (
+    SETUP,
+    "self.create_variable('w', np.zeros((3, 3)))",
+    r'^Mine\.w: create_variable takes WeightHParams\(shape, \.\.\.\), got ndarray$',
+  ),
+  'function for an initializer': (
+    SETUP,
+    "self.create_variable('w', WeightHParams((3,), init=jax.nn.initializers.ones))",
+    r'^Mine\.w: init is a WeightInit, such as WeightInit\.Gaussian\(0\.02\), not <function',
+  ),
+  'dtype of a weight': (
+    SETUP,
+    "self.create_variable('w', WeightHParams((3,), dtype='float33'))",
+    r"^Mine\.w: expected the name of a dtype, such as float32 or int32, got 'float33'$",
+  ),
+  'weight of integers': (
+    SETUP,
+    "super().setup(); self.create_variable('w', WeightHParams((3,), dtype='int32'))",
+    r'^w is int32, which no optimizer can train; declare it with create_variable\(\.\.\., trainable=False\)$',
+  ),
+  'field of an activation': (
+    PREDICTIONS,
+    "return self.shard(super().compute_predictions(batch), 'hidden')",
+    r"^Mine\.activation_split_dims_mapping has no field 'hidden'\. Its fields: out\.$",
+  ),
+  # What is only known when the compiled step runs.
+  'if': (
+    PREDICTIONS,
+    "if batch['x'].sum() > 0: return 1",
+    r'^Mine\.compute_predictions: Python decides by the value of an array, which is known only when the compiled step '
+    r"runs, in `if batch\['x'\]\.sum\(\) > 0: return 1`; choose by jnp\.where\(condition, a, b\), or branch by "
+    r'jax\.lax\.cond \(own\.py:37\)$',
+  ),
+  'if in a layer': (
+    SETUP,
+    "super().setup(); self.create_child('block', Config(Block))\n"
+    "  def compute_predictions(self, batch): return self.head(self.block(batch['x']))[:, 0]\n\n"
+    'class Block(Layer):\n'
+    '  def __call__(self, x): return x if x.sum() > 0 else -x',
+    r'^block \(Block\.__call__\): Python decides by the value .*jnp\.where.* \(own\.py:41\)$',
+  ),
+  'float()': (
+    LOSS,
+    "return {'loss': (float(predictions.mean()), 1.0)}, {}",
+    r'^Mine\.compute_loss: Python needs the value .*; leave out float\(\), .* \(own\.py:37\)$',
+  ),
+  'range': (
+    PREDICTIONS,
+    "for i in range(batch['y'][0].astype(int)): pass",
+    r'^Mine\.compute_predictions: Python needs the value .*; loop by jax\.lax\.fori_loop .* \(own\.py:37\)$',
+  ),
+  'NumPy': (
+    PREDICTIONS,
+    'return np.sin(super().compute_predictions(batch))',
+    r'^Mine\.compute_predictions: NumPy needs the values .*; use jax\.numpy in place of numpy \(own\.py:37\)$',
+  ),
+  'shape of values': (
+    PREDICTIONS,
+    "return jnp.zeros(batch['y'].sum().astype(int))",
+    r'^Mine\.compute_predictions: a shape depends on the value .*; take sizes from x\.shape, .* \(own\.py:37\)$',
+  ),
+  'mask': (
+    PREDICTIONS,
+    "return batch['y'][batch['y'] > 0]",
+    r'^Mine\.compute_predictions: the shape of the result depends on .* mask, .*jnp\.where\(mask, x, 0\), .*:37\)$',
+  ),
+  'format': (
+    LOSS,
+    "print(f'{predictions.mean():.3f}')",
+    r"^Mine\.compute_loss: text is made of the value .*; print it by jax\.debug\.print\('\{x\}', x=x\), .*:37\)$",
+  ),
+  'state kept in a dict': (
+    SETUP,
+    'super().setup(); self.kept = {}\n'
+    '  def compute_predictions(self, batch):\n'
+    "    return self.kept.setdefault('p', super().compute_predictions(batch))",
+    r'^Mine\.kept keeps an array of the call, which has no value after it\. Return it, or keep it in a variable: ',
+  ),
+  'state of a global': (
+    SETUP,
+    'super().setup()\n'
+    '  def compute_predictions(self, batch):\n'
+    "    KEPT.append(batch['y']); return super().compute_predictions(batch) + KEPT[0]\n\n"
+    'KEPT = []\n'
+    'jax.eval_shape(KEPT.append, jnp.ones(4))',
+    r'^task\.model: train_step uses an array that another step has left in a global or in an object, ',
+  ),
+  # What is returned, and in which dtype.
+  'integers for labels': (
+    LOSS,
+    "return {'loss': weighted_mean(jnp.ones((4, 3))[batch['y']][:, 0], batch['weights'])}, {}",
+    r"^Mine\.compute_loss: Indexer must have integer .*batch\['y'\] float32\[\d\].*; have the input yield integers, or "
+    r'cast by x\.astype\(jnp\.int32\) \(own\.py:37\)$',
+  ),
+  'integers for a loss of optax': (
+    LOSS,
+    'return optax.softmax_cross_entropy_with_integer_labels(predictions[:, None], batch["y"])',
+    r'^Mine\.compute_loss: .*got float32.*; predictions float32.*; have the input yield integers, .* \(own\.py:37\)$',
+  ),
+  'pair reversed': (
+    LOSS,
+    "mean, weight = super().compute_loss(predictions, batch)[0]['loss']; return {'loss': (weight, mean)}, {}",
+    r'^task\.model: Mine\.compute_loss: the loss depends on no variable that is trained, so its gradient is zero; its '
+    r'weight does, so the pair seems to be reversed: it is \(mean, weight\)$',
+  ),
+  'loss without a gradient': (
+    LOSS,
+    "return {'loss': weighted_mean((predictions > 0) * 1.0, batch['weights'])}, {}",
+    r'^task\.model: Mine\.compute_loss: the loss depends on no variable that is trained, .*; leave out stop_gradient, ',
+  ),
+  'no weight in the pair': (
+    LOSS,
+    "return {'loss': (predictions.mean(), None)}, {}",
+    r"^task\.model: Mine\.compute_loss: the metric 'loss' is \(a float32 scalar, None\); it must be a pair",
+  ),
+  'metric without a name': (
+    LOSS,
+    'return {**super().compute_loss(predictions, batch)[0], 3: (0, 1)}, {}',
+    r'^task\.model: Mine\.compute_loss: metrics and outputs have names; 3 is none$',
+  ),
+  'other rows': (
+    LOSS,
+    "return super().compute_loss(predictions, batch)[0], {'out': jnp.ones(3)}",
+    r'^task\.model: Mine\.compute_loss: out is float32\[3\]; the second dict, per-example outputs, has only arrays '
+    r'with the batch as dimension 0, of \d here$',
+  ),
+  'auxiliary loss of each example': (
+    PREDICTIONS,
+    "self.add_aux_loss('size', batch['x']); return 1",
+    r"^Mine: the auxiliary loss 'size' has shape \(\d, 6\) and a weight of shape \(\); both are scalars, such as",
+  ),
+  'summary of an array': (
+    PREDICTIONS,
+    "self.add_summary('x', batch['x']); return 1",
+    r"^Mine: the summary 'x' has shape \(\d, 6\); log its mean, or pass kind='histogram'$",
+  ),
+  'kind of a summary': (
+    PREDICTIONS,
+    "self.add_summary('x', batch['x'], kind='histo'); return 1",
+    r"^Mine: kind of the summary 'x': expected 'scalar', .*, got 'histo'\. Did you mean 'histogram'\?$",
+  ),
+  # What is a mistake in Python.
+  'misspelt name': (
+    PREDICTIONS,
+    "return jpn.sin(batch['x'])",
+    r"^NameError: name 'jpn' is not defined\. Did you mean 'jnp'\? \(own\.py:37\); --traceback shows how",
+  ),
+  'misspelt function': (
+    PREDICTIONS,
+    "return jnp.sinn(batch['x'])",
+    r"^AttributeError: module 'jax\.numpy' has no attribute 'sinn'\. Did you mean 'sin'\? \(own\.py:37\); --trace",
+  ),
+  'entry as an attribute': (
+    PREDICTIONS,
+    'return batch.x',
+    r"^AttributeError: 'dict' object has no attribute 'x'\. An entry of a dict is read as \['x'\] \(own\.py:37\)",
+  ),
+  'argument that is missing': (
+    PREDICTIONS,
+    'return self.scale()',
+    r"^TypeError: Scale\.__call__\(\) missing 1 required positional argument: 'x_BD' \(own\.py:37\); --traceback",
+  ),
+  'assert': (
+    PREDICTIONS,
+    "assert batch['x'].shape[1] == 7",
+    r"^AssertionError in `assert batch\['x'\]\.shape\[1\] == 7` \(own\.py:37\); --traceback shows how",
   ),
 }
 
@@ -184,11 +462,24 @@ def test_the_traceback_is_printed_on_request(capsys, own):
   flags = own(LOSS, 'return predictions + self.theta.bias')
   assert main(['train', '--nocompilation_cache', *flags, '--traceback']) == 2
   told = capsys.readouterr().err.splitlines()
-  assert told[0].startswith('Traceback') and any('own.py", line 36, in compute_loss' in line for line in told)
+  assert told[0].startswith('Traceback') and any('own.py", line 37, in compute_loss' in line for line in told)
   assert told[-1].startswith("praxis-lite train: error: Mine (Mine) has no variable 'bias'")
 
 
-def test_what_is_no_mistake_about_arrays_keeps_its_type(capsys, own):
+def test_what_a_model_raises_itself_is_told_with_its_line_and_keeps_its_traceback(capsys, own):
   flags = own(LOSS, "raise TypeError('mine')")
-  with pytest.raises(TypeError, match=r'^mine'):
-    main(['train', '--nocompilation_cache', *flags])
+  assert fails(capsys, 'train', *flags) == 'TypeError: mine (own.py:37); --traceback shows how it came there'
+  assert main(['train', '--nocompilation_cache', *flags, '--traceback']) == 2
+  told = capsys.readouterr().err.splitlines()
+  assert any('own.py", line 37, in compute_loss' in line for line in told)
+  assert told[-1] == 'praxis-lite train: error: TypeError: mine (own.py:37)'
+
+
+def test_a_mistake_of_this_package_keeps_its_traceback(capsys, own, monkeypatch):
+  def broken(*_):
+    raise IndexError('ours')
+
+  monkeypatch.setattr('praxis_lite.task.SingleTask.create_mesh', broken)
+  monkeypatch.setattr('praxis_lite.importing.is_library', lambda file: not file.endswith('own.py'))
+  with pytest.raises(IndexError, match='ours'):
+    main(['train', '--nocompilation_cache', *own(SETUP, 'super().setup()')])

@@ -12,8 +12,10 @@ import sys
 import pytest
 
 from praxis_lite.cli.main import main
+from praxis_lite.config import target
 from praxis_lite.config.text import to_text
 from praxis_lite.runtime.record import read_record
+from praxis_lite.weights import WeightHParams
 
 FILE = pathlib.Path(__file__).parent / 'tiny_experiment.py'
 EXP = f'--exp={FILE}:Tiny'
@@ -61,12 +63,27 @@ def test_a_model_that_does_not_match_the_checkpoint_is_refused_by_its_path(run, 
   for command in ('train', 'eval'):
     error = call(capsys, command, run, '--set=task.model.hidden=7', '--set=task.train.num_train_steps=9', code=2)
     assert 'is a checkpoint of another model' in error
-    assert 'What differs from the recorded config: task.model.hidden: 9 -> 7.' in error
+    assert 'What differs from the recorded config: task.model.hidden: 9 -> 7. ' in error
+    assert 'so leave out --exp, and the --set of these fields' in error
   lion = ['--set=task.train.learner.optimizer=optax.lion', '--set=task.train.num_train_steps=9']
   error = call(capsys, 'train', run, *lion, code=2)
   assert 'task.train.learner.optimizer: optax.adamw -> optax.lion' in error
-  assert 'num_train_steps' not in error
+  assert 'num_train_steps' not in error and 'learning_rate' not in error
   assert len(read_record(run).launches) == 1  # What was refused is not recorded.
+
+
+def test_code_that_declares_other_variables_is_told_from_another_config(run, capsys, monkeypatch):
+  model = target(read_record(run, trusted=[str(FILE)]).config.task.model)
+  setup = model.setup
+
+  def wider(self):
+    setup(self)
+    self.create_variable('b', WeightHParams((1,)))
+
+  monkeypatch.setattr(model, 'setup', wider)
+  error = call(capsys, 'eval', run, code=2)
+  assert 'mdl_vars.b is not in it and float32[1] here. The config is as recorded, so the code has changed' in error
+  assert 'commit ' in error and 'What differs' not in error
 
 
 def test_training_resumes_by_the_directory_alone_and_prints_what_changed(run, capsys):
@@ -85,6 +102,9 @@ def test_training_resumes_by_the_directory_alone_and_prints_what_changed(run, ca
     (5, 2, {'data': 2}),
   ]
   assert 'differs' not in call(capsys, 'train', run)
+  first, *later = read_record(run).commands
+  made, *resumed = re.findall('^(?:made|resumed) by  (.*)$', call(capsys, 'show', run), re.M)
+  assert (made, resumed) == (first, later)
   assert '  seed: 5 -> 6' in call(capsys, 'train', run, '--seed=6')
 
 

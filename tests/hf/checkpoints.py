@@ -50,7 +50,20 @@ CASES: dict[str, dict[str, Any]] = {
     'tie_word_embeddings': True,
     'rope_parameters': {'rope_type': 'linear', 'rope_theta': 100.0, 'factor': 2.0},
   },
-  'mistral': {'model_type': 'mistral', **_LLAMA, 'num_key_value_heads': 3, 'sliding_window': 4},
+  'mistral': {
+    'model_type': 'mistral',
+    **_LLAMA,
+    'num_key_value_heads': 3,
+    'sliding_window': 4,
+    'rope_parameters': {
+      'rope_type': 'yarn',
+      'rope_theta': 30.0,
+      'factor': 4.0,
+      'beta_fast': 1.5,
+      'beta_slow': 0.4,
+      'original_max_position_embeddings': 16,
+    },
+  },
   'qwen2': {
     'model_type': 'qwen2',
     **{name: value for name, value in _LLAMA.items() if name != 'head_dim'},
@@ -69,6 +82,15 @@ CASES: dict[str, dict[str, Any]] = {
     'query_pre_attn_scalar': 5,
     'attn_logit_softcapping': 0.5,
     'final_logit_softcapping': 1.5,
+  },
+  'mixtral': {'model_type': 'mixtral', **_LLAMA, 'num_local_experts': 3, 'sliding_window': 4},
+  'qwen3_moe': {
+    'model_type': 'qwen3_moe',
+    **_LLAMA,
+    'moe_intermediate_size': 14,
+    'num_experts': 5,
+    'num_experts_per_tok': 2,
+    'tie_word_embeddings': True,
   },
   'gpt2': {
     'model_type': 'gpt2',

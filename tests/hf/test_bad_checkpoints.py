@@ -36,7 +36,10 @@ def one_file(tmp_path, case='llama'):
     ({'model_type': 'qwen'}, r"model_type 'qwen' is not supported. Did you mean 'qwen[23]'\? Known: llama, mistral, "),
     ({'hidden_act': 'mish'}, r"config.json: hidden_act = 'mish' is not supported; known: silu, "),
     ({'hidden_size': 'x'}, r"config.json: hidden_size = 'x'; expected an integer of at least 1"),
-    ({'rope_parameters': {'rope_type': 'yarn'}}, r"rope_parameters of type 'yarn' is not supported; only default, "),
+    (
+      {'rope_parameters': {'rope_type': 'longrope'}},
+      r"rope_parameters of type 'longrope' is not supported; only default",
+    ),
     ({'rope_parameters': {'rope_type': 'linear'}}, r"rope_parameters of type 'linear' lacks 'factor'"),
     ({'quantization_config': {'bits': 4}}, r'quantization_config = {"bits": 4} is not supported; only null is'),
     ({'partial_rotary_factor': 0.5}, r'partial_rotary_factor other than 1 is not supported'),

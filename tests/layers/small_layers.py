@@ -13,6 +13,7 @@ AXES = ('replica', 'data', 'mdl')
 B, T, D, F, V, N, H = 3, 5, 7, 9, 11, 3, 4
 BATCH = ('replica', 'data')
 OUT = (BATCH, None, 'mdl')
+INNER = ('data', None, 'mdl')  # Inside of a stage, 'replica' splits the stages.
 WT = ('data', 'mdl')
 
 
@@ -41,8 +42,8 @@ def split(cls: Any, wt: Any = None, out: Any = None, **fields: Any) -> Config:
   return config
 
 
-def block() -> Config:
-  config = split(layers.TransformerBlock, out=(BATCH, None, None), input_dims=D, hidden_dims=F, num_heads=N)
+def block(batch: str | tuple[str, ...] = BATCH) -> Config:
+  config = split(layers.TransformerBlock, out=(batch, None, None), input_dims=D, hidden_dims=F, num_heads=N)
   config.set(dims_per_head=H)
   config.norm_tpl.weight_split_dims_mapping.wt = ('mdl',)
   config.attention_tpl.weight_split_dims_mapping.wt = ('data', 'mdl', None)
@@ -51,8 +52,22 @@ def block() -> Config:
 
 
 def repeated() -> Config:
-  config = Config(layers.Repeat, num_layers=3, layers_tpl=split(layers.Linear, WT, OUT, input_dims=D, output_dims=D))
+  linear = split(layers.Linear, WT, OUT, input_dims=D, output_dims=D)
+  config = Config(layers.Repeat, num_layers=7, layers_tpl=(linear, linear.clone(use_bias=True)))
   config.weight_split_dims_mapping.stack = ('replica',)
+  return config
+
+
+def pipelined() -> Config:
+  config = Config(layers.Pipelined, num_layers=6, num_stages=2, num_microbatches=2, circular_repeat=2)
+  config.layers_tpl = split(layers.Linear, WT, INNER, input_dims=D, output_dims=D)
+  config.weight_split_dims_mapping.stages = ('replica',)
+  return config
+
+
+def pipelined_transformer() -> Config:
+  config = Config(layers.PipelinedTransformer, layers_tpl=block('data'), num_layers=3, num_stages=2, microbatch_size=2)
+  config.weight_split_dims_mapping.stages = ('replica',)
   return config
 
 
@@ -72,6 +87,7 @@ def mlp() -> Config:
 def attention() -> Config:
   config = split(layers.MultiHeadAttention, ('data', 'mdl', None), OUT, input_dims=D, num_heads=N, dims_per_head=H)
   config.set(causal=True, use_bias=True, rotary_tpl=Config(layers.RotaryPositions))
+  config.set(implementation='blockwise', block_size=2, dropout_rate=0.2)
   config.activation_split_dims_mapping.blnh = (BATCH, None, 'mdl', None)
   return config
 
@@ -126,6 +142,8 @@ CASES = {
   'Mlp': lambda: Case(mlp(), (X,)),
   'MoeFeedForward': lambda: Case(moe(), (X, POSITIONS > 3)),
   'MultiHeadAttention': lambda: Case(attention(), (X,)),
+  'Pipelined': lambda: Case(pipelined(), (X,)),
+  'PipelinedTransformer': lambda: Case(pipelined_transformer(), (X,)),
   'Pooling': lambda: Case(split(layers.Pooling, None, (BATCH, None, 'mdl', None), kind='mean'), (IMAGES,)),
   'Projection': lambda: Case(
     split(layers.Projection, ('data', 'mdl', None), in_shape=(D,), out_shape=(N, H), use_bias=True), (X,)
@@ -140,7 +158,9 @@ CASES = {
   'RotaryPositions': lambda: Case(Config(layers.RotaryPositions, dims=H), (normal(B, T, N, H),)),
   'Router': lambda: Case(router().set(input_dims=D, num_experts=5), (X,), float32_out=True),
   'SharedEmbeddingSoftmax': lambda: Case(
-    split(layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True),
+    split(
+      layers.SharedEmbeddingSoftmax, ('mdl', 'data'), OUT, input_dims=D, num_classes=V, use_bias=True, chunk_size=3
+    ),
     (X, ids(B, T)),
     float32_out=True,
   ),

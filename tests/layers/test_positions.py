@@ -12,7 +12,12 @@ import pytest
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
-from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, relative_position_bucket
+from praxis_lite.layers.positions import (
+  LinearRotaryScaling,
+  Llama3RotaryScaling,
+  YarnRotaryScaling,
+  relative_position_bucket,
+)
 
 B, T, D, N, H = 2, 5, 6, 3, 8
 
@@ -119,6 +124,20 @@ def test_llama3_scaling_slows_the_slow_rates_only():
   np.testing.assert_allclose(scaling(rates) / rates, [1 / 8, 1 / 8, (1 + 1 / 8) / 2, 1, 1], rtol=1e-6)
   with pytest.raises(ConfigError, match=r'low_freq_factor, 4.0, must be less than high_freq_factor, 4.0'):
     Llama3RotaryScaling(factor=8.0, original_max_len=100, low_freq_factor=4.0)
+
+
+def test_yarn_scaling_has_the_rates_and_the_magnitude_of_transformers():
+  config = Config(YarnRotaryScaling, factor=32.0, original_max_len=4096)
+  scaling = config.instantiate()
+  rates = 10_000.0 ** -(np.arange(32) / 32)
+  theirs = [1.0, 0.1, 0.0269097686, 0.00552884629, 0.000805772666, 4.1672547e-06]
+  np.testing.assert_allclose(scaling(rates)[[0, 8, 12, 16, 20, 31]], theirs, rtol=1e-7)
+  assert scaling.magnitude == pytest.approx(1.3465735902799727)
+  x = normal(1, 1, 1, 64)
+  rotated = run(RotaryPositions, {}, x, positions()[:1, :1], dims=64, scaling_tpl=config)
+  np.testing.assert_allclose(np.linalg.norm(rotated), scaling.magnitude * np.linalg.norm(x), rtol=1e-6)
+  with pytest.raises(ConfigError, match=r'beta_slow, 32.0, must be less than beta_fast, 32.0'):
+    YarnRotaryScaling(factor=32.0, original_max_len=4096, beta_slow=32.0)
 
 
 def test_odd_dims_cannot_be_rotated():

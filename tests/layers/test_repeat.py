@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +62,7 @@ class Root(Layer):
 
 def repeat(sub=None, **fields):
   sub = {'dims': D, 'mesh_axis_names': ('data', 'stage'), **(sub or {})}
-  return Config(Repeat, layers_tpl=Config(Residual, **sub), num_layers=LAYERS, **fields)
+  return Config(Repeat, **{'layers_tpl': Config(Residual, **sub), 'num_layers': LAYERS, **fields})
 
 
 def single(**sub):
@@ -152,10 +154,101 @@ def test_caches_are_stacked_and_extend():
 def _loss_and_grads(layer, variables):
   def loss(v):
     y, side = layer.apply(v, x_BD(), key=jax.random.key(2))
-    value, weight = side.aux_losses['layers/square']
-    return jnp.sum(y**2) + value * weight
+    return jnp.sum(y**2) + sum(value * weight for value, weight in side.aux_losses.values())
 
   return jax.jit(jax.value_and_grad(loss))(variables)
+
+
+# ---------------------------------------------------------------- patterns of different layers
+
+
+class Shift(Residual):
+  """A layer of another kind."""
+
+  def setup(self) -> None:
+    super().setup()
+    self.create_variable('shift', WeightHParams((self.dims,)))
+
+  def __call__(self, x, shift=0.0):
+    return super().__call__(x + checkpoint_name(jnp.sin(self.theta.shift), 'shift'), shift)
+
+
+def pattern(num_layers, sub=None, **fields):
+  sub = {'dims': D, 'mesh_axis_names': ('data', 'stage'), **(sub or {})}
+  return repeat(layers_tpl=(Config(Residual, **sub), Config(Shift, **sub)), num_layers=num_layers, **fields)
+
+
+def in_turn(variables, num_layers, **sub):
+  """Yields each layer of the pattern, with its variables, and whether it is the last of its kind to be stacked."""
+  kinds = [Config(cls, dims=D, **sub).instantiate() for cls in (Residual, Shift)]
+  for i in range(num_layers):
+    of_round = i < num_layers // 2 * 2
+    stacked = variables[f'layers_{i % 2}' if of_round else f'rest_{i % 2}']
+    yield kinds[i % 2], jax.tree.map(lambda v, i=i: v[i // 2], stacked) if of_round else stacked
+
+
+@pytest.mark.parametrize('num_layers', [1, 2, 5])
+def test_a_pattern_is_a_loop_over_its_layers_and_what_is_left_over(num_layers):
+  layer = pattern(num_layers, {'aux': True}).instantiate()
+  variables = layer.init(jax.random.key(0))
+  names = ['rest_0'] if num_layers == 1 else ['layers_0', 'layers_1'] + ['rest_0'] * (num_layers % 2)
+  assert list(variables) == names
+  y, side = layer.apply(variables, x_BD(), shift=0.5)
+  expected, squares = x_BD(), 0.0
+  for one, weights in in_turn(variables, num_layers, aux=True):
+    expected, of_one = one.apply(weights, expected, shift=0.5)
+    ((value, weight),) = of_one.aux_losses.values()
+    squares += value * weight
+  np.testing.assert_allclose(y, expected, rtol=1e-5)
+  np.testing.assert_allclose(sum(v * w for v, w in side.aux_losses.values()), squares, rtol=1e-5)
+  calls = {name: update['calls'] for name, update in side.updates.items()}
+  assert {name: x.shape for name, x in calls.items()} == {n: (num_layers // 2,) if 'l' in n else () for n in names}
+  assert all(np.all(x == 1) for x in calls.values())
+
+
+def test_layers_of_a_pattern_draw_different_numbers_and_extend_their_own_caches():
+  layer = pattern(5, {'noise': 1.0}).instantiate()
+  variables = layer.init(jax.random.key(0))
+  zeros = jax.tree.map(jnp.zeros_like, variables)
+  y, _ = layer.apply(zeros, jnp.zeros((500, D)), key=jax.random.key(1))
+  np.testing.assert_allclose(np.var(y), 5, rtol=0.15)  # equal draws would give up to the square of it
+  _, side = layer.apply(variables, 2, method='init_decode_state')
+  caches, steps = [np.zeros((2, D))] * 5, jax.random.normal(jax.random.key(9), (3, 2, D))
+  for x in steps:
+    y, side = layer.apply(variables, x, decode_state=side.decode_state, method='extend_step')
+    expected = np.asarray(x)
+    for i, (_, weights) in enumerate(in_turn(variables, 5)):
+      caches[i] = caches[i] + expected
+      expected = expected + np.tanh(caches[i] @ np.asarray(weights['w']))
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+REMATS = {
+  'one for each': {'remat': ('full', 'none')},
+  'offloaded': {'remat': 'save_names', 'remat_save_names': ('shift',), 'remat_offload_names': ('hidden',)},
+  'products kept, a tag offloaded': {'remat': 'dots_saveable', 'remat_offload_names': ('shift',)},
+}
+
+
+@pytest.mark.slow
+def test_no_remat_of_a_pattern_changes_values_or_gradients():
+  sub = {'aux': True, 'noise': 0.1}
+  variables = pattern(5, sub).instantiate().init(jax.random.key(0))
+  expected, *others = (
+    _loss_and_grads(pattern(5, sub, **fields).instantiate(), variables) for fields in ({}, *REMATS.values())
+  )
+  for got in others:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+def test_what_is_offloaded_is_sent_to_the_memory_of_the_host_and_back():
+  """One transfer in the body of each scan; only the first kind of layer offloads."""
+  layer = pattern(4, remat=('save_names', 'none'), remat_offload_names=('hidden',)).instantiate()
+  variables = layer.init(jax.random.key(0))
+  program = str(jax.make_jaxpr(jax.grad(lambda v: jnp.sum(layer.apply(v, x_BD())[0])))(variables))
+  assert 'f32<host>[2,2,3]' in program, 'two rounds of the first kind'
+  assert len(re.findall(r':f32<host>\[2,3\] = device_put', program)) == 1
+  assert len(re.findall(r':f32\[2,3\] = device_put', program)) == 1
 
 
 @pytest.mark.slow
@@ -191,6 +284,14 @@ def test_remat_policies_keep_what_they_say():
     ({'remat': 'dots_savable'}, ConfigError, "Did you mean 'dots_saveable'"),
     ({'remat': 'save_names'}, ConfigError, 'needs the names'),
     ({'remat_save_names': ('hidden',)}, ConfigError, "policy 'none' does not rematerialise"),
+    ({'remat_offload_names': ('hidden',)}, ConfigError, "remat_offload_names is set, but policy 'none'"),
+    ({'remat': ('full', 'none')}, ConfigError, r'remat: 2 policies for a pattern of 1 layer\(s\); give one, or'),
+    (
+      {'remat': 'full', 'remat_save_names': ('hidden',), 'remat_offload_names': ('hidden',)},
+      ConfigError,
+      "remat_offload_names: 'hidden' is in remat_save_names too",
+    ),
+    ({'layers_tpl': ()}, ConfigError, 'layers_tpl: an empty pattern'),
   ],
 )
 def test_bad_hyperparameters_are_named(fields, error, message):

@@ -12,7 +12,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.feedforward import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
-from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock
+from praxis_lite.layers.transformer import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
 
 B, T, D, LAYERS = 2, 5, 8, 2
 
@@ -154,3 +154,63 @@ def test_dropout_is_of_training_only():
 def test_unknown_norm_policy_is_named():
   with pytest.raises(ConfigError, match=r"norm_policy: expected 'pre', 'post' or 'primer_hybrid', got 'sandwich'"):
     block(norm_policy='sandwich').instantiate()
+
+
+def pattern_lm(cls, **fields):
+  """Five blocks of a language model: a local one with a gated feed-forward layer, a global one without, in turn."""
+  local, whole = Config(TransformerBlock), Config(TransformerBlock, ff_tpl=Config(FeedForward))
+  local.attention_tpl.sliding_window = 2
+  config = Config(TransformerLm, vocab_size=7, model_dims=D, num_layers=5, num_heads=2, use_bias=True)
+  return config.set(transformer_tpl=Config(cls, layers_tpl=(local, whole), **fields)).instantiate()
+
+
+@pytest.mark.slow
+def test_a_pattern_of_blocks_equals_them_in_sequence():
+  """Values, gradients and decoding; the scan has two rounds, and the fifth block comes after it."""
+  stacked = pattern_lm(StackedTransformer)
+  repeated = pattern_lm(RepeatedTransformer, remat=('none', 'full'))
+  variables = stacked.init(jax.random.key(0))
+  ids = jax.random.randint(jax.random.key(1), (B, T), 0, 7)
+  blocks = repeated.transformer.layers
+  assert [(b.input_dims, b.hidden_dims, b.attention.causal, b.ff.use_bias) for b in blocks] == [
+    (D, 4 * D, True, True)
+  ] * 2
+  assert [b.attention.sliding_window for b in [*blocks, *repeated.transformer.rest]] == [2, None, 2]
+
+  def in_scan(variables):
+    layers = [variables['transformer'][f'layers_{i}'] for i in range(5)]
+    stack = [jax.tree.map(lambda *xs: jnp.stack(xs), *layers[kind:4:2]) for kind in (0, 1)]
+    return {**variables, 'transformer': {'layers_0': stack[0], 'layers_1': stack[1], 'rest_0': layers[4]}}
+
+  def run(layer, variables):
+    def loss(v):
+      return jnp.mean(layer.apply(v, ids, ids)[0].xent)
+
+    return jax.jit(jax.value_and_grad(loss))(variables)
+
+  value, grads = run(stacked, variables)
+  got = run(repeated, in_scan(variables))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, (value, in_scan(grads)))
+  variables = in_scan(variables)
+  full, _ = jax.jit(lambda v: repeated.apply(v, ids, method='logits'))(variables)
+  _, side = repeated.apply(variables, B, T, method='init_decode_state')
+
+  @jax.jit
+  def extend(ids, pos, state):
+    last = jnp.zeros(B, jnp.int32)
+    return repeated.apply(variables, ids, pos, last, decode_state=state, method='extend_step')
+
+  for t in range(T):
+    logits, side = extend(ids[:, t : t + 1], jnp.full((B, 1), t), side.decode_state)
+    np.testing.assert_allclose(logits, full[:, t], atol=1e-5)
+
+
+def test_windows_and_a_pattern_exclude_each_other():
+  for cls in (StackedTransformer, RepeatedTransformer):
+    assert [b.attention.sliding_window for b in stack(cls, sliding_windows=(2, None)).layers] == [2, None]
+    with pytest.raises(
+      ConfigError, match='sliding_windows: layers_tpl is a pattern of 2 blocks; set the attention_tpl'
+    ):
+      stack(cls, (block(), block()), sliding_windows=(2, None))
+    with pytest.raises(ConfigError, match='sliding_windows: expected the windows of one or more blocks, or None'):
+      stack(cls, sliding_windows=())

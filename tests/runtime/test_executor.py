@@ -193,7 +193,9 @@ def test_advice_is_printed_before_the_first_step(tmp_path, capsys):
 
   run_train(tiny_run(3, num_train_steps=1), tmp_path, advise=advise)
   assert asked == [({'data': 3}, (6, 10))]
-  assert capsys.readouterr().out.splitlines()[1:3] == ['warning: one', 'warning: two']
+  unused, *lines = capsys.readouterr().out.splitlines()[1:4]
+  assert unused == '8 devices, and the mesh uses 3: to use all, --set "task.ici_mesh_shape=(8,)"'
+  assert lines == ['warning: one', 'warning: two']
 
 
 def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
@@ -203,6 +205,10 @@ def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   assert (result.step, result.ended_by) == (9, 'data')
   assert 'the training data is over after 9 of 20 steps' in capsys.readouterr().out
   assert Checkpointer(tmp_path, read_only=True).latest_step() == 9
+  assert type(result.metrics['eval/valid']['loss']) is float
+  again = run_train(tiny_run(1, num_train_steps=5), tmp_path)  # A shorter run than it was.
+  assert again.step == 9 and again.metrics == result.metrics
+  assert 'step 9, past the 5 of task.train.num_train_steps, so no step was taken: saved in' in capsys.readouterr().out
 
 
 class BreakingInput(ArrayInput):
@@ -242,8 +248,30 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
 
 def test_a_step_that_is_skipped_is_reported(tmp_path, capsys):
   result = run_train(with_bad_example(tiny_run(1, num_train_steps=5, log_interval_steps=5)), tmp_path)
-  assert 'step 3: the loss or a gradient is not finite; the update was skipped' in capsys.readouterr().out
+  skipped = 'step 3: the loss or a gradient is not finite (loss nan, grad_norm nan); the update was skipped'
+  assert skipped in capsys.readouterr().out
   assert result.step == 5 and all(np.isfinite(x).all() for x in parameters(result).values())
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_its_state_saved(tmp_path, capsys):
+  config = tiny_run(1, max_skipped_steps=5)
+  data = examples(50, 0)
+  data['y'][6:] = np.nan  # All batches but the first one are bad.
+  config.datasets[0].set(arrays=data, shuffle=False)
+  with pytest.raises(NonFiniteError, match=r"^from step 2 on, .*The last batch has values in 'y' that are not finite"):
+    run_train(config, tmp_path)
+  saved = Checkpointer(tmp_path, read_only=True).latest_step()
+  assert 6 <= saved <= 8 and 'eval/valid' not in capsys.readouterr().out
+  config.task.train.max_skipped_steps = None  # The same programs, as compiled.
+  assert run_train(config, tmp_path).ended_by == 'done'
+
+
+def test_a_run_of_which_all_steps_are_skipped_has_failed(tmp_path):
+  config = tiny_run(1, num_train_steps=3)
+  config.datasets[0].arrays['y'][:] = np.inf
+  with pytest.raises(NonFiniteError, match=r'^from step 1 on, .*still those that the run started from'):
+    run_train(config, tmp_path)
+  assert Checkpointer(tmp_path, read_only=True).latest_step() == 3
 
 
 def test_changed_data_is_refused_and_can_be_started_anew(tmp_path):
@@ -287,6 +315,9 @@ def test_what_cannot_be_run_is_told_before_anything_is_compiled(tmp_path):
     run_train(config._replace(datasets=[config.datasets[0], *config.datasets]), tmp_path)
   with pytest.raises(ConfigError, match="2 inputs are called 'valid'"):
     run_train(config._replace(datasets=[*config.datasets, config.datasets[1]]), tmp_path)
+  both_named = r"datasets\[0\]\.name and datasets\[1\]\.name are both 'train', of training and evaluation data"
+  with pytest.raises(ConfigError, match=both_named):
+    run_train(config._replace(datasets=[config.datasets[0], config.datasets[1].clone(name='train')]), tmp_path)
   with pytest.raises(ConfigError, match=r'task\.train\.save_interval_steps = 0'):
     run_train(tiny_run(1, save_interval_steps=0), tmp_path)
   (tmp_path / 'file').write_text('')

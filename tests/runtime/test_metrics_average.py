@@ -53,4 +53,4 @@ def test_arrays_over_layers_are_averaged_by_element():
 
 def test_bfloat16_values_of_one_step_become_float64():
   values = mean_values({'loss': (jnp.bfloat16(1.5), jnp.bfloat16(2))})
-  assert values['loss'].dtype == np.float64 and values['loss'] == 1.5
+  assert type(values['loss']) is float and values['loss'] == 1.5

@@ -17,6 +17,7 @@ from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.inputs import ArrayInput
 from praxis_lite.runtime import run_eval, run_train
 from praxis_lite.runtime.inference import decode_prompts
+from praxis_lite.runtime.prompts import check_ids
 
 
 @pytest.fixture(scope='module')
@@ -143,6 +144,20 @@ def test_per_example_outputs_decoding_a_batch_and_the_pure_call_agree(model):
   np.testing.assert_allclose(model.decode(batch)['y'], predicted, rtol=1e-5)
   alone, _ = model.layer.apply(model.variables, batch, method='predict', do_eval=True)
   np.testing.assert_allclose(alone, predicted, rtol=1e-5)
+
+
+def test_ids_that_are_not_in_the_vocabulary_are_told_before_anything_is_compiled(lm):
+  model = lm.load()
+  size = model.layer.lm.vocab_size
+  with pytest.raises(DataError, match=rf'^ids: {size}, at position 1 of row 1, is not in .* ids are 0 to {size - 1};'):
+    model.decode([[1], [2, size]])
+  with pytest.raises(DataError, match=r'^ids: -1, at position 0 of row 0, is not'):
+    model.predict({'ids': np.array([[-1, 2]])})
+  with pytest.raises(DataError, match=r'^ids: \d+, at position 0 of row 0, is not'):
+    model.per_example({'ids': np.array([[size, 2]]), 'labels': np.array([[1, 2]])})
+  prompts = {'ids': np.array([[1, -7]]), 'prompt_lengths': np.array([1]), 'weights': np.ones(1)}
+  check_ids(prompts, size)
+  check_ids({'ids': np.array([[-1, 2]]), 'weights': np.array([[0, 1]])}, size)
 
 
 def test_texts_in_and_texts_out(lm):

@@ -68,12 +68,15 @@ def test_what_cannot_be_read_back_is_left_out_and_the_rest_is_read(tmp_path):
 
 def test_a_config_that_names_an_unknown_module_is_refused_with_the_remedy(tmp_path):
   write_record(tmp_path, experiment(), command='praxis-lite train --exp=theirs.py:Theirs')
+  for command in ('praxis-lite train --job_log_dir=a', 'praxis-lite train --job_log_dir=a'):
+    write_record(tmp_path, experiment(), command=command)
   text = (tmp_path / 'run.json').read_text().replace('praxis_lite.models.language_model:', 'theirs.models:')
   (tmp_path / 'run.json').write_text(text)
   (tmp_path / 'theirs').mkdir()
   (tmp_path / 'theirs' / 'models.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")')
+  made_by = r'made by: .*theirs\.py:.* resumed by: [^;]*$'
   with pytest.raises(
-    UntrustedError, match=r'run\.json: task\.model: theirs\.models .*--trust=theirs\.models.*theirs\.py'
+    UntrustedError, match=rf'run\.json: task\.model: theirs\.models .*--trust=theirs\.models.*{made_by}'
   ):
     _ = read_record(tmp_path).config
   assert not (tmp_path / 'ran').exists()

@@ -7,9 +7,14 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_runs import TinyModel
 
+from praxis_lite.config import Config
+from praxis_lite.layers import Mlp
+from praxis_lite.models import ClassificationModel
 from praxis_lite.runtime import console
-from praxis_lite.runtime.console import NonFiniteError, TrainLog
+from praxis_lite.runtime.console import TrainLog
+from praxis_lite.runtime.nonfinite import SKIPPED, NonFiniteError, hints_in
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.training.steps import TrainStepOutput
 
@@ -44,6 +49,9 @@ class Lines:
   def line(self, text):
     self.lines.append(text)
 
+  def progress(self, step):
+    pass
+
   def train_step(self, step, metrics, rates):
     self.steps.append(step)
 
@@ -51,8 +59,8 @@ class Lines:
     self.written.append(step)
 
 
-def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100):
-  settings = types.SimpleNamespace(log_interval_steps=interval, num_train_steps=total)
+def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100, limit=100):
+  settings = types.SimpleNamespace(log_interval_steps=interval, num_train_steps=total, max_skipped_steps=limit)
   task = types.SimpleNamespace(train=settings, learner=types.SimpleNamespace(on_nonfinite=on_nonfinite))
   mesh = types.SimpleNamespace(
     devices=np.array([types.SimpleNamespace(device_kind='cpu', platform='cpu')], dtype=object)
@@ -62,8 +70,8 @@ def make_log(lines, *, interval=1, first_step=0, on_nonfinite='skip', total=100)
   return TrainLog(partitioned, batch, lines, lines, StartupTimes(), first_step=first_step)
 
 
-def output(step, waited, skipped=0.0):
-  metrics = {name: (Value(step, value, waited), 1.0) for name, value in (('loss', 1.0), (console.SKIPPED, skipped))}
+def output(step, waited, skipped=0.0, loss=1.0):
+  metrics = {name: (Value(step, value, waited), 1.0) for name, value in (('loss', loss), (SKIPPED, skipped))}
   return TrainStepOutput(None, Value(step, 1.0, waited), metrics, None, {})
 
 
@@ -95,6 +103,56 @@ def test_skipped_steps_are_reported_between_the_lines_too():
     log.add(step, output(step, [], skipped=float(step == 3)))
   log.drain()
   assert lines.lines[1:] == ['step 3: the loss or a gradient is not finite; the update was skipped']
+
+
+def test_steps_skipped_in_a_row_are_a_few_lines_and_end_the_run():
+  lines = Lines()
+  log = make_log(lines, interval=1, total=1000)
+  for step in range(1, 105):
+    log.add(step, output(step, [], skipped=float(step not in (1, 2)), loss=np.nan if step > 2 else 1.0))
+    assert log.skipped.too_many == (step == 104)  # It looks at a step two steps later.
+  log.drain()
+  assert lines.steps == [1, 2] and len(lines.written) == 104
+  assert lines.lines[1:] == [
+    'step 3: the loss or a gradient is not finite (loss nan); the update was skipped',
+    'steps 3 to 12: 10 updates in a row were skipped',
+    'steps 3 to 102: 100 updates in a row were skipped',
+  ]
+  message = str(log.skipped.error(''))
+  assert message.startswith(
+    'from step 3 on, the loss or a gradient was not finite (loss nan), so all 102 updates up to '
+  )
+  for part in ('a learning rate that is too high', 'Step 104 is saved', 'those of step 2', 'max_skipped_steps = 100'):
+    assert part in message
+
+
+def test_a_step_that_is_finite_again_ends_the_count_and_the_limit_may_be_off():
+  for limit in (0, None, 3):
+    lines = Lines()
+    log = make_log(lines, limit=limit)
+    for step in range(1, 6):
+      log.add(step, output(step, [], skipped=float(step in (1, 2, 4, 5))))
+    log.drain()
+    assert 'step 3: finite again, after 2 updates in a row were skipped' in lines.lines
+    assert not log.skipped.too_many and not log.skipped.all_steps
+  for limit, ends in ((0, False), (None, False), (100, True)):
+    log = make_log(Lines(), limit=limit)
+    log.add(1, output(1, [], skipped=1.0))
+    assert log.skipped.all_steps == ends
+
+
+def test_what_may_be_wrong_with_a_batch():
+  model = Config(TinyModel).instantiate()
+  ok, labels = np.ones(3, np.float32), np.array([0, 3, 9], np.int32)
+  assert hints_in({'x': ok}, None, model) == ''
+  assert hints_in({'x': ok, 'z': ok * np.nan}, None, model) == "The last batch has values in 'z' that are not finite"
+  assert "'label' from 0 to 9" in hints_in({'x': ok, 'label': labels}, None, model)
+  network = Config(Mlp, input_dims=2, hidden_dims=(2,))
+  classifier = Config(ClassificationModel, num_classes=5, network_tpl=network).instantiate()
+  found = hints_in({'label': labels}, types.SimpleNamespace(label='train'), classifier)
+  assert 'does not fit the model: train: found label 9, but task.model.num_classes is 5' in found
+  found = hints_in({'target': labels}, None, classifier)
+  assert found == "The last batch has 'target' from 0 to 9, and ClassificationModel has 5 classes, 0 to 4"
 
 
 def test_a_learner_that_raises_does_so_before_a_save_of_that_step():

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 import os, signal, sys
-from praxis_lite.runtime import Checkpointer, initialize_distributed, run_train
+from praxis_lite.runtime import Checkpointer, Hook, initialize_distributed, run_train
 initialize_distributed(sys.argv[1], 2, int(sys.argv[2]))
 from tiny_runs import tiny_run
 if sys.argv[5:] == ['interrupted'] and sys.argv[2] == '1':
@@ -29,7 +29,11 @@ if sys.argv[5:] == ['interrupted'] and sys.argv[2] == '1':
   Checkpointer.save = save_interrupted
 config = tiny_run(4, noise=0.0, gate=sys.argv[4], eval_interval_steps=8, decode_interval_steps=15, best_metric='loss')
 config.task.train.early_stopping.patience = 9
-result = run_train(config, sys.argv[3])
+class Raises(Hook):
+  def on_step(self, run, metrics):
+    if run.step == 4 and sys.argv[2] == '1':
+      raise RuntimeError('an error in a hook')
+result = run_train(config, sys.argv[3], hooks=[Raises()] if sys.argv[5:] == ['raising'] else [])
 print('ended by', result.ended_by, result.step, flush=True)
 """
 
@@ -50,6 +54,28 @@ def last_line(process):
   return out.splitlines()[-1]
 
 
+def let_them_stop(first, gate, batches):
+  """JAX's service looks for a signal each second and tells the others: they may take a step for each few seconds."""
+  for more in range(batches + 1, 20):
+    try:
+      first.wait(timeout=2)
+      break
+    except subprocess.TimeoutExpired:
+      open_gate(gate, more)
+  open_gate(gate)
+
+
+def test_what_a_hook_raises_in_one_of_them_ends_both_with_the_state_saved(tmp_path, run_python):
+  gate = tmp_path / 'gate'
+  first, second = start_both(run_python, tmp_path / 'two', open_gate(gate, 6), 'raising')
+  let_them_stop(first, gate, 6)
+  step = int(last_line(first).removeprefix('ended by SIGTERM '))
+  assert 4 < step < 20 and Checkpointer(tmp_path / 'two', read_only=True).latest_step() == step
+  _, err = second.communicate(timeout=600)
+  assert second.returncode == 1 and 'RuntimeError: an error in a hook' in err
+  assert 'the hook Raises.on_step raised RuntimeError after step 4; all processes stop after a step, and save' in err
+
+
 def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_path, run_python):
   gate = tmp_path / 'gate'
   first, second = start_both(run_python, tmp_path / 'two', open_gate(gate, 9))
@@ -57,14 +83,7 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
     if line.startswith('step 6/'):
       break
   second.send_signal(signal.SIGTERM)
-  # JAX's service looks for a signal each second and tells the others: they may take a step for each few seconds.
-  for batches in range(10, 20):
-    try:
-      first.wait(timeout=2)
-      break
-    except subprocess.TimeoutExpired:
-      open_gate(gate, batches)
-  open_gate(gate)
+  let_them_stop(first, gate, 9)
   ended = last_line(first)
   assert ended == last_line(second)
   step = int(ended.removeprefix('ended by SIGTERM '))

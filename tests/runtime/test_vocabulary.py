@@ -79,6 +79,13 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
   assert _decode('--prompt=é') == 2
   assert "--prompt='é': 'é' (U+00E9) is not among the 10 characters of the vocabulary" in capfd.readouterr().err
 
+  kept = [data.clone() for data in CONFIG.datasets]
+  kept[1].tokenizer_tpl.vocabulary = '\n abefilno'
+  assert with_vocabulary(CONFIG._replace(datasets=kept), 'run').datasets[0].tokenizer_tpl.vocabulary == '\n abefilno'
+  kept[1].tokenizer_tpl.vocabulary = '\n abefilnoz'
+  with pytest.raises(CheckpointError, match=r'datasets\[1\]: the vocabulary of its CharTokenizer is not the one that'):
+    run_eval(CONFIG._replace(datasets=kept), 'run')
+
   (run / 'run' / 'vocabulary.json').write_text('{')
   with pytest.raises(CheckpointError, match=r'vocabulary\.json cannot be read'):
     run_eval(CONFIG, 'run')
@@ -86,4 +93,5 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
 
 def test_a_directory_without_a_checkpoint_has_no_vocabulary(tmp_path):
   (tmp_path / 'vocabulary.json').write_text(json.dumps({'vocabulary': 'xyz'}))
+  (tmp_path / 'checkpoints' / '5.orbax-checkpoint-tmp').mkdir(parents=True)  # Of a run that was killed.
   assert with_vocabulary(CONFIG, tmp_path) is CONFIG

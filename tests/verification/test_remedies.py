@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
   def run(self, mesh, specs):
     layers = {layer.path_name: layer for layer in self.task.model.descendants()}
-    return specs, lambda layer, name: layers[layer]._activation_mappings[
+    return specs, lambda layer, name: layers[layer].split_mappings('activation_split_dims_mapping')[
       f'{layer}.activation_split_dims_mapping.{name}'
     ]
 

@@ -24,8 +24,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -33,10 +32,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from praxis_lite import call
-from praxis_lite.call import Constraint, SideOutputs, Summary, Surroundings
-from praxis_lite.config import Config, Configurable, config_values, template
-from praxis_lite.errors import ConfigError, DataError, UnknownFieldError, UserError, did_you_mean
-from praxis_lite.mistakes import explained
+from praxis_lite.call import Constraint, SideOutputs, Surroundings
+from praxis_lite.config import Config, Configurable, build_at, config_values, target, template
+from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
+from praxis_lite.layer.in_call import InCall
+from praxis_lite.layer.printing import tree_lines
+from praxis_lite.layer.scope import in_scope
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
@@ -47,8 +48,10 @@ from praxis_lite.weights import (
   WeightHParams,
   WeightHParamsCollection,
   WeightInit,
+  check_weight,
   declared,
   init_weight,
+  is_dtype,
 )
 
 LayerT = TypeVar('LayerT', bound='Layer')
@@ -74,8 +77,10 @@ class ActivationSplit(SplitMapping):
 # Hyperparameters that a child takes from its parent where it leaves them None.
 _INHERITED = ('dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules')
 
+_parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
 
-class Layer(Configurable):
+
+class Layer(InCall, Configurable):
   """Base of all layers.
 
   Attributes:
@@ -107,11 +112,19 @@ class Layer(Configurable):
 
   # ---------------------------------------------------------------- construction
 
+  _set_up_in = 'setup'
+
   def __init_subclass__(cls, **kwargs: Any) -> None:
+    if '__post_init__' in vars(cls):
+      raise ConfigError(f'{cls.__qualname__} defines __post_init__, which builds the layer; write setup(self) instead')
     super().__init_subclass__(**kwargs)
+    if len(inspect.signature(cls.setup).parameters) != 1:
+      raise ConfigError(
+        f'{cls.__qualname__}.setup takes self alone; what it needs is an attribute of the class, name: type = default'
+      )
     for name, method in list(cls.__dict__.items()):
       if inspect.isfunction(method) and (name == '__call__' or not (name.startswith('_') or hasattr(Layer, name))):
-        setattr(cls, name, _in_scope(method))
+        setattr(cls, name, in_scope(method))
 
   def __post_init__(self) -> None:
     self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
@@ -125,10 +138,10 @@ class Layer(Configurable):
     if self.params_init is None:
       self.params_init = WeightInit.Xavier()
     for field in ('dtype', 'fprop_dtype'):
-      dtype = jnp.dtype(getattr(self, field))
-      if not jnp.issubdtype(dtype, jnp.floating):
+      value = getattr(self, field)
+      if not is_dtype(value, jnp.floating):
         raise ConfigError(
-          f'{self.path_name}.{field}: expected a floating dtype, such as float32 or bfloat16, got {dtype}'
+          f'{self.path_name}.{field}: expected a floating dtype, such as float32 or bfloat16, got {value}'
         )
     self._declare_split_mappings()
     self.setup()
@@ -144,9 +157,14 @@ class Layer(Configurable):
     super().__setattr__(name, value)
 
   def _check_built_here(self, name: str, value: object) -> None:
-    """Raises ConfigError if `value` is a layer, or a list of layers, without a name, which only a parent gives."""
-    layers = value if isinstance(value, list | tuple) else [value]
-    for layer in layers:
+    """Raises ConfigError if `value` has layers without a name, which only a parent gives, or is an array of JAX."""
+    if isinstance(value, jax.Array):
+      raise ConfigError(
+        f'{self.path_name}.{name}: a layer holds no arrays; a weight is declared by self.create_variable({name!r}, '
+        f'WeightHParams({value.shape})), and a constant is made in the call, or is an array of NumPy'
+      )
+    several = list(value.values()) if isinstance(value, dict) else value
+    for layer in several if isinstance(several, list | tuple) else [value]:
       if isinstance(layer, Layer) and not layer.name:
         raise ConfigError(
           f'{self.path_name}.{name}: {type(layer).__name__} was built without create_child, so it has no variables; '
@@ -163,12 +181,11 @@ class Layer(Configurable):
       ConfigError: the name is taken, or a dimension is not positive.
       ShardingError: the split mapping has the wrong rank, an unknown axis, or an axis twice.
     """
-    self._claim(name)
-    if not all(size > 0 for size in weight.shape):
-      raise ConfigError(f'{self.path_name}.{name}: shape {tuple(weight.shape)}; every dimension must be at least 1')
+    self._claim(name, 'create_variable')
+    check_weight(weight, f'{self.path_name}.{name}')
     mapping, field = weight.tensor_split_dims_mapping, f'{self.path_name}.{name}.tensor_split_dims_mapping'
     if mapping is None:  # What there is to set is the layer's first field, which maps its main weight.
-      field = next(iter(self._split_mappings('weight_split_dims_mapping')), field)
+      field = next(iter(self.split_mappings('weight_split_dims_mapping')), field)
     self._resolve(mapping, f'{self.path_name}.{name}', rank=len(weight.shape))
     self._weights[name] = dataclasses.replace(
       weight,
@@ -180,15 +197,17 @@ class Layer(Configurable):
 
   def create_child(self, name: str, config: Config[LayerT]) -> LayerT:
     """Builds a child from a copy of `config`, with what it inherits; it is `self.<name>`, of path `<path>.<name>`."""
-    self._claim(name, child=True)
-    if not isinstance(config, Config):
+    self._claim(name, 'create_child')
+    built = target(config) if isinstance(config, Config) else None
+    if not (isinstance(built, type) and issubclass(built, Layer)):
+      got = repr(config) if built is None else f'that of {getattr(built, "__qualname__", built)}'
       raise ConfigError(
-        f'{self.path_name}.{name}: create_child takes the Config of a layer, as in Config(MyLayer, ...), got {config!r}'
+        f'{self.path_name}.{name}: create_child takes the Config of a layer, as in Config(MyLayer, ...), got {got}'
       )
     inherited = {f: getattr(self, f) for f in _INHERITED if getattr(config, f) is None}
     token = _parent_path.set(self._path)
     try:
-      child = config.instantiate(name=name, **inherited)
+      child = build_at(path_name((*self._path, name)), config, name=name, **inherited)
     finally:
       _parent_path.reset(token)
     self._children[name] = child
@@ -206,16 +225,22 @@ class Layer(Configurable):
       return [self.create_child(name, template) for name in names]
     if templates is None or len(names) != 1:
       raise ConfigError(f'{self.path_name}: create_children takes names and template=, or one name and templates=')
-    self._claim(names[0], child=True)
+    self._claim(names[0], 'create_children')
     children = [self.create_child(f'{names[0]}_{i}', config) for i, config in enumerate(templates)]
     setattr(self, names[0], children)
     return children
 
-  def _claim(self, name: str, child: bool = False) -> None:
+  def _claim(self, name: str, by: str) -> None:
+    """Takes a name for a variable or child that the method `by` declares; raises ConfigError if it cannot be had."""
+    if not (isinstance(name, str) and name.isidentifier()):
+      raise ConfigError(f'{self.path_name}.{by}: a name is a Python identifier, such as head or layer_0, not {name!r}')
+    if '_ready' in self.__dict__:
+      remedy = f'self.theta.{name}' if by == 'create_variable' else f'self.{name}'
+      raise ConfigError(f'{self.path_name}.{name}: call {by} in setup(); in a call, use {remedy}')
     if name in self._names:
       raise ConfigError(f"{self.path_name}: the name '{name}' is declared twice")
     self._names.add(name)
-    if child and (hasattr(type(self), name) or name in self.__dict__):
+    if by != 'create_variable' and (hasattr(type(self), name) or name in self.__dict__):
       raise ConfigError(
         f"{self.path_name}: a child cannot be named '{name}', which is an attribute of {type(self).__name__} already"
       )
@@ -224,29 +249,13 @@ class Layer(Configurable):
     """Checks the split mappings, and has each remember its field, unless it came from a field of a parent."""
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       mappings = {}
-      for field, mapping in self._split_mappings(group).items():
+      for field, mapping in self.split_mappings(group).items():
         self._resolve(mapping, field)
         mappings[field.rpartition('.')[2]] = declared(mapping, field)
       if any(mapping is not None for mapping in mappings.values()):
         setattr(self, group, getattr(self, group).clone(**mappings))
 
-  def _split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
-    """The mappings of one of the two configs of split mappings, by the paths of their fields."""
-    mappings: Config | None = getattr(self, group)
-    fields = {} if mappings is None else config_values(mappings)
-    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
-
   # ---------------------------------------------------------------- structure
-
-  @property
-  def path(self) -> Path:
-    """Names from the root layer to this one; also the path of its variables."""
-    return self._path
-
-  @property
-  def path_name(self) -> str:
-    """The path as messages spell it."""
-    return path_name(self._path) or type(self).__name__
 
   def children(self) -> Iterator[tuple[str, Layer]]:
     """Yields (name, child), those of lists too, in the order of creation."""
@@ -261,10 +270,16 @@ class Layer(Configurable):
   def __getattr__(self, name: str) -> Any:
     if name.startswith('_'):
       raise AttributeError(name)
+    if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
+      object.__getattribute__(self, name)  # Raises what the property does: it misses another attribute.
+    where = f'{self.path_name} ({type(self).__name__})'
+    if name in self._weights:
+      raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')
     close = did_you_mean(name, self._names - self._weights.keys())
+    inherits = '; its setup() may lack super().setup()' if _overrides_a_setup(type(self)) else ''
     raise UnknownFieldError(
-      f'{self.path_name} ({type(self).__name__}) has no attribute or child {name!r}.{close} A child is made in setup() '
-      f'by self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class'
+      f'{where} has no attribute or child {name!r}.{close} A child is made in setup() by '
+      f'self.create_child({name!r}, Config(...)), a hyperparameter is an annotated attribute of the class{inherits}'
     )
 
   def __repr__(self) -> str:
@@ -272,7 +287,7 @@ class Layer(Configurable):
 
   def __str__(self) -> str:
     """The tree of this layer: each layer with its number of parameters, each variable with its shape and dtype."""
-    return '\n'.join(_tree_lines(self, self.path_name, self.abstract_init()))
+    return '\n'.join(tree_lines(self, self.path_name, self.abstract_init()))
 
   # ---------------------------------------------------------------- variables
 
@@ -287,16 +302,6 @@ class Layer(Configurable):
   def init(self, key: jax.Array) -> NestedDict:
     """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
     return map_with_path(lambda path, w: init_weight(w, call.fold_in_path(key, path)), self.abstract_init())
-
-  @property
-  def variables(self) -> NestedDict:
-    """In a call: the subtree of the variables that belongs to this layer, as `apply` takes it."""
-    return self._frame().variable(self._path) or {}
-
-  @property
-  def theta(self) -> Theta:
-    """In a call: this layer's own variables as attributes, in `fprop_dtype` unless marked KEEP_FLOAT32."""
-    return Theta(self)
 
   # ---------------------------------------------------------------- the pure call
 
@@ -342,6 +347,8 @@ class Layer(Configurable):
     )
     with call.entered(frame):
       outputs = getattr(self, method)(*args, **kwargs)
+    if outer is None:
+      self._check_keeps_nothing()
     return outputs, frame.side_outputs()
 
   def _check_shapes(self, variables: NestedDict) -> None:
@@ -355,83 +362,31 @@ class Layer(Configurable):
         name = path_name((*self._path, *path))
         raise ConfigError(f'{name} has shape {given} in the variables, and the layer declares {shape}{padded}')
 
+  def _check_keeps_nothing(self) -> None:
+    """Raises ConfigError if an attribute of a layer holds an array of a trace, which means nothing after it."""
+    for layer in self.descendants():
+      for name, value in vars(layer).items():
+        if isinstance(value, jax.core.Tracer | list | dict) and any(
+          isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)
+        ):
+          raise ConfigError(
+            f'{layer.path_name}.{name} keeps an array of the call, which has no value after it. Return it, or keep it '
+            'in a variable: create_variable(name, ..., trainable=False) in setup(), update_var in the call'
+          )
+
   @functools.cached_property
   def _declared_shapes(self) -> dict[Path, tuple[int, ...]]:
     return {path: weight.full_shape for path, weight in leaves(self.abstract_init()).items()}
 
-  def absorb(self, side: SideOutputs) -> None:
-    """In a call: takes over the side outputs of `self.apply(...)`, which an enclosing layer has run in a transform."""
-    self._frame().absorb(self._path, side)
-
-  @property
-  def do_eval(self) -> bool:
-    """In a call: whether it evaluates rather than trains."""
-    return self._frame().do_eval
-
-  @property
-  def surroundings(self) -> Surroundings:
-    """In a call: how weights are read, how sums over rows are completed, which mesh axes are manual."""
-    return self._frame().surroundings
-
-  def next_prng_key(self) -> jax.Array:
-    """In a call: a fresh PRNG key, a function of the call's key, this layer's path and how many it drew before."""
-    return self._frame().next_key(self._path)
-
-  def has_prng_key(self) -> bool:
-    """In a call: whether a key was passed to it."""
-    return self._frame().key is not None
-
-  def add_summary(self, name: str, value: jax.Array, kind: str = 'scalar') -> None:
-    """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on."""
-    self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
-
-  def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:
-    """In a call: adds `weight * value` to the training loss, reported as `<path>/<name>`.
-
-    A layer that is used several times adds as often; what is reported is then the mean by weight.
-    """
-    name = f'{self.path_name}/{name}'
-    self._frame().add_aux_loss(name, jnp.asarray(value), jnp.asarray(weight, jnp.float32))
-
-  def update_var(self, name: str, value: jax.Array) -> None:
-    """In a call: sets a non-trainable variable; later reads in the same call see the new value.
-
-    Raises:
-      ConfigError: no such variable, or a trainable one, which only the optimizer may change.
-    """
-    if name not in self._weights:
-      raise ConfigError(f'{self.path_name} has no variable {name!r}.{did_you_mean(name, self._weights)}')
-    if self._weights[name].trainable:
-      raise ConfigError(f'{self.path_name}.{name} is trainable; declare it with trainable=False to update it in a call')
-    self._frame().update((*self._path, name), value.astype(jnp.dtype(self._weights[name].dtype)))
-
-  def get_decode_state(self, name: str) -> Any:
-    """In a call: this layer's cache entry `name`, or None where there is none yet."""
-    return self._frame().cached((*self._path, name))
-
-  def update_decode_state(self, name: str, value: Any) -> None:
-    """In a call: sets this layer's cache entry `name`."""
-    self._frame().cache((*self._path, name), value)
-
-  @property
-  def decode_state(self) -> NestedDict:
-    """In a call: the caches below this layer, as `apply` takes them."""
-    return self._frame().cached(self._path) or {}
-
-  def _frame(self) -> call.Frame:
-    frame = call.frame_holding(self._path)
-    if frame is None:
-      raise ConfigError(f'{self.path_name} is used outside a call; go through apply(variables, ...)')
-    return frame
-
   # ---------------------------------------------------------------- sharding
 
-  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out') -> jax.Array:
+  def shard(self, x: jax.Array, mapping: str | SplitDimsMapping = 'out', remark: str = '') -> jax.Array:
     """Constrains `x` to be split by a mapping; without a mapping or a mesh, returns it as it is.
 
     Args:
       x: any array.
       mapping: the field of `activation_split_dims_mapping` that maps `x`; or a mapping, one entry per dimension.
+      remark: what `explain` says about `x` beside its split.
 
     Raises:
       ConfigError: there is no such field.
@@ -442,15 +397,34 @@ class Layer(Configurable):
       name, known = mapping, self._activation_mappings
       field = f'{self.path_name}.activation_split_dims_mapping.{name}'
       if field not in known:
-        close = did_you_mean(name, (path.rpartition('.')[2] for path in known))
-        raise ConfigError(f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{close}')
+        names = [path.rpartition('.')[2] for path in known]
+        raise ConfigError(
+          f'{self.path_name}.activation_split_dims_mapping has no field {name!r}.{did_you_mean(name, names)} '
+          f'Its fields: {", ".join(names) or "none"}.'
+        )
       mapping = known[field]
-    return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim))
+    return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim), remark)
+
+  def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
+    """Returns the mappings of one of the two groups, such as 'weight_split_dims_mapping', by path of their fields."""
+    mappings: Config | None = getattr(self, group)
+    fields = {} if mappings is None else config_values(mappings)
+    return {f'{self.path_name}.{group}.{field}': mapping for field, mapping in fields.items()}
+
+  def placements(self, group: str) -> dict[str, Placement]:
+    """Returns what those of `split_mappings` that are set stand for; none without names of mesh axes."""
+    resolved = {field: self._resolve(mapping, field) for field, mapping in self.split_mappings(group).items()}
+    return {field: placement for field, placement in resolved.items() if placement is not None}
+
+  def change_split_mappings(self, group: str, **mappings: SplitDimsMapping) -> None:
+    """Sets fields of one of the two groups of a built layer, to try what they do. Weights stay as they are declared."""
+    getattr(self, group).set(**mappings)
+    self.__dict__.pop('_activation_mappings', None)
 
   @functools.cached_property
   def _activation_mappings(self) -> dict[str, SplitDimsMapping]:
-    """As of `_split_mappings`, once: `shard` needs them at every activation that is traced."""
-    return self._split_mappings('activation_split_dims_mapping')
+    """Once, as `shard` needs them at every activation that is traced."""
+    return self.split_mappings('activation_split_dims_mapping')
 
   def _shard_input(self, x: InputT) -> InputT:
     """Constrains the first argument of a call, an array or a tree of them, by `inputs_split_mapping`."""
@@ -466,11 +440,12 @@ class Layer(Configurable):
 
     return jax.tree.map(shard, x)
 
-  def _constrained(self, x: jax.Array, field: str, placement: Placement | None) -> jax.Array:
+  def _constrained(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
     """Constrains `x`, and lets the listener of the call know."""
     frame = call.frame_holding(self._path)
     if frame is not None and frame.surroundings.listener is not None:
-      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, frame.surroundings.manual_axes))
+      manual = frame.surroundings.manual_axes
+      frame.surroundings.listener(Constraint(field, placement, x.shape, x.dtype, manual, remark))
     return x if placement is None else with_sharding_constraint(x, placement.spec)
 
   def _resolve(self, mapping: SplitDimsMapping, field: str, rank: int | None = None) -> Placement | None:
@@ -480,72 +455,6 @@ class Layer(Configurable):
     return resolve(mapping, self.mesh_axis_names, self.logical_axis_rules, rank=rank, path=field)
 
 
-def _tree_lines(layer: Layer, name: str, tree: NestedDict) -> Iterator[str]:
-  """Yields the lines of `Layer.__str__`. `tree` declares the layer's variables, stacked as in the layer printed."""
-  count, kind = sum(math.prod(w.full_shape) for w in leaves(tree).values()), type(layer).__name__
-  yield f'{kind if name == kind else f"{name}: {kind}"}, {count:,} parameter{"s" * (count != 1)}'
-  for key in layer._weights:
-    weight: WeightHParams = tree[key]
-    shape = ' x '.join(map(str, weight.full_shape)) or 'scalar'
-    yield f'  {key}: {shape} {weight.as_struct().dtype.name}{"" if weight.trainable else ", not trainable"}'
-  for key, child in layer.children():
-    yield from (f'  {line}' for line in _tree_lines(child, key, tree.get(key, {})))
-
-
-class Theta:
-  """A layer's own variables as attributes, cast to the dtype the layer computes in."""
-
-  def __init__(self, layer: Layer):
-    self._layer = layer
-
-  def __getattr__(self, name: str) -> jax.Array:
-    layer = self._layer
-    weight = layer._weights.get(name)
-    if weight is None:
-      raise UnknownFieldError(
-        f'{layer.path_name} ({type(layer).__name__}) has no variable {name!r}.{did_you_mean(name, layer._weights)} '
-        f'Declare it in setup(): self.create_variable({name!r}, WeightHParams(shape))'
-      )
-    path, frame = (*layer.path, name), layer._frame()
-    value = frame.variable(path)
-    if value is None:
-      raise ConfigError(
-        f'{layer.path_name}.{name}: the variables passed to apply() have no such entry. If {type(layer).__name__} is '
-        'part of another layer, build it in the setup() of that one, by self.create_child(name, Config(...))'
-      )
-    kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
-    return frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
-
-
-_parent_path: contextvars.ContextVar[Path] = contextvars.ContextVar('praxis_lite_parent_path', default=())
-
-
-def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method, unless called by another one of it, in a named scope and with its input sharded on entry."""
-  first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
-
-  @functools.wraps(method)
-  def scoped(self: Layer, *args: Any, **kwargs: Any) -> Any:
-    frame = call.frame_holding(self._path)
-    if frame is None or frame.active is self:
-      return method(self, *args, **kwargs)
-    if args:
-      args = (self._shard_input(args[0]), *args[1:])
-    elif first in kwargs:
-      kwargs[first] = self._shard_input(kwargs[first])
-    outer, frame.active = frame.active, self
-    try:
-      with jax.named_scope(self.name or type(self).__name__):
-        return method(self, *args, **kwargs)
-    except (TypeError, ValueError, LookupError) as error:
-      if isinstance(error, UserError) and type(error) is not DataError:
-        raise  # It says where already.
-      weights = {name: weight.shape for name, weight in self._weights.items()}
-      explanation = explained(error, self, self.path_name, weights)
-      if explanation is None:
-        raise
-      raise explanation from error
-    finally:
-      frame.active = outer
-
-  return scoped
+def _overrides_a_setup(cls: type[Layer]) -> bool:
+  """Whether the `setup` of a class takes the place of one that declares something."""
+  return 'setup' in vars(cls) and any('setup' in vars(base) for base in cls.__mro__[1:] if base is not Layer)

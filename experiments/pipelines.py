@@ -1,0 +1,72 @@
+"""Language models in stages of a pipeline: tiny ones, and one of 175B parameters.
+
+praxis-lite show --exp=pipelines.Gpt3
+praxis-lite train --exp=pipelines.SyntheticLmPipelined --job_log_dir=runs/pipelined --devices=8
+"""
+
+from __future__ import annotations
+
+from praxis_lite import registry
+from praxis_lite.config import Config
+from praxis_lite.experiments.lm import SyntheticLmTiny
+from praxis_lite.experiments.lm_sizes import _PublishedSize
+from praxis_lite.models import set_pipeline, transformer_lm
+
+AXES = ('stage', 'replica', 'data', 'mdl')
+
+
+@registry.register
+class SyntheticLmPipelined(SyntheticLmTiny):
+  """For tests: 3 layers in 2 stages, fully sharded and tensor parallel; the rows of a batch in microbatches of 3."""
+
+  mesh_axis_names = AXES
+  ici_mesh_shape = (2, 1, 2, 2)
+
+  def model(self) -> Config:
+    return set_pipeline(super().model().set(num_layers=3), num_stages=2, microbatch_size=3)
+
+
+@registry.register
+class SyntheticLmCircular(SyntheticLmTiny):
+  """For tests: 8 layers in 4 stages of two groups each, and data parallel."""
+
+  mesh_axis_names = AXES
+  ici_mesh_shape = (4, 2, 1, 1)
+
+  def model(self) -> Config:
+    model = super().model().set(num_layers=8)
+    return set_pipeline(model, num_stages=4, num_microbatches=4, circular_repeat=2, stage_remat='full')
+
+
+@registry.register
+class Gpt3(_PublishedSize):
+  """GPT-3 style, 175B parameters, on 512 devices: 8 stages in 3 rounds, 8 fully sharded, 8 tensor parallel.
+
+  Its batches have 3.1M tokens (Brown et al., 2020). What is kept for the backward pass are the inputs of stages; the
+  table of the softmax, with which all stages would compute the same, is split over the stages too.
+  """
+
+  mesh_axis_names = AXES
+  ici_mesh_shape = (8, 1, 8, 8)
+  seq_len = 2048
+  batch_size = 1536
+  learning_rate = 6e-5
+
+  def model(self) -> Config:
+    model = transformer_lm(
+      style='gpt2',
+      vocab_size=50257,
+      max_len=self.seq_len,
+      model_dims=12288,
+      num_layers=96,
+      num_heads=96,
+      remat='full',
+    )
+    return set_pipeline(model, num_stages=8, num_microbatches=48, circular_repeat=3, stage_remat='full')
+
+  def task(self) -> Config:
+    task = super().task()
+    softmax = task.model.lm_tpl.softmax_tpl
+    softmax.weight_split_dims_mapping.wt = (('stage', 'mdl'), 'data')
+    softmax.activation_split_dims_mapping.out = (('replica', 'data'), None, ('stage', 'mdl'))
+    return task

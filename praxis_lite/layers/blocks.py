@@ -1,0 +1,397 @@
+"""Attention over blocks of queries and blocks of keys: what one device computes for the pairs of blocks that matter.
+
+For each pair (i, j), with the running maximum m, sum l and output o of the queries i (online softmax; Milakov and
+Gimelshein, 2018; Dao et al., 2022):
+
+    s = scale * q_i k_j + bias, masked            m' = max(m, max s)           p = exp(s - m')
+    l = l exp(m - m') + sum p                     o = o exp(m - m') + p v_j
+
+and backward, from the output's gradient do, delta = sum(do * out) and the logarithm of the sum, lse = m + log l:
+
+    p = exp(s - lse)     dv_j += p do_i     ds = p (do_i v_j - delta)     dq_i += ds k_j     dk_j += ds q_i
+
+A pair that the mask empties is not in the table of pairs, so it costs nothing. Where the table depends on data, such as
+segment ids or the place of a device, its length does too, and the loop is as long as it says.
+
+I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.layers.masks import Array, Visibility, combine_masks
+
+T = TypeVar('T')
+MASKED = -0.7 * float(np.finfo(np.float32).max)
+_NO_KEY = 2**30
+
+
+class OffsetBias(Protocol):
+  """A bias on logits by the positions of queries and keys; hashable. See `positions.BucketedBias`."""
+
+  def __call__(self, params: Any, query_pos: jax.Array, key_pos: jax.Array, /) -> jax.Array:
+    """Returns [B, N, Q, S] of positions [B, Q] and [B, S], or [1, N, Q, S] of [1, Q] and [1, S]."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+  """How products of queries and keys become probabilities.
+
+  Attributes:
+    scale: factor of the products.
+    soft_cap: bounds the logits smoothly, soft_cap * tanh(logits / soft_cap); None disables it.
+    bias: added then; None disables it.
+    dropout_rate: share of the probabilities that is set to 0; the others are scaled by 1 / (1 - rate).
+  """
+
+  scale: float
+  soft_cap: float | None = None
+  bias: OffsetBias | None = None
+  dropout_rate: float = 0.0
+
+
+class Queries(NamedTuple):
+  """I blocks of queries. `at`: the index of each in its row, -1 is padding; what follows may be None if not needed."""
+
+  x: jax.Array  # [I, B, K, G, Q, H]
+  at: Array  # [I, Q]
+  segments: jax.Array | None = None  # [I, B, Q]
+  pos: jax.Array | None = None  # [I, B or 1, Q]; None: the index.
+  seeds: jax.Array | None = None  # [I, B, K, G, Q] uint32, of dropout.
+
+
+class Keys(NamedTuple):
+  """J blocks of keys and values, as `Queries`."""
+
+  k: jax.Array  # [J, B, K, S, H]
+  v: jax.Array  # [J, B, K, S, H]
+  at: Array  # [J, S]
+  segments: jax.Array | None = None  # [J, B, S]
+  pos: jax.Array | None = None  # [J, B or 1, S]
+
+
+class Sums(NamedTuple):
+  """What online softmax carries, float32: `m` and `l` [I, B, K, G, Q], `o` [I, B, K, G, Q, H]."""
+
+  m: jax.Array
+  l: jax.Array  # noqa: E741
+  o: jax.Array
+
+
+class Results(NamedTuple):
+  """What the backward pass needs of the forward one: `lse` and `delta` [I, B, K, G, Q], `do` [I, B, K, G, Q, H]."""
+
+  lse: jax.Array
+  delta: jax.Array
+  do: jax.Array
+
+
+class Gradients(NamedTuple):
+  """float32 gradients of queries, keys, values, and of the parameters of the bias."""
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  bias: Any
+
+
+class Pairs(NamedTuple):
+  """A table [P, 2] of pairs (i, j) of blocks, of which the first `used` matter."""
+
+  table: jax.Array
+  used: int | jax.Array
+
+
+# ---------------------------------------------------------------- which pairs matter
+
+
+def needed_pairs(visible: Visibility, queries: Queries, keys: Keys, *, by_segments: bool = True) -> Pairs:
+  """Returns the pairs of blocks that the mask does not empty; known now where the indices are NumPy arrays.
+
+  Args:
+    visible: the mask; its segments are those of `queries` and `keys`.
+    queries, keys: the blocks.
+    by_segments: whether blocks without a segment in common are skipped; to know it, all rows must be at hand.
+  """
+  static = isinstance(queries.at, np.ndarray) and isinstance(keys.at, np.ndarray)
+  (q_min, q_max), (k_min, k_max) = (_range(index, index >= 0) for index in (queries.at, keys.at))
+  xp: Any = np if static else jnp
+  needed = xp.asarray((q_max >= 0)[:, None] & (k_max >= 0))
+  if visible.causal:
+    seen = k_min <= q_max[:, None]
+    if visible.prefix_B is not None:
+      static, xp = False, jnp
+      seen = seen | (k_min < jnp.max(visible.prefix_B, initial=0))
+    needed = needed & seen
+  if visible.window is not None:
+    near = q_min[:, None] - k_max < visible.window
+    if not visible.causal or visible.prefix_B is not None:
+      near = near & (k_min - q_max[:, None] < visible.window)
+    needed = needed & near
+  if by_segments and queries.segments is not None and keys.segments is not None:
+    static = False
+    q_low, q_high = queries.segments.min(-1)[:, None], queries.segments.max(-1)[:, None]
+    k_low, k_high = keys.segments.min(-1), keys.segments.max(-1)
+    needed = needed & jnp.any((q_low <= k_high) & (k_low <= q_high), axis=-1)
+  if static:
+    table = np.argwhere(needed).astype(np.int32)
+    return Pairs(jnp.asarray(table), len(table))
+  rows, columns = jnp.nonzero(needed, size=needed.size, fill_value=0)
+  return Pairs(jnp.stack([rows, columns], axis=1).astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32))
+
+
+def _range(index: Array, real: Array) -> tuple[Array, Array]:
+  """(least, greatest) index of each block; a block of padding has a range that meets no other."""
+  xp: Any = np if isinstance(index, np.ndarray) else jnp
+  return xp.where(real, index, _NO_KEY).min(axis=-1), xp.where(real, index, -1).max(axis=-1)
+
+
+# ---------------------------------------------------------------- forward
+
+
+def no_sums(queries: Queries) -> Sums:
+  """What online softmax starts from."""
+  shape = queries.x.shape
+  return Sums(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+
+
+def add_blocks(
+  formula: Formula, visible: Visibility, bias: Any, queries: Queries, keys: Keys, pairs: Pairs, sums: Sums
+) -> Sums:
+  """Returns the sums with those of some pairs of blocks."""
+
+  def add(n: int, sums: Sums) -> Sums:
+    i, j = pairs.table[n, 0], pairs.table[n, 1]
+    query, key, old = _pick(queries, i), _pick(keys, j), _pick(sums, i)
+    logits, _ = _logits(formula, visible, bias, query, key)
+    m = jnp.maximum(old.m, jnp.max(logits, axis=-1))
+    probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(old.m - m)
+    total = old.l * kept + jnp.sum(probs, axis=-1)
+    dropped = (probs * _dropout(formula, query, key)).astype(key.v.dtype)
+    o = old.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', dropped, key.v)
+    return _put(sums, Sums(m, total, o), i)
+
+  return jax.lax.fori_loop(0, pairs.used, add, sums)
+
+
+def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:
+  """Returns (output, lse); a query that has seen no key has output 0."""
+  seen = sums.m > 0.5 * MASKED
+  l = jnp.where(seen, sums.l, 1.0)  # noqa: E741
+  out = jnp.where(seen[..., None], sums.o / l[..., None], 0.0)
+  return out, jnp.where(seen, sums.m + jnp.log(l), -MASKED)
+
+
+# ---------------------------------------------------------------- backward
+
+
+def no_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:
+  """What gradients are summed from."""
+  x, k, v, bias = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (queries.x, keys.k, keys.v, bias))
+  return Gradients(x, k, v, bias)
+
+
+def add_gradients(
+  formula: Formula,
+  visible: Visibility,
+  bias: Any,
+  queries: Queries,
+  results: Results,
+  keys: Keys,
+  pairs: Pairs,
+  gradients: Gradients,
+) -> Gradients:
+  """Returns the gradients with those of some pairs of blocks."""
+
+  def add(n: int, sums: Gradients) -> Gradients:
+    i, j = pairs.table[n, 0], pairs.table[n, 1]
+    query, key, of = _pick(queries, i), _pick(keys, j), _pick(results, i)
+    logits, slope = _logits(formula, visible, bias, query, key)
+    probs = jnp.exp(logits - of.lse[..., None])
+    kept = _dropout(formula, query, key)
+    do = of.do.astype(key.v.dtype)
+    dv = _product('BKGQS,BKGQH->BKSH', (probs * kept).astype(do.dtype), do)
+    dprobs = kept * _product('BKGQH,BKSH->BKGQS', do, key.v)
+    dlogits = probs * (dprobs - of.delta[..., None])
+    dbias = sums.bias
+    if formula.bias is not None:
+      added = _bias_gradient(formula.bias, bias, query, key, dlogits)
+      dbias = jax.tree.map(jnp.add, dbias, added)
+    dproducts = (dlogits * slope * formula.scale).astype(key.k.dtype)
+    dq = _product('BKGQS,BKSH->BKGQH', dproducts, key.k)
+    dk = _product('BKGQS,BKGQH->BKSH', dproducts, query.x)
+    return Gradients(_add(sums.q, dq, i), _add(sums.k, dk, j), _add(sums.v, dv, j), dbias)
+
+  return jax.lax.fori_loop(0, pairs.used, add, gradients)
+
+
+# ---------------------------------------------------------------- one pair of blocks
+
+
+def _logits(
+  formula: Formula, visible: Visibility, bias: Any, query: Queries, key: Keys
+) -> tuple[jax.Array, jax.Array | float]:
+  """Returns float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative by the scaled products."""
+  logits = formula.scale * _product('BKGQH,BKSH->BKGQS', query.x, key.k)
+  slope: jax.Array | float = 1.0
+  if formula.soft_cap is not None:
+    capped = jnp.tanh(logits / formula.soft_cap)
+    logits, slope = formula.soft_cap * capped, 1.0 - jnp.square(capped)
+  if formula.bias is not None:
+    logits += _bias(formula.bias, bias, query, key)
+  here = dataclasses.replace(visible, segments_BT=query.segments, key_segments_BS=key.segments)
+  key_at = jnp.asarray(key.at)
+  mask = combine_masks((key_at >= 0)[None, None], here.allows(jnp.asarray(query.at), key_at))
+  assert mask is not None
+  return jnp.where(mask[:, None, None], logits, MASKED), slope
+
+
+def _bias(fn: OffsetBias, params: Any, query: Queries, key: Keys) -> jax.Array:
+  """Returns [B or 1, K, G, Q, S]."""
+  query_pos = query.at[None] if query.pos is None else query.pos
+  key_pos = key.at[None] if key.pos is None else key.pos
+  bias = fn(params, jnp.maximum(query_pos, 0), jnp.maximum(key_pos, 0)).astype(jnp.float32)
+  return bias.reshape(bias.shape[0], *query.x.shape[1:3], *bias.shape[2:])
+
+
+def _bias_gradient(fn: OffsetBias, params: Any, query: Queries, key: Keys, dlogits: jax.Array) -> Any:
+  bias, pull = jax.vjp(lambda p: _bias(fn, p, query, key), params)
+  if bias.shape[0] == 1:
+    dlogits = jnp.sum(dlogits, axis=0, keepdims=True)
+  (gradient,) = pull(dlogits)
+  return jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+
+
+def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:
+  """Returns the factors of the probabilities: 0, or 1 / (1 - rate)."""
+  if query.seeds is None:
+    return 1.0
+  return dropout_factors(query.seeds, jnp.asarray(key.at), formula.dropout_rate)
+
+
+def dropout_factors(seeds: jax.Array, key_index_S: jax.Array, rate: float) -> jax.Array:
+  """Returns [..., S] of 0 or 1 / (1 - rate): what each probability of a query is multiplied by.
+
+  A factor is a hash of the query's seed and the key's index, so that it is the same however attention is computed, and
+  need not be kept for the backward pass.
+
+  Args:
+    seeds: [...] uint32, a random number for each query and head.
+    key_index_S: index of each key in its row.
+    rate: share of the probabilities that becomes 0.
+  """
+  x = seeds[..., None] ^ (key_index_S.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    x = (x ^ (x >> shift)) * jnp.uint32(factor)
+  x ^= x >> 16
+  return jnp.where(x >= jnp.uint32(int(rate * 2**32)), 1.0 / (1.0 - rate), 0.0)
+
+
+def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32)
+
+
+# ---------------------------------------------------------------- blocks of arrays
+
+
+def _pick(blocks: T, i: jax.Array) -> T:
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), i, keepdims=False), blocks)
+
+
+def _put(blocks: T, block: T, i: jax.Array) -> T:
+  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), blocks, block)
+
+
+def _add(blocks: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
+  return _put(blocks, jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False) + block, i)
+
+
+def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:
+  """Returns [I, B, size, ...] of [B, T, ...]: blocks of T, padded at its end with zeros or with its last element."""
+  count = -(-x.shape[1] // size)
+  amounts = [(0, 0), (0, count * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+  if amounts[1][1]:
+    x = jnp.pad(x, amounts, mode='edge') if edge else jnp.pad(x, amounts)
+  return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+
+def from_blocks(x: jax.Array, length: int) -> jax.Array:
+  """The inverse of `to_blocks`: returns [B, length, ...] of [I, B, size, ...]."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+
+
+def query_blocks(
+  query_BTNH: jax.Array,
+  index: Array,
+  num_kv_heads: int,
+  *,
+  segments_BT: jax.Array | None = None,
+  pos_BT: jax.Array | None = None,
+  seeds_BTN: jax.Array | None = None,
+) -> Queries:
+  """Returns the blocks of queries with these indices [I, Q]."""
+  size = index.shape[1]
+
+  def grouped(x_BTN: jax.Array) -> jax.Array:
+    """[B, T, N, ...] to [I, B, K, G, Q, ...]."""
+    x = to_blocks(x_BTN, size)
+    x = x.reshape(*x.shape[:3], num_kv_heads, -1, *x.shape[4:])
+    return jnp.moveaxis(x, 2, 4)
+
+  return Queries(
+    grouped(query_BTNH),
+    index,
+    _int_blocks(segments_BT, size),
+    _int_blocks(pos_BT, size),
+    None if seeds_BTN is None else grouped(seeds_BTN),
+  )
+
+
+def key_blocks(
+  key_BSKH: jax.Array,
+  value_BSKH: jax.Array,
+  index: Array,
+  *,
+  segments_BS: jax.Array | None = None,
+  pos_BS: jax.Array | None = None,
+) -> Keys:
+  """Returns the blocks of keys and values with these indices [J, S]."""
+  size = index.shape[1]
+  k, v = (jnp.moveaxis(to_blocks(x, size), 2, 3) for x in (key_BSKH, value_BSKH))
+  return Keys(k, v, index, _int_blocks(segments_BS, size), _int_blocks(pos_BS, size))
+
+
+def of_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
+  """Returns [B, T, N, ...] of what belongs to queries, [I, B, K, G, Q, ...]."""
+  x = jnp.moveaxis(x_IBKGQ, 4, 2)
+  return from_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
+
+
+def of_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
+  """Returns [B, S, K, H] of what belongs to keys, [J, B, K, S, H]."""
+  return from_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
+
+
+def _int_blocks(x_BT: jax.Array | None, size: int) -> jax.Array | None:
+  return None if x_BT is None else to_blocks(x_BT, size, edge=True)
+
+
+def block_indices(length: int, size: int) -> np.ndarray:
+  """Returns [I, size] indices of a row in blocks; -1 beyond its end."""
+  index = np.arange(-(-length // size) * size, dtype=np.int32).reshape(-1, size)
+  return np.where(index < length, index, -1)
+
+
+def even_size(length: int, largest: int) -> int:
+  """Returns the size of equal blocks of at most `largest` that pad `length` least; of several, a multiple of 8."""
+  count = -(-length // largest)
+  size = -(-length // count)
+  return size if count == 1 else -(-size // 8) * 8

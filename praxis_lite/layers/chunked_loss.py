@@ -1,0 +1,327 @@
+"""Softmax cross entropy over chunks of the classes: logits [..., V] are never in memory as a whole.
+
+    for each chunk of C classes                         forward: a running log-sum-exp
+      logits = x w[:, chunk] + b[chunk]
+      m, s   = max(m, max(logits)), s exp(m - m') + sum(exp(logits - m'))
+    log normalizer = m + log s
+
+    for each chunk of C classes                         backward: the logits are computed again
+      logits         = x w[:, chunk] + b[chunk]
+      g              = softmax(logits) - target, times the cotangents
+      dw[:, chunk]   = x^T g
+      dx            += g w[:, chunk]^T
+
+That is one more product of x and w than with whole logits. The products take operands in the dtype of x and are summed
+in float32; so are the log-sum-exp and dx.
+
+Where a mesh splits the classes into S parts, each part is cut into chunks of its own, and step i of the loop takes
+chunk i of every part. So no step moves logits or weights between devices along that axis: what crosses them are the
+maxima and sums [...], once after the loop, and dx. The last chunk of a part that does not divide begins earlier, and
+the classes it repeats count once.
+
+V classes, D model dims, S parts of the classes, K classes of a part, C classes of a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
+from praxis_lite.partitioning.padding import pad_to
+from praxis_lite.partitioning.specs import UNCONSTRAINED, axes_to_entry, spec_axes
+
+# From this size on of a device's logits, in bytes, 'auto' cuts the classes into chunks: so many, of at least that size.
+_AUTO_BYTES = 2**28
+_AUTO_CHUNKS = 16
+_AUTO_LEAST = 1024
+
+
+class CrossEntropy(NamedTuple):
+  """The cross entropy of labels, and what else is known of their logits.
+
+  Attributes:
+    xent: [...] float32, in nats; NaN where a label is not in [0, V).
+    log_normalizer: [...] float32.
+    correct: [...] bool, whether the label is the class of the largest logit, the first one of equals.
+  """
+
+  xent: jax.Array
+  log_normalizer: jax.Array
+  correct: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassChunks:
+  """How classes are cut, and what is computed of their logits.
+
+  Attributes:
+    num_classes: V.
+    chunk_size: C; of more than K classes, it is K.
+    axes: mesh axes that split the classes.
+    rows: how the leading dimensions of the logits are split, one entry each; None leaves them to the compiler.
+    classes_first: whether w is [V, D], not [D, V].
+    label_smoothing, soft_cap: see `FullSoftmax`.
+  """
+
+  num_classes: int
+  chunk_size: int
+  axes: tuple[str, ...] = ()
+  rows: tuple[object, ...] | None = None
+  classes_first: bool = False
+  label_smoothing: float = 0.0
+  soft_cap: float | None = None
+
+  @property
+  def num_parts(self) -> int:
+    """S."""
+    return _num_parts(self.axes)
+
+  @property
+  def part_size(self) -> int:
+    """K."""
+    return -(-self.num_classes // self.num_parts)
+
+  @property
+  def size(self) -> int:
+    """C."""
+    return min(self.chunk_size, self.part_size)
+
+  @property
+  def starts(self) -> jax.Array:
+    """The first class of each chunk, counted from the first of its part."""
+    return jnp.minimum(jnp.arange(0, self.part_size, self.size), self.part_size - self.size)
+
+  def in_parts(self, weights: jax.Array, axis: int) -> jax.Array:
+    """Cuts an axis of classes [V] into [S, K], padded with zeros: the classes of each part are on one device."""
+    shape = [*weights.shape]
+    shape[axis] = self.num_parts * self.part_size
+    padded = pad_to(weights, tuple(shape))
+    parts = padded.reshape(*shape[:axis], self.num_parts, self.part_size, *shape[axis + 1 :])
+    spec: list[object] = [UNCONSTRAINED] * parts.ndim
+    spec[axis : axis + 2] = axes_to_entry(self.axes), None
+    return with_sharding_constraint(parts, PartitionSpec(*spec))
+
+  def split(self, x: jax.Array, *dims: object) -> jax.Array:
+    """Constrains an array with the leading dimensions of the logits, where it is said how these are split.
+
+    Args:
+      x: the array.
+      *dims: entries of a spec, one per dimension; `...` stands for the leading ones.
+    """
+    if self.rows is None:
+      return x
+    at = dims.index(...)
+    return with_sharding_constraint(x, PartitionSpec(*dims[:at], *self.rows, *dims[at + 1 :]))
+
+
+def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> int | None:
+  """Returns the chunk size that `chunk_size='auto'` stands for; None if whole logits take little memory.
+
+  Args:
+    num_classes: V.
+    num_rows: number of labels.
+    axes: mesh axes that split the classes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  devices = _num_parts(tuple(axis for axis in mesh.axis_names if axis not in manual_axes()))
+  if 4 * num_classes * num_rows < _AUTO_BYTES * devices:
+    return None
+  return usual_chunk_size(-(-num_classes // _num_parts(axes)))
+
+
+def usual_chunk_size(part_size: int) -> int:
+  """Returns the size of the chunks of 'auto': large enough for a matrix unit, small enough to save memory."""
+  size = -(-part_size // _AUTO_CHUNKS)
+  return max(_AUTO_LEAST, -(-size // 128) * 128)
+
+
+def own_axes(entry: object) -> tuple[str, ...]:
+  """The axes of an entry of a spec over which the ambient mesh splits arrays; none without a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return tuple(axis for axis in spec_axes(entry) if axis in mesh.axis_names and axis not in manual_axes())
+
+
+def _num_parts(axes: tuple[str, ...]) -> int:
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return functools.reduce(lambda parts, axis: parts * sizes[axis], axes, 1)
+
+
+def chunked_cross_entropy(
+  x: jax.Array, w: jax.Array, b: jax.Array | None, labels: jax.Array, chunks: ClassChunks
+) -> CrossEntropy:
+  """Returns the cross entropy of labels under softmax(x w + b), without their logits in memory.
+
+  Args:
+    x: [..., D] in the dtype to compute in.
+    w: [D, V], or [V, D] if `chunks.classes_first`; its gradient has its dtype.
+    b: [V], or None.
+    labels: [...] integers.
+    chunks: how the classes are cut.
+  """
+  x = chunks.split(x, ..., None)
+  w = chunks.in_parts(w, 0 if chunks.classes_first else 1)
+  return _cross_entropy(x, w, None if b is None else chunks.in_parts(b, 0), labels, chunks)
+
+
+Residuals = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]  # x, w, b, labels, log normalizer.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(
+  x: jax.Array, w: jax.Array, b: jax.Array | None, labels: jax.Array, chunks: ClassChunks
+) -> CrossEntropy:
+  return _forward(x, w, b, labels, chunks)[0]
+
+
+class _Running(NamedTuple):
+  """Of the classes seen so far, in each part: [..., S] float32."""
+
+  largest: jax.Array
+  exponentials: jax.Array  # Their sum, relative to the largest logit.
+  target: jax.Array  # The logit of the label; 0 before it is seen.
+  total: jax.Array  # The sum of the logits, for label smoothing.
+  before: jax.Array  # The largest logit of a class before the label.
+
+
+def _forward(
+  x: jax.Array, w: jax.Array, b: jax.Array | None, labels: jax.Array, chunks: ClassChunks
+) -> tuple[CrossEntropy, Residuals]:
+  def step(seen: _Running, start_and_first: tuple[jax.Array, jax.Array]) -> tuple[_Running, None]:
+    start, first_new = start_and_first
+    logits, classes, is_new = _logits(x, _chunk(w, chunks, start), b, chunks, start, first_new)
+    counted = logits if is_new is None else jnp.where(is_new, logits, -jnp.inf)
+    label = labels[..., None, None]
+    largest = jnp.maximum(seen.largest, jnp.max(counted, -1))
+    finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    exponentials = jnp.sum(jnp.exp(counted - finite[..., None]), -1)
+    total = seen.total
+    if chunks.label_smoothing:
+      total += jnp.sum(logits if is_new is None else jnp.where(is_new, logits, 0.0), -1)
+    return _Running(
+      largest,
+      seen.exponentials * jnp.exp(seen.largest - finite) + exponentials,
+      seen.target + jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1),
+      total,
+      jnp.maximum(seen.before, jnp.max(jnp.where(classes < label, counted, -jnp.inf), -1)),
+    ), None
+
+  zeros = jnp.zeros((*labels.shape, chunks.num_parts), jnp.float32)
+  zeros = chunks.split(zeros, ..., axes_to_entry(chunks.axes))
+  seen, _ = jax.lax.scan(step, _Running(zeros - jnp.inf, zeros, zeros, zeros, zeros - jnp.inf), _steps(chunks))
+  # Sums of all parts: the only communication of the forward pass.
+  log_normalizer = jax.nn.logsumexp(seen.largest + jnp.log(seen.exponentials), axis=-1)
+  label_logit = jnp.sum(seen.target, -1)
+  target = label_logit
+  if e := chunks.label_smoothing:
+    target = (1 - e) * target + e / chunks.num_classes * jnp.sum(seen.total, -1)
+  possible = (labels >= 0) & (labels < chunks.num_classes)
+  largest, before = jnp.max(seen.largest, -1), jnp.max(seen.before, -1)
+  outputs = CrossEntropy(
+    jnp.where(possible, log_normalizer - target, jnp.nan),
+    log_normalizer,
+    possible & (label_logit == largest) & (before < largest),
+  )
+  return outputs, (x, w, b, labels, log_normalizer)
+
+
+def _backward(
+  chunks: ClassChunks, residuals: Residuals, cotangents: CrossEntropy
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
+  x, w, b, labels, log_normalizer = residuals
+  of_xent, of_normalizer = (c[..., None, None] for c in cotangents[:2])
+  axis, weights = _layout(chunks)
+  e = chunks.label_smoothing
+
+  def step(
+    sums: tuple[jax.Array, jax.Array, jax.Array | None], start_and_first: tuple[jax.Array, jax.Array]
+  ) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], None]:
+    (dx, dw, db), (start, first_new) = sums, start_and_first
+    chunk = _chunk(w, chunks, start)
+    logits, classes, is_new = _logits(x, chunk, b, chunks, start, first_new)
+    target = (1 - e) * (classes == labels[..., None, None]) + e / chunks.num_classes
+    probabilities = jnp.exp(logits - log_normalizer[..., None, None])
+    gradient = probabilities * (of_xent + of_normalizer) - target * of_xent
+    if chunks.soft_cap is not None:
+      gradient *= 1 - jnp.square(logits / chunks.soft_cap)
+    if db is not None:
+      of_b = jnp.sum(gradient, tuple(range(labels.ndim))).astype(db.dtype)
+      db = jax.lax.dynamic_update_slice_in_dim(db, of_b, start, 1)
+    gradient = gradient.astype(x.dtype)
+    # What a last chunk repeats of the one before it is written again, and equal; it must not be added again.
+    if axis == 1:  # The order of the operands is that of the result's dimensions, which spares a transpose.
+      of_w = jnp.einsum('...sk,...d->skd', gradient, x, preferred_element_type=jnp.float32)
+    else:
+      of_w = jnp.einsum('...d,...sk->dsk', x, gradient, preferred_element_type=jnp.float32)
+    dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w.astype(dw.dtype), start, axis)
+    new = gradient if is_new is None else jnp.where(is_new, gradient, 0)
+    of_x = jnp.einsum(f'...sk,{weights}->s...d', new, chunk, preferred_element_type=dx.dtype)
+    return (dx + of_x, dw, db), None
+
+  dx = jnp.zeros((chunks.num_parts, *x.shape), jnp.float32)
+  dx = chunks.split(dx, axes_to_entry(chunks.axes), ..., UNCONSTRAINED)
+  first = dx, jnp.zeros_like(w), None if b is None else jnp.zeros_like(b)
+  (dx, dw, db), _ = jax.lax.scan(step, first, _steps(chunks))
+  return jnp.sum(dx, 0).astype(x.dtype), dw, db, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
+  """Of each chunk: its first class, and the first that no chunk before it has, counted from the first of its part."""
+  return chunks.starts, jnp.arange(0, chunks.part_size, chunks.size)
+
+
+def _layout(chunks: ClassChunks) -> tuple[int, str]:
+  """The axis of the classes of a part of w, and the letters of its dimensions."""
+  return (1, 'skd') if chunks.classes_first else (2, 'dsk')
+
+
+def _chunk(w: jax.Array, chunks: ClassChunks, start: jax.Array) -> jax.Array:
+  """One chunk of each part of w: [D, S, C], or [S, C, D]; D is gathered where w is fully sharded."""
+  axis, _ = _layout(chunks)
+  chunk = jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
+  if chunks.rows is None:
+    return chunk
+  parts = axes_to_entry(chunks.axes)
+  return with_sharding_constraint(chunk, PartitionSpec(*((parts, None, None) if axis == 1 else (None, parts, None))))
+
+
+def _logits(
+  x: jax.Array, w: jax.Array, b: jax.Array | None, chunks: ClassChunks, start: jax.Array, first_new: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """Returns logits of one chunk of each part [..., S, C] float32, their classes [S, C], and which of these count.
+
+  Args:
+    x, b, chunks: as of `chunked_cross_entropy`, with b in parts.
+    w: the chunk of each part.
+    start, first_new: see `_steps`.
+
+  Returns:
+    The last result is [S, C] bool; None if all count.
+  """
+  _, weights = _layout(chunks)
+  logits = jnp.einsum(f'...d,{weights}->...sk', x, w, preferred_element_type=jnp.float32)
+  logits = chunks.split(logits, ..., axes_to_entry(chunks.axes), None)
+  if b is not None:
+    logits += jax.lax.dynamic_slice_in_dim(b, start, chunks.size, 1).astype(jnp.float32)
+  if chunks.soft_cap is not None:
+    logits = chunks.soft_cap * jnp.tanh(logits / chunks.soft_cap)
+  within = start + jnp.arange(chunks.size)
+  classes = jnp.arange(chunks.num_parts)[:, None] * chunks.part_size + within
+  is_new = None
+  if chunks.part_size % chunks.size:
+    is_new = jnp.broadcast_to(within >= first_new, classes.shape)
+  if chunks.num_classes % chunks.num_parts:
+    is_new = _and(classes < chunks.num_classes, is_new)
+  return logits, classes, is_new
+
+
+def _and(condition: jax.Array, other: jax.Array | None) -> jax.Array:
+  return condition if other is None else condition & other

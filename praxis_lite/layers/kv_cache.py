@@ -1,0 +1,225 @@
+"""KV caches: keys and values of the tokens so far, and attention to them, for decoding.
+
+    growing   every row takes the next T slots; a row's padding leaves its slots empty
+    ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
+
+Two things keep the cost that of what was written, not that of the longest text there is room for. A growing cache is
+read a page at a time, up to the last page written, with an online softmax (Milakov and Gimelshein, 2018). A prompt
+longer than a page is read in steps of a page, so that no array holds prompt length x cache length.
+
+Entries may be stored in int8: each vector has a scale, max |x| / 127.
+
+B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers.masks import cache_mask
+
+Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> what is added, [B, N, T, S].
+_MASKED = 0.7 * float(jnp.finfo(jnp.float32).min)  # Finite: a query without keys must not make NaN.
+
+
+class KVCache(NamedTuple):
+  """Slots of a cache, or tokens on their way into one.
+
+  Attributes:
+    key, value: [B, S, K, H], in the dtype of the cache.
+    pos: [B, S] int32 position of the token in each slot; -1 where there is none.
+    slot: the number of slots taken, in a growing cache; None for tokens on their way.
+    key_scale, value_scale: [B, S, K] float32, factors of int8 entries; None for other dtypes.
+  """
+
+  key: jax.Array
+  value: jax.Array
+  pos: jax.Array
+  slot: jax.Array | None = None
+  key_scale: jax.Array | None = None
+  value_scale: jax.Array | None = None
+
+  def read(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values [B, S, K, H] in `dtype`."""
+    if self.key_scale is None or self.value_scale is None:
+      return self.key.astype(dtype), self.value.astype(dtype)
+    return (
+      (self.key * self.key_scale[..., None]).astype(dtype),
+      (self.value * self.value_scale[..., None]).astype(dtype),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedAttention:
+  """How an attention layer stores and reads its cache.
+
+  Attributes:
+    dtype: of the entries; int8 stores a scale for each vector.
+    window: a query attends to keys less than this far away, which makes the cache a ring; None: to all up to its own.
+    page_size: slots read at once, and tokens of a prompt taken at once; None: all, as for slots split over a mesh.
+    scale, logit_soft_cap: see `dot_product_attention`.
+    bias: added to the logits; None for nothing.
+  """
+
+  dtype: DTypeLike
+  window: int | None = None
+  page_size: int | None = None
+  scale: float | None = None
+  logit_soft_cap: float | None = None
+  bias: Bias | None = None
+
+  def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
+    """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""
+    slots = max_len
+    if self.window is not None:
+      slots = min(max_len, self.window)
+    elif self.page_size is not None and max_len > self.page_size:
+      slots = -(-max_len // self.page_size) * self.page_size
+    vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
+    no_token = jnp.full((batch_size, slots), -1, jnp.int32)
+    return self._stored(vectors, vectors, no_token)._replace(slot=jnp.zeros((), jnp.int32))
+
+  def extend(
+    self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array, cache: KVCache
+  ) -> tuple[jax.Array, KVCache]:
+    """Appends tokens to the cache; returns what each attends to up to its own position, [B, T, N, H], and the cache.
+
+    Args:
+      query_BTNH, key_BTKH, value_BTKH: of the new tokens.
+      pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
+      cache: with room for T tokens; a full growing cache overwrites its last slots.
+    """
+    T, page = pos_BT.shape[1], self.page_size
+    if page is None or page >= T:
+      return self._extend(query_BTNH, self._stored(key_BTKH, value_BTKH, pos_BT), cache)
+
+    def pages(x: jax.Array) -> jax.Array:
+      """[B, n page, ...] to [n, B, page, ...]."""
+      return jnp.moveaxis(x.reshape(x.shape[0], -1, page, *x.shape[2:]), 1, 0)
+
+    def step(cache: KVCache, page_of: tuple[jax.Array, ...]) -> tuple[KVCache, jax.Array]:
+      query, key, value, pos = page_of
+      context, cache = self._extend(query, self._stored(key, value, pos), cache)
+      return cache, context
+
+    new = query_BTNH, key_BTKH, value_BTKH, pos_BT
+    first, contexts = T % page, []
+    if first:
+      cache, context_BTNH = step(cache, tuple(x[:, :first] for x in new))
+      contexts.append(context_BTNH)
+    cache, contexts_nBTNH = jax.lax.scan(step, cache, tuple(pages(x[:, first:]) for x in new))
+    contexts.append(jnp.moveaxis(contexts_nBTNH, 0, 1).reshape(*pos_BT.shape[:1], -1, *query_BTNH.shape[2:]))
+    return jnp.concatenate(contexts, axis=1), cache
+
+  def _extend(self, query_BTNH: jax.Array, new: KVCache, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    if self.window is None:
+      cache = _appended(cache, new)
+      return self._attend(query_BTNH, new.pos, cache), cache
+    # In a ring, the first of several new tokens may still see what the last of them overwrites.
+    after = _put_in_ring(cache, new)
+    seen = after if new.pos.shape[1] == 1 else jax.tree.map(_joined, cache._replace(slot=None), new)
+    return self._attend_at_once(query_BTNH, new.pos, seen), after
+
+  def _stored(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
+    """Returns tokens in the form that the cache keeps."""
+    if jnp.dtype(self.dtype) != jnp.int8:
+      return KVCache(key_BTKH.astype(self.dtype), value_BTKH.astype(self.dtype), pos_BT)
+    (key, key_scale), (value, value_scale) = _quantized(key_BTKH), _quantized(value_BTKH)
+    return KVCache(key, value, pos_BT, key_scale=key_scale, value_scale=value_scale)
+
+  def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
+    if self.page_size is None or cache.key.shape[1] <= self.page_size:
+      return self._attend_at_once(query_BTNH, pos_BT, cache)
+    return self._attend_by_page(query_BTNH, pos_BT, cache, self.page_size)
+
+  def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
+    return dot_product_attention(
+      query_BTNH,
+      *cache.read(query_BTNH.dtype),
+      bias=None if self.bias is None else self.bias(pos_BT, cache.pos),
+      mask=cache_mask(pos_BT, cache.pos, self.window),
+      scale=self.scale,
+      logit_soft_cap=self.logit_soft_cap,
+      implementation='dense',
+    )
+
+  def _attend_by_page(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, page_size: int) -> jax.Array:
+    """Attention with an online softmax over the pages that hold tokens."""
+    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[2]
+    query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
+    scale = H**-0.5 if self.scale is None else self.scale
+    taken, slots = cache.slot, cache._replace(slot=None)
+    assert taken is not None
+
+    def add_page(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+      highest, total, context = carry
+      page = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * page_size, page_size, axis=1), slots)
+      key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
+      logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
+      if self.logit_soft_cap is not None:
+        logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
+      if self.bias is not None:
+        logits += _by_group(self.bias(pos_BT, page.pos), K)
+      mask = _by_group(cache_mask(pos_BT, page.pos), K)
+      logits = jnp.where(mask, logits, _MASKED)
+      higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
+      kept = jnp.exp(highest - higher)
+      weights = jnp.where(mask, jnp.exp(logits - higher[..., None]), 0.0)
+      added = jnp.einsum(
+        'BKGTS,BSKH->BKGTH', weights.astype(value_BSKH.dtype), value_BSKH, preferred_element_type=jnp.float32
+      )
+      return higher, total * kept + jnp.sum(weights, axis=-1), context * kept[..., None] + added
+
+    heads = (B, K, N // K, T)
+    start = jnp.full(heads, _MASKED), jnp.zeros(heads), jnp.zeros((*heads, H))
+    num_pages = jnp.minimum(-(-taken // page_size), cache.key.shape[1] // page_size)
+    _, total, context = jax.lax.fori_loop(0, num_pages, add_page, start)
+    context /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return jnp.moveaxis(context, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
+
+
+def _by_group(x_BNTS: jax.Array, num_kv_heads: int) -> jax.Array:
+  """Returns [B, K, G, T, S]; of a single head, which broadcasts, [B, 1, 1, T, S]."""
+  B, N, T, S = x_BNTS.shape
+  return x_BNTS.reshape(B, *((num_kv_heads, N // num_kv_heads) if N > 1 else (1, 1)), T, S)
+
+
+def _quantized(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns int8 vectors and their float32 scales, [B, T, K]."""
+  scale_BTK = jnp.max(jnp.abs(x_BTKH), axis=-1).astype(jnp.float32) / 127
+  return jnp.round(x_BTKH / jnp.maximum(scale_BTK, 1e-30)[..., None]).astype(jnp.int8), scale_BTK
+
+
+def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.concatenate([a, b], axis=1)
+
+
+def _appended(cache: KVCache, new: KVCache) -> KVCache:
+  """Writes tokens to the next slots of a growing cache."""
+  slot = cache.slot
+  assert slot is not None
+
+  def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(slots, tokens, slot, axis=1)
+
+  return jax.tree.map(write, cache._replace(slot=None), new)._replace(slot=slot + new.pos.shape[1])
+
+
+def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:
+  """Writes the last tokens of each row to their slots; padding, and what a later token overwrites, is left out."""
+  num_slots = cache.pos.shape[1]
+  last_B1 = jnp.max(new.pos, axis=1, keepdims=True)
+  stays_BT = (new.pos >= 0) & (new.pos > last_B1 - num_slots)
+  slot_BT = jnp.where(stays_BT, new.pos % num_slots, num_slots)
+
+  def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jax.vmap(lambda row, at, values: row.at[at].set(values, mode='drop'))(slots, slot_BT, tokens)
+
+  return jax.tree.map(write, cache._replace(slot=None), new)._replace(slot=cache.slot)

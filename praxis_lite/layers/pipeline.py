@@ -1,0 +1,629 @@
+"""Pipelined: a stack of layers cut into stages, which work on different microbatches at the same time.
+
+The program is a loop over ticks of a function that is mapped over stages; the compiler splits the dimension of stages
+over a mesh axis, so that each device computes its own stages. What a device sends in a tick is one microbatch, to the
+next one (Xu et al., 2021, GSPMD, section 3.3).
+
+    queue = microbatches                                     [S, M, mb, ...], read at stage 0, written at stage S - 1
+    for tick in range(M + S - 1):
+      state = shift(state), queue[tick] at stage 0           [S, mb, ...]: one collective-permute
+      ids = (tick - arange(S)) mod M                         the microbatch of each stage
+      state = vmap(stage)(weights, state, side_inputs[ids])
+      queue = queue with state of stage S - 1 at tick - S + 1
+
+With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
+
+A bubble is a stage at a tick at which no microbatch is with it: it computes on `BUBBLE`, and nothing that it computes
+reaches a result, a gradient, a variable or a cache. What masks it are selections of what goes in and, in the backward
+pass, of the gradients of weights, so that a NaN does not survive as 0 * NaN.
+
+Weights are stored as those of `Repeat`, so that a checkpoint knows neither stages nor microbatches. Inside of a step
+they are used as [S, R, layers in a group, ...]; layers that are missing in the last stages are computed and dropped.
+
+B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from praxis_lite.call import SideOutputs, Summary
+from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.layers.pipeline_schedule import PipelineSchedule
+from praxis_lite.layers.remat import Remat
+from praxis_lite.layers.repeat import Repeat
+from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
+from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
+from praxis_lite.weighted import mean_of_means
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
+
+T = TypeVar('T')
+TreeT = TypeVar('TreeT')
+
+# What stages without a microbatch compute on. Tests make it NaN.
+BUBBLE = 0.0
+
+
+class PipelineWeightSplit(SplitMapping):
+  """`stages`: one entry, the mesh axis over which stages, and so the stacked weights, are split."""
+
+  stages: SplitDimsMapping = None
+
+
+class Pipelined(Repeat):
+  """Computes what `Repeat` does, for a batch in microbatches, with its layers spread over stages of a pipeline.
+
+  The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are dropped at the end;
+  in side inputs they are zeros, as in rows of zero weight.
+
+  What differs from `Repeat` is what a layer sees: one microbatch at a time. Summaries that are floating scalars are
+  means over microbatches, of other summaries the last microbatch's is kept; non-trainable variables are updated by one
+  microbatch after the other; an auxiliary loss has the weight that it has for one microbatch. The key of a layer's
+  random numbers depends on the layer and on the microbatch, neither on the stage nor on the round.
+
+  Gradients are those of reverse mode; forward mode (`jax.jvp`) is not supported.
+
+  Attributes: those of `Repeat`, of which `remat` is what each layer keeps, and
+    num_stages: S.
+    num_microbatches: M, or fewer where the batch has fewer rows; give this one or `microbatch_size`.
+    microbatch_size: rows of a microbatch, over all devices.
+    circular_repeat: R, how many groups of layers each stage has; it divides `num_layers`.
+    stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps its input alone.
+    stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
+    weight_split_dims_mapping: `stages`, the mesh axis of the stages; the other dimensions are split by `layers`.
+  """
+
+  _stack: ClassVar[str] = 'stages'
+
+  num_stages: int = REQUIRED
+  num_microbatches: int | None = None
+  microbatch_size: int | None = None
+  circular_repeat: int = 1
+  stage_remat: str = 'none'
+  stage_remat_save_names: tuple[str, ...] = ()
+  stage_remat_offload_names: tuple[str, ...] = ()
+  weight_split_dims_mapping: Config = template(PipelineWeightSplit)
+
+  def setup(self) -> None:
+    self._check_sizes()
+    if not isinstance(self.layers_tpl, Config):
+      raise ConfigError(
+        f'{self.path_name}.layers_tpl: the layers of a pipeline are alike, and this is a pattern of several; make one '
+        f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
+      )
+    self._stage_remat = Remat.of(self, field='stage_remat')
+    super().setup()
+    self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
+    self._axes = () if self._stages is None else tuple(all_axes(self._stages.spec))
+    for layer in self.layers.descendants():
+      self._check_apart(layer)
+
+  def _check_sizes(self) -> None:
+    for field in ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat'):
+      value = getattr(self, field)
+      if value is not None and value < 1:
+        raise ConfigError(f'{self.path_name}.{field}: expected at least 1, got {value}')
+    if (self.num_microbatches is None) == (self.microbatch_size is None):
+      given = 'neither is' if self.num_microbatches is None else 'both are'
+      raise ConfigError(
+        f'{self.path_name}.num_microbatches: give this or microbatch_size, and {given} set; with {self.num_stages} '
+        f'stages, {4 * self.num_stages} microbatches leave stages idle for a fifth of the time'
+      )
+    groups = self.num_stages * self.circular_repeat
+    if self.num_layers % self.circular_repeat:
+      raise ConfigError(
+        f'{self.path_name}.circular_repeat: {self.circular_repeat} does not divide num_layers, {self.num_layers}'
+      )
+    if self.num_layers < groups:
+      rounds = f' of circular_repeat={self.circular_repeat} groups' if self.circular_repeat > 1 else ''
+      raise ConfigError(
+        f'{self.path_name}.num_stages: {self.num_stages} stages{rounds} need at least {groups} layers, and num_layers '
+        f'is {self.num_layers}'
+      )
+
+  def _check_apart(self, layer: Layer) -> None:
+    """Raises ConfigError if a layer inside of a stage splits something over the axis of the stages."""
+    for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+      for field, mapping in layer.split_mappings(group).items():
+        placement = layer._resolve(mapping, field)
+        taken = [] if placement is None else [axis for axis in all_axes(placement.spec) if axis in self._axes]
+        if taken:
+          raise ConfigError(
+            f'{field}: {taken[0]!r} splits the stages of {self.path_name} (weight_split_dims_mapping.stages), so '
+            'nothing inside of a stage can be split over it; use another mesh axis'
+          )
+
+  @property
+  def layers_in_group(self) -> int:
+    """c, how many layers a stage runs in a tick."""
+    return -(-self.num_layers // (self.circular_repeat * self.num_stages))
+
+  def schedule(self, batch_size: int) -> PipelineSchedule:
+    """The schedule of a batch of so many rows."""
+    if self.microbatch_size is not None:
+      rows = self.microbatch_size
+    else:
+      rows = -(-batch_size // (self.num_microbatches or 1))
+    return PipelineSchedule(self.num_stages, -(-batch_size // rows), self.circular_repeat)
+
+  def abstract_init(self) -> NestedDict:
+    if self.circular_repeat == 1:
+      return super().abstract_init()
+    split, P = (self._stack_mapping or (None,))[0], self.num_layers // self.circular_repeat
+    rounds = f'{self.path_name}.circular_repeat: each stage has all rounds'
+    below = jax.tree.map(
+      lambda w: w.repeated(P, split, self._stack_field).repeated(self.circular_repeat, None, rounds),
+      self.layers.abstract_init(),
+    )
+    return {'layers': below} if below else {}
+
+  def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
+    """Returns the result of the last layer.
+
+    Args:
+      x: what the layers pass on, an array or a tree of arrays with the batch as dimension 0.
+      *args, **kwargs: side inputs: each layer gets the rows that belong to its microbatch. Arrays have the batch, or 1,
+        as dimension 0; scalars and what is no array is given to all layers as it is.
+
+    Raises:
+      DataError: an array has another dimension 0.
+    """
+    return self._run('__call__', x, args, kwargs, self.schedule(_rows(x, self.path_name)))
+
+  def init_decode_state(self, *args: object) -> None:
+    """Allocates the caches of all layers; the arguments are those of the repeated layer."""
+
+    def one(variables: NestedDict) -> NestedDict:
+      return self.layers.apply(variables, *args, method='init_decode_state')[1].decode_state
+
+    stacked: Callable[[NestedDict], NestedDict] = one
+    for size in (self.layers_in_group, self.circular_repeat, self.num_stages):
+      stacked = jax.vmap(stacked, axis_size=size)
+    caches = jax.tree.map(self._from_stages, stacked(self._variables_in_stages()))
+    self.layers.absorb(SideOutputs({}, {}, {}, caches))
+
+  def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
+    """As `__call__`, with the repeated layer's `extend_step` and caches: the whole batch, stage after stage."""
+    return self._run('extend_step', x, args, kwargs, PipelineSchedule(self.num_stages, 1, self.circular_repeat))
+
+  # ---------------------------------------------------------------- the loop over ticks
+
+  def _run(
+    self, method: str, x: T, args: tuple[object, ...], kwargs: Mapping[str, object], schedule: PipelineSchedule
+  ) -> T:
+    S, M, R = schedule
+    B = _rows(x, self.path_name)
+    self._check_placed_by_compiler()
+    side = _SideInputs(args, kwargs, B, self.path_name)
+    key = self.next_prng_key() if self.has_prng_key() else None
+
+    variables = self._variables_in_stages()
+    trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
+    weights = select(variables, trainable.__contains__)
+    others = select(variables, lambda path: path not in trainable)
+    caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
+    side_rows = [_microbatches(v, M, fill='zeros') for v in side.rows]
+    queue = jax.tree.map(lambda v: self._on_stages(_for_stages(_microbatches(v, M, fill='rows'), S)), x)
+    changed: set[Path] = set()
+    stages = jnp.arange(S)
+
+    def stage(
+      at: _Place, x: T, weights: _Stacks, side_rows: _Stacks, others: NestedDict, caches: NestedDict
+    ) -> tuple[tuple[T, NestedDict, list[Any], NestedDict, NestedDict], _Reported]:
+      """What a stage does in a tick: its layers of a round, one after the other, on one microbatch."""
+      own, weight_gradients = weights.read(at.round, at.real)
+      given, side_gradients = side_rows.read(at.microbatch, at.real)
+      its_args, its_kwargs = side.with_rows(given)
+      key_m = key if key is None or M == 1 else jax.random.fold_in(key, at.microbatch)
+
+      def layer(
+        x: T, variables: NestedDict, other: NestedDict, cache: NestedDict, index: jax.Array
+      ) -> tuple[T, tuple[NestedDict, NestedDict, _Reported]]:
+        position = at.stage * self.layers_in_group + index
+        P = self.num_layers // R
+        real = at.real & (position < P)
+        key_l = None if key_m is None else jax.random.fold_in(key_m, at.round * P + position)
+        y, out = self.layers.apply(
+          merge(variables, jax.lax.stop_gradient(other)),
+          _where(real, x, _bubble_like(x)),
+          *its_args,
+          key=key_l,
+          decode_state=cache,
+          method=method,
+          **its_kwargs,
+        )
+        self._check_result(x, y)
+        changed.update(leaves(out.updates))
+        new_cache = out.decode_state if cache else {}
+        aux = {name: (v, _where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
+        kept = map_with_path(lambda path, old: _where(real, _or(lookup(out.updates, path), old), old), other)
+        return _where(real, y, x), (kept, _where(real, new_cache, cache), _Reported(out.summaries, aux))
+
+      body = self._remat(layer, in_scan=True) if method == '__call__' else layer
+      xs = (own, _entry(others, at.round), _entry(caches, at.round), jnp.arange(self.layers_in_group))
+      x, (new_others, new_caches, reported) = jax.lax.scan(
+        lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
+      )
+      others, caches = _with_entry(others, new_others, at.round), _with_entry(caches, new_caches, at.round)
+      return (x, weight_gradients, side_gradients, others, caches), reported
+
+    mapped = jax.vmap(
+      self._with_remat(stage, R if method == '__call__' else 1),
+      in_axes=(0, 0, _Stacks(0, 0), _Stacks(None, 0), 0, 0),
+      out_axes=0,
+      spmd_axis_name=self._axes or None,
+    )
+
+    def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[_Place, _Reported]]:
+      state, queue, weight_gradients, side_gradients, others, caches = carry
+      microbatch = schedule.microbatch(now, stages)
+      at = _Place(stages, schedule.round(now, stages), microbatch % M, (microbatch >= 0) & (microbatch < M))
+      with jax.named_scope('shift'):
+        first = schedule.microbatch(now, 0) % M
+        new, queue = _unzip(lambda v: _take(v, first), queue)
+        starts = (stages == 0) & (at.round == 0)
+        state = _where(starts, new, jax.tree.map(_shift, state))
+      (state, weight_gradients, side_gradients, others, caches), reported = mapped(
+        at, state, _Stacks(held, weight_gradients), _Stacks(side_rows, side_gradients), others, caches
+      )
+      state, others, caches = jax.tree.map(self._on_stages, (state, others, caches))
+      last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
+      # A bubble writes too, where a later tick writes the microbatch that belongs there.
+      queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, state)
+      return (state, queue, weight_gradients, side_gradients, others, caches), (at, reported)
+
+    held = jax.lax.stop_gradient(weights)
+    state = jax.tree.map(lambda q: self._on_stages(jnp.zeros_like(q[:, 0])), queue)
+    side_gradients = [self._on_stages(_for_stages(v, S)) if _is_float(v) else None for v in side_rows]
+    start = (state, queue, weights, side_gradients, others, caches)
+    ticks = jnp.arange(schedule.num_ticks)
+    (_, queue, _, _, others, caches), (places, reported) = jax.lax.scan(tick, start, ticks)
+
+    updates = select(others, changed.__contains__)
+    self.layers.absorb(
+      SideOutputs(
+        summaries={name: self._summary(s, places, schedule) for name, s in reported.summaries.items()},
+        aux_losses={name: _mean_over_microbatches(*aux, M) for name, aux in reported.aux_losses.items()},
+        updates=jax.tree.map(self._from_stages, updates),
+        decode_state=jax.tree.map(self._from_stages, caches),
+      )
+    )
+    return jax.tree.map(lambda q: _batch(_of_last(q))[:B], queue)
+
+  def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
+    if self.stage_remat != 'none':
+      return self._stage_remat(stage, in_scan=True)
+    # The weights of a round are read at each tick: kept for the backward pass, there would be a copy for each tick.
+    return jax.checkpoint(stage, policy=_save_all_but_moved, prevent_cse=False) if rounds > 1 else stage
+
+  def _check_placed_by_compiler(self) -> None:
+    manual = [axis for axis in self._axes if axis in self.surroundings.manual_axes]
+    if manual:
+      raise ConfigError(
+        f'{self._stack_field}: stages cannot be split over {manual[0]!r} inside of shard_map, where each device would '
+        "run all of them; set task.partitioning='auto'"
+      )
+
+  def _check_result(self, x: object, y: object) -> None:
+    given, got = (jax.tree.map(lambda v: jax.typeof(v).str_short(), tree) for tree in (x, y))
+    if given != got:
+      raise ConfigError(
+        f'{self.path_name}.layers_tpl: a layer of a pipeline returns what it is given, {given} for a microbatch, and '
+        f'{type(self.layers).__name__} returns {got}'
+      )
+
+  # ---------------------------------------------------------------- stacks of layers and of stages
+
+  def _on_stages(self, x: jax.Array) -> jax.Array:
+    """Constrains dimension 0 to be split like the stages, and leaves the others to the compiler."""
+    if self._stages is None:
+      return x
+    spec = PartitionSpec(self._stages.spec[0], *(UNCONSTRAINED,) * (x.ndim - 1))
+    return self._constrained(x, self._stack_field, Placement(spec, (self._stages.why[0],) * x.ndim))
+
+  def _variables_in_stages(self) -> NestedDict:
+    """The variables of the layers, [S, R, c, ...], split over the stages, and else as layers say."""
+    weights = leaves(self.layers.abstract_init())
+    prefix = DeclaredSplit.of((*(self._stack_mapping or (None,)), None, None), self._stack_field)
+
+    def in_stages(path: Path, x: jax.Array) -> jax.Array:
+      own, name = weights[path].full_split_dims_mapping, path_name((*self.layers.path, *path))
+      if weights[path].tensor_split_dims_mapping is None:
+        own = DeclaredSplit((UNCONSTRAINED,) * len(own), own.sources)
+      placement = None if self._stages is None else self._resolve(prefix.followed_by(own), name)
+      return self._constrained(self._to_stages(x), f'{name} (in stages)', placement)
+
+    return map_with_path(in_stages, self.layers.variables)
+
+  def _to_stages(self, x: jax.Array) -> jax.Array:
+    """[layers, ...], or [R, P, ...] -> [S, R, c, ...]."""
+    S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
+    if R == 1:
+      x = x[None]
+    missing = S * c - x.shape[1]
+    x = jnp.pad(x, [(0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)]) if missing else x
+    return jnp.swapaxes(x.reshape(R, S, c, *x.shape[2:]), 0, 1)
+
+  def _from_stages(self, x: jax.Array) -> jax.Array:
+    """The inverse of `_to_stages`."""
+    S, R, c = self.num_stages, self.circular_repeat, self.layers_in_group
+    x = jnp.swapaxes(x, 0, 1).reshape(R, S * c, *x.shape[3:])[:, : self.num_layers // R]
+    return x[0] if R == 1 else x
+
+  def _summary(self, summary: Summary, places: _Place, schedule: PipelineSchedule) -> Summary:
+    """Returns a summary of each layer, [layers, ...], of those of all ticks and stages, [ticks, S, c, ...]."""
+    x, M = summary.value, schedule.num_microbatches
+    is_mean = summary.kind == 'scalar' and _is_float(x)
+    counts = places.real if is_mean else places.real & (places.microbatch == M - 1)
+    rounds = jnp.arange(schedule.rounds)[None, None] == places.round[..., None]
+    mask = (counts[..., None] & rounds).reshape(*x.shape[:2], schedule.rounds, *(1,) * (x.ndim - 2))
+    total = jnp.sum(jnp.where(mask, x[:, :, None], jnp.zeros_like(x[:, :, None])), axis=0, dtype=x.dtype)
+    stacked = self._from_stages(total / M if is_mean else total)
+    return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
+
+
+class _Place(NamedTuple):
+  """What stages do at a tick, each an array [S], or [ticks, S]; or one entry of it.
+
+  Attributes:
+    stage, round: which layers.
+    microbatch: in [0, M), also in a bubble.
+    real: False in a bubble.
+  """
+
+  stage: jax.Array
+  round: jax.Array
+  microbatch: jax.Array
+  real: jax.Array
+
+
+class _Reported(NamedTuple):
+  """What layers report, with leading dimensions for layers, stages and ticks."""
+
+  summaries: dict[str, Summary]
+  aux_losses: dict[str, tuple[jax.Array, jax.Array]]
+
+
+class _Stacks(NamedTuple):
+  """Stacks of arrays of which a stage reads an entry at each tick, and their gradients, which are added up in place.
+
+  Were the gradient left to `jax.grad`, each tick would add an array as large as the whole stack.
+
+  Attributes:
+    values: tree of arrays [n, ...].
+    gradients: the same values again, through which gradients flow; None for arrays that have none.
+  """
+
+  values: Any
+  gradients: Any
+
+  def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
+    """Returns the entries at an index, and `gradients` to read by next; no gradient flows where `real` is False."""
+
+    def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+      return (_entry(value, index), None) if gradient is None else _read(value, gradient, index, real)
+
+    return _unzip(one, self.values, self.gradients)
+
+
+class _SideInputs:
+  """The arguments of a call beside the first one, of which those with a dimension for the batch are cut.
+
+  Attributes:
+    rows: arrays [B, ...].
+  """
+
+  def __init__(self, args: tuple[object, ...], kwargs: Mapping[str, object], batch_size: int, where: str):
+    found, self._structure = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)))
+    self._leaves = [leaf for _, leaf in found]
+    self._cut: list[int] = []
+    for i, (path, leaf) in enumerate(found):
+      shape = getattr(leaf, 'shape', ())
+      if not shape or shape[0] == 1 != batch_size:
+        continue
+      if shape[0] != batch_size:
+        (_, name), *_ = ((p, str(getattr(p, 'key', getattr(p, 'idx', p)))) for p in path[1:])
+        raise DataError(
+          f'{where}: the side input {name} has shape {shape}; in a pipeline, dimension 0 of each is the batch, '
+          f'{batch_size}, or 1'
+        )
+      self._cut.append(i)
+    self.rows: list[jax.Array] = [jnp.asarray(self._leaves[i]) for i in self._cut]
+
+  def with_rows(self, rows: Sequence[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns (args, kwargs) with these in place of `rows`."""
+    filled = list(self._leaves)
+    for i, x in zip(self._cut, rows):
+      filled[i] = x
+    return jax.tree.unflatten(self._structure, filled)
+
+
+def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
+  """Returns a line about each pipeline in a model, for batches of so many rows."""
+  lines = []
+  for layer in model.descendants():
+    if not isinstance(layer, Pipelined):
+      continue
+    R, c = layer.circular_repeat, layer.layers_in_group
+    stages = f'{layer.num_stages} stages x {f"{R} rounds x " if R > 1 else ""}{c} layer{"s" * (c != 1)}'
+    if batch_size is None:
+      lines.append(f'{layer.path_name}: {stages}')
+      continue
+    schedule = layer.schedule(batch_size)
+    M = schedule.num_microbatches
+    rows = -(-batch_size // M)
+    lines.append(
+      f'{layer.path_name}: {stages}, {M} microbatch{"es" * (M != 1)} of {rows} row{"s" * (rows != 1)} in '
+      f'{schedule.num_ticks} ticks, bubble {schedule.bubble_fraction:.1%}'
+    )
+  return lines
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def _is_float(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _or(new: Any, old: Any) -> Any:
+  return old if new is None else new
+
+
+def _rows(x: object, where: str) -> int:
+  sizes = {v.shape[:1] for v in jax.tree.leaves(x)}
+  if len(sizes) != 1 or () in sizes:
+    shapes = ', '.join(str(v.shape) for v in jax.tree.leaves(x)) or 'no arrays'
+    raise DataError(
+      f'{where}: the arrays that go through a pipeline have the same dimension 0, the batch; got {shapes}'
+    )
+  return sizes.pop()[0]
+
+
+def _microbatches(x: jax.Array, M: int, fill: str) -> jax.Array:
+  """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own."""
+  missing = -x.shape[0] % M
+  if missing:
+    more = x[:missing] if fill == 'rows' else jnp.zeros((missing, *x.shape[1:]), x.dtype)
+    x = jnp.concatenate([x, more])
+  return jnp.swapaxes(x.reshape(-1, M, *x.shape[1:]), 0, 1)
+
+
+def _batch(x: jax.Array) -> jax.Array:
+  """The inverse of `_microbatches`, but for the rows that it has added."""
+  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def _of_last(queue: jax.Array) -> jax.Array:
+  """Entry S - 1 of dimension 0, as a sum: one all-reduce where the dimension is split."""
+  is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
+  return jnp.sum(_where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
+
+
+def _for_stages(x: jax.Array, S: int) -> jax.Array:
+  return jnp.broadcast_to(x[None], (S, *x.shape))
+
+
+def _where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:
+  return jax.tree.map(lambda a, b: _select(condition, a, b) if _is_float(a) else _choose(condition, a, b), x, y)
+
+
+def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+  """`jnp.where` with a condition for the first dimensions."""
+  return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
+
+
+# Of `jnp.where`, a mask as large as the arrays would be kept for the backward pass.
+_select = jax.custom_vjp(_choose)
+_select.defvjp(
+  lambda condition, x, y: (_choose(condition, x, y), condition),
+  lambda condition, ct: (None, _choose(condition, ct, jnp.zeros_like(ct)), _choose(condition, jnp.zeros_like(ct), ct)),
+)
+
+
+def _bubble_like(x: TreeT) -> TreeT:
+  return jax.tree.map(lambda v: jnp.full_like(v, BUBBLE if _is_float(v) else 0), x)
+
+
+def _unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
+  """`jax.tree.map` of a function that returns pairs: a tree of the first, and one of the second ones."""
+  pairs = jax.tree.leaves(jax.tree.map(fn, tree, *trees), is_leaf=lambda x: isinstance(x, tuple))
+  first, second = (jax.tree.unflatten(jax.tree.structure(tree), [pair[i] for pair in pairs]) for i in (0, 1))
+  return first, second
+
+
+def _entry(stack: TreeT, index: jax.Array) -> TreeT:
+  """The entry at an index of dimension 0 of each array; of one entry, that one, which JAX then knows not to change."""
+  return jax.tree.map(
+    lambda x: x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack
+  )
+
+
+def _with_entry(stack: TreeT, entry: TreeT, index: jax.Array) -> TreeT:
+  return jax.tree.map(
+    lambda x, e: e[None] if x.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(x, e, index, 0), stack, entry
+  )
+
+
+@jax.custom_vjp
+def _read(stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+  del real
+  return _entry(stack, index), gradients
+
+
+def _read_forward(
+  stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  return (_entry(stack, index), gradients), (index, real)
+
+
+def _read_backward(
+  residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[None, jax.Array, None, None]:
+  (index, real), (entry, gradients) = residuals, cotangents
+  # A gradient of a bubble is 0 times what may be NaN.
+  total = _entry(gradients, index) + jnp.where(real, entry, jnp.zeros_like(entry))
+  return None, _with_entry(gradients, total, index), None, None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _shift(x: jax.Array) -> jax.Array:
+  """Returns for each stage the entry of the one before it, for the first that of the last."""
+  return _shift_float(x) if _is_float(x) else jnp.roll(x, 1, axis=0)
+
+
+@jax.custom_vjp
+def _shift_float(x: jax.Array) -> jax.Array:
+  return jnp.roll(x, 1, axis=0)
+
+
+# Transposed, a roll would be two permutes.
+_shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
+
+
+def _take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns entry `index` of dimension 1, and the queue, to whose gradient that of the entry is added in place."""
+  return _take_float(queue, index) if _is_float(queue) else (_at(queue, index), queue)
+
+
+def _at(queue: jax.Array, index: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(queue, index, axis=1, keepdims=False)
+
+
+@jax.custom_vjp
+def _take_float(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return _at(queue, index), queue
+
+
+def _take_backward(index: jax.Array, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+  entry, queue = cotangents
+  return jax.lax.dynamic_update_index_in_dim(queue, _at(queue, index) + entry, index, 1), None
+
+
+_take_float.defvjp(lambda queue, index: (_take_float(queue, index), index), _take_backward)
+
+_MOVES = {
+  *('broadcast_in_dim', 'concatenate', 'convert_element_type', 'copy', 'dynamic_slice', 'gather', 'name', 'reshape'),
+  *('squeeze', 'transpose'),
+}
+
+
+def _save_all_but_moved(primitive: Any, *_: object, **__: object) -> bool:
+  """A policy of `jax.checkpoint`: what is only moved or cast is moved again in the backward pass."""
+  return primitive.name not in _MOVES
+
+
+def _mean_over_microbatches(values: jax.Array, weights: jax.Array, M: int) -> tuple[jax.Array, jax.Array]:
+  """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...]."""
+  values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))
+  mean, weight = mean_of_means(values, weights)
+  return mean, weight / M

@@ -1,0 +1,147 @@
+"""Arrays that are read in parts: neither the host nor a device need hold one whole.
+
+A checkpoint can be written from them (`streamed_writes.py`), and read as them:
+
+    files of another format -> a part -> checkpoint          each part is read, written and forgotten
+    checkpoint -> a part -> files of another format
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from praxis_lite.errors import CheckpointError
+
+if TYPE_CHECKING:
+  import tensorstore as ts
+
+Box = tuple[slice, ...]  # One range with start and stop for each dimension.
+
+# Bytes of an array that are read, and written, at once.
+PART_BYTES = 16 << 20
+
+
+class StreamedArray(abc.ABC):
+  """An array that is somewhere else, and is read in parts.
+
+  Attributes:
+    shape, dtype: of the whole.
+  """
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @abc.abstractmethod
+  def read(self, box: Box) -> np.ndarray:
+    """Returns a copy of a part."""
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    """Returns the shape in which to read a box of these sizes, of about `part_bytes` at most; by default whole rows."""
+    shape = [max(1, size) for size in sizes]
+    for axis, size in enumerate(sizes):
+      below = math.prod(sizes[axis + 1 :]) * self.dtype.itemsize
+      shape[axis] = max(1, min(size, part_bytes // max(below, 1)))
+      if shape[axis] > 1:
+        break
+    return tuple(shape)
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+  @property
+  def nbytes(self) -> int:
+    return self.size * self.dtype.itemsize
+
+
+def boxes(box: Box, part_shape: Sequence[int]) -> Iterator[Box]:
+  """Yields the boxes of this shape, or smaller at the end, that make up `box`."""
+  starts = [range(b.start, b.stop, step) for b, step in zip(box, part_shape)]
+  for corner in itertools.product(*starts):
+    yield tuple(slice(at, min(at + step, b.stop)) for at, step, b in zip(corner, part_shape, box))
+
+
+def whole(shape: Sequence[int]) -> Box:
+  """Returns the box of a whole array."""
+  return tuple(slice(0, size) for size in shape)
+
+
+class StoredArray(StreamedArray):
+  """An array of a checkpoint, without the padding it is stored with.
+
+  Args:
+    store: the array in the file.
+    shape: its true shape.
+    where: what messages call it.
+  """
+
+  def __init__(self, store: ts.TensorStore, shape: tuple[int, ...], where: str):
+    self.shape, self.dtype = shape, np.dtype(store.dtype.numpy_dtype)
+    self._store, self._where = store, where
+
+  def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
+    """Returns the shape of the chunks in the file; if they are larger than this, that of parts of them."""
+    if _chunk_bytes(self._store) > part_bytes:
+      return super().part_shape(sizes, part_bytes)
+    return tuple(max(1, min(size, n)) for size, n in zip(sizes, _chunk_shape(self._store)))
+
+  def read(self, box: Box) -> np.ndarray:
+    """Returns a copy of a part; raises CheckpointError if the file cannot be read."""
+    try:
+      return np.asarray(self._store[box].read().result())
+    except ValueError as error:
+      raise CheckpointError(f'{self._where} cannot be read ({first_line(error)})') from error
+
+
+def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, StreamedArray]:
+  """Returns arrays of a checkpoint by name.
+
+  What was written in chunks larger than the parts that are read is kept until another chunk is read.
+
+  Args:
+    folder: where Orbax has written the arrays, in its format by default.
+    shapes: the true shape of each, by the name in the checkpoint.
+
+  Raises:
+    CheckpointError: there is no such array, or it cannot be read.
+  """
+  import tensorstore as ts
+
+  def opened(context: ts.Context) -> dict[str, ts.TensorStore]:
+    base = {'driver': 'file', 'path': f'{folder}/'}
+    specs = {name: {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
+    futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
+    return {name: future.result() for name, future in futures.items()}
+
+  try:
+    stores = opened(ts.Context())
+    largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
+    stores = opened(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))
+  except ValueError as error:
+    raise CheckpointError(f'{folder} cannot be read ({first_line(error)})') from error
+  return {name: StoredArray(stores[name], tuple(shape), f'{folder}: {name}') for name, shape in shapes.items()}
+
+
+def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
+  return tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
+
+
+def _chunk_bytes(store: ts.TensorStore) -> int:
+  return math.prod(_chunk_shape(store)) * store.dtype.numpy_dtype.itemsize
+
+
+def first_line(error: Exception) -> str:
+  """Returns the class and the first line of an error of Orbax or TensorStore, without the request."""
+  lines = str(error).strip().splitlines()
+  if not lines:
+    return type(error).__name__
+  # TensorStore appends its request, thousands of characters of JSON.
+  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
+  return f'{type(error).__name__}: {message}'

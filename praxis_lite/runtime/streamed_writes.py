@@ -1,0 +1,75 @@
+"""How Orbax writes a `StreamedArray`: one part after another. This imports Orbax; import it where that is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from praxis_lite.runtime.streamed import StreamedArray, boxes, whole
+
+# Parts that are compressed and written while the next one is read.
+_IN_FLIGHT = 2
+
+
+class _StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
+  """Saves streamed arrays in the background, as NumPy arrays are saved: by the first process, and known by no mesh."""
+
+  async def serialize(
+    self,
+    values: Sequence[StreamedArray],
+    infos: Sequence[ocp.type_handlers.ParamInfo],
+    args: Sequence[ocp.SaveArgs] | None = None,
+  ) -> Sequence[ocp.future.Future]:
+    del args  # They say how to cut an array that is in memory.
+    return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name='streamed_arrays')]
+
+
+async def _write(values: Sequence[StreamedArray], infos: Sequence[ocp.type_handlers.ParamInfo]) -> None:
+  pending: deque[ts.WriteFutures] = deque()
+  try:
+    for value, info in zip(values, infos):
+      if hasattr(info, 'await_path_creation'):  # Later versions of Orbax make the folder in the background as well.
+        await info.await_path_creation()
+      if jax.process_index() == 0:
+        await _write_parts(value, info, pending)
+    while pending:
+      await pending.popleft()
+  finally:  # If one has failed, the others must not write on when the folder is removed.
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def _write_parts(
+  value: StreamedArray, info: ocp.type_handlers.ParamInfo, pending: deque[ts.WriteFutures]
+) -> None:
+  part_shape = value.part_shape(value.shape)
+  # Each part is a chunk of the file, so that writing one reads no other.
+  spec = ocp.type_handlers.get_json_tspec_write(
+    info,
+    use_ocdbt=True,
+    global_shape=value.shape,
+    local_shape=part_shape,
+    dtype=value.dtype,
+    process_index=0,
+  )
+  store = await ts.open(ts.Spec(spec), dtype=value.dtype, create=True, open=True, context=info.ts_context)
+  for box in boxes(whole(value.shape), part_shape):
+    # The part is not copied again, as nothing changes it.
+    pending.append(store[box].write(value.read(box), can_reference_source_data_indefinitely=True))
+    while len(pending) > _IN_FLIGHT:
+      await pending.popleft()
+
+
+def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
+  """Returns Orbax's handlers by default, of which that of the item 'state' accepts streamed arrays as leaves too."""
+  types = ((t, ocp.type_handlers.get_type_handler(t)) for t in ocp.type_handlers.supported_types())
+  registry = ocp.type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()), *types)
+  handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+  handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+  handlers.add('state', ocp.args.PyTreeSave, handler)
+  handlers.add('state', ocp.args.PyTreeRestore, handler)
+  return handlers

@@ -1,0 +1,146 @@
+"""Caches of every kind against attention in one pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers import MultiHeadAttention, RelativeBias, RotaryPositions
+from praxis_lite.partitioning import GuardedJit
+
+B, T, D = 2, 23, 12
+LENGTHS = np.array([7, 13])  # Of the prompts, padded to PROMPT.
+PROMPT, STEPS = 13, 4
+
+
+def build(**fields):
+  config = Config(MultiHeadAttention, input_dims=D, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
+  config.set(**fields)
+  return config.set(rotary_tpl=Config(RotaryPositions)).instantiate()
+
+
+def inputs():
+  return jax.random.normal(jax.random.key(5), (B, T, D))
+
+
+def decoded(layer, variables, x, wrap=jax.jit):
+  """Outputs [B, T, D] of the prompts in one call and then a token at a time; zeros where nothing was computed."""
+
+  def extend(variables, x, pos, state):
+    y, side = layer.apply(variables, x, pos, decode_state=state, method='extend_step')
+    return y, side.decode_state
+
+  extend = wrap(extend)
+  _, side = layer.apply(variables, B, PROMPT + STEPS, method='init_decode_state')
+  pos = np.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
+  prompt = jnp.where((pos >= 0)[..., None], x[:, :PROMPT], 1e3)  # Padding must not matter.
+  y, state = extend(variables, prompt, jnp.array(pos), side.decode_state)
+  out = np.zeros((B, T, D), np.float32)
+  for row, length in enumerate(LENGTHS):
+    out[row, :length] = y[row, :length]
+  for step in range(STEPS):
+    at = (LENGTHS + step)[:, None]
+    y, state = extend(variables, jnp.take_along_axis(x, at[..., None], axis=1), jnp.array(at), state)
+    out[np.arange(B), at[:, 0]] = y[:, 0]
+  assert np.isfinite(out).all()
+  return out, state
+
+
+def expected(layer, variables, x):
+  y, _ = layer.apply(variables, x)
+  return np.where(np.arange(T)[:, None] < (LENGTHS + STEPS)[:, None, None], y, 0)
+
+
+@pytest.mark.parametrize(
+  'fields, slots',
+  [
+    ({'cache_page_size': 64}, 17),
+    ({'cache_page_size': 5}, 20),  # The prompt is read as 3 + 5 + 5 tokens.
+    ({'cache_page_size': 4, 'logit_soft_cap': 2.0, 'scale': 0.3}, 20),
+    ({'cache_page_size': 4, 'relative_bias_tpl': Config(RelativeBias, num_buckets=8, max_distance=8)}, 20),
+    ({'cache_page_size': 4, 'num_kv_heads': 1}, 20),
+    ({'sliding_window': 6}, 6),
+    ({'sliding_window': 6, 'cache_page_size': 4}, 6),
+    ({'sliding_window': 3, 'cache_page_size': 5}, 3),
+    ({'sliding_window': 1}, 1),
+    ({'sliding_window': 99, 'cache_page_size': 4}, 17),
+  ],
+)
+def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slots):
+  layer = build(**fields)
+  variables, x = layer.init(jax.random.key(0)), inputs()
+  y, state = decoded(layer, variables, x)
+  assert state['key'].shape == (B, slots, layer.num_kv_heads, 4)
+  np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
+
+
+@pytest.mark.parametrize('fields', [{}, {'cache_page_size': 4}, {'sliding_window': 6}])
+def test_int8_entries_take_a_quarter_and_err_by_a_percent(fields):
+  layer = build(cache_dtype='int8', **fields)
+  variables, x = layer.init(jax.random.key(0)), inputs()
+  y, state = decoded(layer, variables, x)
+  assert state['key'].dtype == state['value'].dtype == jnp.int8
+  full = expected(layer, variables, x)
+  assert 1e-5 < np.abs(y - full).max() < 0.02 * np.abs(full).max()
+
+
+def test_decoding_costs_what_was_written():
+  """Pages not written are not read: with NaN in them the result is the same."""
+  layer = build(cache_page_size=4)
+  variables, x = layer.init(jax.random.key(0)), inputs()
+  _, side = layer.apply(variables, B, 64, method='init_decode_state')
+  state = side.decode_state | {name: side.decode_state[name].at[:, 8:].set(jnp.nan) for name in ('key', 'value')}
+  pos = jnp.tile(jnp.arange(5), (B, 1))
+  y, _ = layer.apply(variables, x[:, :5], pos, decode_state=state, method='extend_step')
+  np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, :5], atol=2e-6)
+
+
+def test_no_array_of_a_long_prompt_holds_prompt_times_cache():
+  layer, length = build(cache_page_size=64), 2048
+  variables = jax.eval_shape(layer.init, jax.random.key(0))
+  _, side = jax.eval_shape(lambda: layer.apply({}, 1, length, method='init_decode_state'))
+
+  def prefill(variables, x, state):
+    return layer.apply(variables, x, jnp.arange(length)[None], decode_state=state, method='extend_step')[0]
+
+  x = jax.ShapeDtypeStruct((1, length, D), jnp.float32)
+  memory = jax.jit(prefill).lower(variables, x, side.decode_state).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 0.1 * 4 * length**2 * layer.num_heads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'fields, blkh',
+  [
+    ({'cache_page_size': 4}, (('replica', 'data'), None, 'mdl', None)),
+    ({'sliding_window': 6, 'cache_dtype': 'int8'}, ('data', None, 'mdl', None)),
+    ({}, (None, 'data', 'mdl', None)),  # Slots, 17 of them, over an axis: read at once.
+  ],
+)
+def test_a_cache_split_over_a_mesh_equals_one_device(fields, blkh):
+  mesh = jax.make_mesh((2, 2, 2), ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+  config = Config(MultiHeadAttention, input_dims=D, num_heads=6, num_kv_heads=3, causal=True, **fields)
+  config.set(mesh_axis_names=mesh.axis_names, dims_per_head=5).weight_split_dims_mapping.wt = ('data', 'mdl', None)
+  config.activation_split_dims_mapping.set(blkh=blkh, blnh=(blkh[0], None, 'mdl', None))
+  layer = config.instantiate()
+  variables, x = layer.init(jax.random.key(0)), inputs()
+
+  def on_mesh(fn):
+    def with_mesh(*args):
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return fn(*args)
+
+    return lambda *args: GuardedJit(with_mesh)(*jax.device_put(args, jax.NamedSharding(mesh, jax.P())))
+
+  single, _ = decoded(config.clone(mesh_axis_names=None).instantiate(), variables, x)
+  np.testing.assert_allclose(decoded(layer, variables, x, on_mesh)[0], single, atol=2e-6)
+
+
+def test_fields_of_the_cache_are_checked():
+  with pytest.raises(ConfigError, match='cache_dtype: expected int8 or a floating dtype, got int32'):
+    build(cache_dtype='int32')
+  with pytest.raises(ConfigError, match='cache_page_size: expected at least 1, got 0'):
+    build(cache_page_size=0)

@@ -1,0 +1,225 @@
+"""Pipelined against microbatch after microbatch, layer after layer, in Python; bubbles are NaN."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_repeat import Residual
+
+from praxis_lite.call import fold_in_path
+from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError, DataError, ShardingError
+from praxis_lite.layer import Layer
+from praxis_lite.layers import PipelinedTransformer, PipelineSchedule, RepeatedTransformer, TransformerBlock, pipeline
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.pipeline import Pipelined, describe_pipelines
+from praxis_lite.layers.repeat import Repeat
+
+D = 3
+
+
+@pytest.fixture(autouse=True)
+def bubbles_are_nan(monkeypatch):
+  monkeypatch.setattr(pipeline, 'BUBBLE', float('nan'))
+
+
+def pipelined(L, S, M, R=1, sub=None, **fields):
+  layers = Config(Residual, dims=D, mesh_axis_names=('data', 'stage'), **(sub or {}))
+  return Config(
+    Pipelined, layers_tpl=layers, num_layers=L, num_stages=S, num_microbatches=M, circular_repeat=R, **fields
+  )
+
+
+def by_layer(variables, L):
+  """Variables of a pipeline as those of `Repeat`: [R, layers / R, ...] -> [layers, ...]."""
+  return jax.tree.map(lambda v, one: v.reshape(L, *one.shape), variables, single_variables())
+
+
+def single(**sub):
+  return Config(Residual, dims=D, **sub).instantiate()
+
+
+def single_variables():
+  return {'layers': jax.eval_shape(single().init, jax.random.key(0))}
+
+
+def sequential(L, M, variables, x, shift, key, **sub):
+  """Returns (outputs, auxiliary loss, calls [L], summaries [L])."""
+  layer, rows = single(**sub), np.stack([np.arange(m, len(x), M) for m in range(M)])
+  drawn = jax.random.fold_in(fold_in_path(key, ()), 0)
+
+  def microbatch(calls, xs):
+    x_m, shift_m, m = xs
+    key_m = jax.random.fold_in(drawn, m) if M > 1 else drawn
+
+    def one(x, xs):
+      w, calls, i = xs
+      y, side = layer.apply({'w': w, 'calls': calls}, x, shift_m, key=jax.random.fold_in(key_m, i))
+      ((value, weight),) = side.aux_losses.values()
+      return y, (side.updates['calls'], side.summaries['Residual/mean'].value, value * weight)
+
+    y, (calls, means, aux) = jax.lax.scan(one, x_m, (variables['layers']['w'], calls, jnp.arange(L)))
+    return calls, (y, means, jnp.sum(aux))
+
+  calls, (y, means, aux) = jax.lax.scan(microbatch, variables['layers']['calls'], (x[rows], shift[rows], jnp.arange(M)))
+  return jnp.zeros_like(x).at[rows].set(y), jnp.mean(aux), calls, jnp.mean(means, axis=0)
+
+
+# layers, stages, microbatches, rounds, rows: even; uneven layers; circular, even and not; few microbatches
+CASES = [(4, 2, 4, 1, 8), (7, 3, 4, 1, 8), (8, 4, 4, 2, 8), (14, 3, 5, 2, 10), (9, 8, 2, 1, 2), (6, 2, 3, 3, 6)]
+
+
+@pytest.mark.parametrize('L, S, M, R, B', CASES)
+def test_a_pipeline_computes_what_its_layers_do_one_after_the_other(L, S, M, R, B):
+  sub = {'aux': True, 'noise': 0.1}
+  layer = pipelined(L, S, M, R, sub).instantiate()
+  variables, key = layer.init(jax.random.key(0)), jax.random.key(2)
+  x, shift = jax.random.normal(jax.random.key(5), (B, D)), jax.random.normal(jax.random.key(6), (B, 1))
+
+  def of_pipeline(variables, x, shift):
+    y, side = layer.apply(variables, x, shift, key=key)
+    ((value, weight),) = side.aux_losses.values()
+    calls = side.updates['layers']['calls'].reshape(L)
+    return jnp.sum(y**2) + value * weight, (y, calls, side.summaries['layers/mean'].value)
+
+  def of_sequence(variables, x, shift):
+    y, aux, calls, means = sequential(L, M, by_layer(variables, L), x, shift, key, **sub)
+    return jnp.sum(y**2) + aux, (y, calls, means)
+
+  got, expected = (
+    jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(variables, x, shift)
+    for f in (of_pipeline, of_sequence)
+  )
+  assert all(np.isfinite(v).all() for v in jax.tree.leaves(got))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+
+
+def blocks(cls, **fields):
+  block = Config(TransformerBlock, input_dims=8, hidden_dims=16, num_heads=2)
+  block.attention_tpl.causal = True
+  return Config(cls, layers_tpl=block, num_layers=5, **fields).instantiate()
+
+
+def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_their_rows():
+  repeated = blocks(RepeatedTransformer)
+  staged = blocks(PipelinedTransformer, num_stages=2, num_microbatches=3, remat='dots_saveable', stage_remat='full')
+  assert jax.tree.map(lambda w: w.full_shape, staged.abstract_init()) == jax.tree.map(
+    lambda w: w.full_shape, repeated.abstract_init()
+  )
+  variables, x = repeated.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (7, 6, 8))
+  segment_ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(2), 0.3, (7, 6)), axis=1)
+  mask = jax.random.bernoulli(jax.random.key(3), 0.8, (1, 1, 6, 6))
+
+  def loss(layer):
+    def fn(variables, x):
+      y, _ = layer.apply(variables, x, segment_ids=segment_ids, segment_pos=None, mask=mask)
+      return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+
+    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(variables, x)
+
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(staged), loss(repeated))
+
+
+@pytest.mark.parametrize('R', [1, 2])
+def test_caches_go_through_the_stages(R):
+  L, x = 6, jax.random.normal(jax.random.key(9), (3, 2, D))
+  layer = pipelined(L, 2, 4, R).instantiate()
+  repeat = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=L).instantiate()
+  variables = layer.init(jax.random.key(0))
+  of_repeat = by_layer(variables, L)
+  state = layer.apply(variables, 2, method='init_decode_state')[1].decode_state
+  expected = repeat.apply(of_repeat, 2, method='init_decode_state')[1].decode_state
+  for x_BD in x:
+    y, side = layer.apply(variables, x_BD, decode_state=state, method='extend_step')
+    state = side.decode_state
+    y_repeat, of_repeat_side = repeat.apply(of_repeat, x_BD, decode_state=expected, method='extend_step')
+    expected = of_repeat_side.decode_state
+    np.testing.assert_allclose(y, y_repeat, rtol=1e-5)
+  np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), expected['layers']['sum'], rtol=1e-5)
+
+
+def test_what_is_kept_for_the_backward_pass():
+  """Activations for each tick; but weights once, however many rounds there are."""
+  for R, fields in ((1, {}), (2, {}), (1, {'stage_remat': 'full'})):
+    layer = pipelined(8, 2, 6, R, **fields).instantiate()
+    variables, x = layer.init(jax.random.key(0)), jnp.ones((6, D))
+    kept = jax.tree.leaves(jax.vjp(lambda v, layer=layer, x=x: layer.apply(v, x)[0], variables)[1])
+    ticks = layer.schedule(6).num_ticks
+    assert all(v.size <= 8 * D * D for v in kept if v.ndim >= 2 and v.shape[-2:] == (D, D))
+    activations = [v.shape for v in kept if v.shape[0] == ticks and v.shape[-1] == D]
+    if fields:
+      assert activations == [(ticks, 2, 1, D)]
+    else:
+      assert len(activations) >= 2
+
+
+class Widening(Layer):
+  def __call__(self, x):
+    return jnp.concatenate([x, x], axis=-1)
+
+
+def test_mistakes_are_named():
+  for change, message in (
+    ({'num_microbatches': None}, r'Pipelined.num_microbatches: give this or microbatch_size, and neither is set'),
+    ({'microbatch_size': 2}, r'and both are set'),
+    ({'num_stages': 0}, r'Pipelined.num_stages: expected at least 1, got 0'),
+    ({'num_stages': 9}, r'Pipelined.num_stages: 9 stages need at least 9 layers, and num_layers is 8'),
+    ({'circular_repeat': 3}, r'Pipelined.circular_repeat: 3 does not divide num_layers, 8'),
+    ({'circular_repeat': 4}, r'4 stages of circular_repeat=4 groups need at least 16 layers'),
+    ({'layers_tpl': (Config(Residual, dims=D),)}, r'Pipelined.layers_tpl: .*a pattern of several'),
+    ({'stage_remat': 'ful'}, r"Pipelined.stage_remat: .*Did you mean 'full'"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      pipelined(8, 4, 2).set(**change).instantiate()
+  apart = Config(Pipelined, layers_tpl=Config(Linear, input_dims=D, output_dims=D), num_layers=2, num_stages=2)
+  apart.set(microbatch_size=1, mesh_axis_names=('data', 'stage'))
+  apart.weight_split_dims_mapping.stages = ('stages',)
+  with pytest.raises(ShardingError, match=r"stages.*Did you mean 'stage'"):
+    apart.instantiate()
+  apart.weight_split_dims_mapping.stages = ('stage',)
+  apart.layers_tpl.activation_split_dims_mapping.out = (('data', 'stage'), None)
+  with pytest.raises(
+    ConfigError, match=r"layers.activation_split_dims_mapping.out: 'stage' splits the stages of Pipel"
+  ):
+    apart.instantiate()
+
+  layer = pipelined(4, 2, 2).instantiate()
+  variables, x = layer.init(jax.random.key(0)), jnp.ones((4, D))
+  with pytest.raises(DataError, match=r'Pipelined: the side input shift has shape \(3,\).*the batch, 4, or 1'):
+    layer.apply(variables, x, shift=jnp.ones(3))
+  with pytest.raises(DataError, match=r'the same dimension 0, the batch; got \(4,\), \(3,\)'):
+    layer.apply(variables, {'a': jnp.ones(4), 'b': jnp.ones(3)})
+  widening = Config(Pipelined, layers_tpl=Config(Widening), num_layers=2, num_stages=2, microbatch_size=1)
+  with pytest.raises(
+    ConfigError, match=r'layers_tpl: a layer of a pipeline returns what it is given, .*\[1,3\].*\[1,6\]'
+  ):
+    widening.instantiate().apply({}, jnp.ones((2, 3)))
+
+
+def test_the_schedule_and_its_bubbles():
+  assert PipelineSchedule(4, 8).num_ticks == 11
+  assert PipelineSchedule(4, 8).bubble_fraction == pytest.approx(3 / 11)
+  assert PipelineSchedule(4, 8, 3).bubble_fraction == pytest.approx(3 / (3 * 8 + 3))
+  for S, M, R in ((1, 3, 1), (3, 3, 2), (4, 6, 2), (4, 2, 3), (2, 7, 1)):
+    schedule = PipelineSchedule(S, M, R)
+    for row in schedule.table():
+      assert sorted(entry for entry in row if entry) == [(m, r) for m in range(M) for r in range(R)]
+    assert schedule.table()[-1][-1] == (M - 1, R - 1)
+    for tick in range(schedule.num_ticks):
+      if R == 1:
+        assert [schedule.microbatch(tick, s) % M for s in range(S)] == list((tick - np.arange(S)) % M)
+  assert str(PipelineSchedule(3, 2)).splitlines() == [
+    'tick     0 1 2 3',
+    'stage 0  0 1 . .',
+    'stage 1  . 0 1 .',
+    'stage 2  . . 0 1',
+  ]
+
+
+def test_a_pipeline_is_described_for_a_batch():
+  layer = pipelined(7, 3, 4, name='lm').instantiate()
+  assert describe_pipelines(layer, 10) == ['lm: 3 stages x 3 layers, 4 microbatches of 3 rows in 6 ticks, bubble 33.3%']
+  assert layer.schedule(2).num_microbatches == 2
+  assert pipelined(8, 2, None, 2, microbatch_size=2).instantiate().schedule(9).num_microbatches == 5

@@ -1,0 +1,88 @@
+"""What a pipeline of transformer blocks communicates on a mesh of stages, from the compiled program; and its values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from praxis_lite.config import Config
+from praxis_lite.layers import PipelinedTransformer, TransformerBlock
+from praxis_lite.partitioning import GuardedJit
+from praxis_lite.partitioning.hlo import KINDS, assert_collectives, collectives
+from praxis_lite.partitioning.padding import padded_shape, slice_to
+from praxis_lite.partitioning.specs import to_partition_spec
+
+pytestmark = pytest.mark.slow
+
+AXES = ('stage', 'data')
+B, T, D = 16, 8, 16
+NONE = dict.fromkeys(KINDS, 0)
+
+
+def build(L, S, M, R):
+  block = Config(TransformerBlock, input_dims=D, hidden_dims=24, num_heads=2)
+  rows = ('data', None, None)
+  block.activation_split_dims_mapping.out = rows
+  block.attention_tpl.set(causal=True)
+  block.attention_tpl.activation_split_dims_mapping.set(blnh=(*rows, None), blkh=(*rows, None), out=rows)
+  block.ff_tpl.activation_split_dims_mapping.set(hidden=rows, out=rows)
+  config = Config(PipelinedTransformer, layers_tpl=block, num_layers=L, num_stages=S, num_microbatches=M)
+  config.set(circular_repeat=R, mesh_axis_names=AXES)
+  config.weight_split_dims_mapping.stages = ('stage',)
+  return config.instantiate()
+
+
+def shards(x):
+  return jax.tree.map(lambda v: v.sharding, x)
+
+
+# On 4 stages x 2: layers, stages, microbatches, rounds. The last one has two stages on each device.
+CASES = [(7, 4, 8, 1), (8, 4, 4, 2), (8, 8, 4, 1)]
+
+
+@pytest.mark.parametrize('L, S, M, R', CASES)
+def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
+  layer = build(L, S, M, R)
+  variables = layer.init(jax.random.key(0))
+  mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+  x = jax.random.normal(jax.random.key(1), (B, T, D))
+  segment_ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)).cumsum(axis=1) // 2 + 1, jnp.int32)
+  segment_pos = jnp.tile(jnp.arange(T), (B, 1))
+  side = {'segment_ids': segment_ids, 'segment_pos': segment_pos}
+
+  def place(weight, value):
+    spec = to_partition_spec(weight.full_split_dims_mapping, AXES, rank=value.ndim)
+    amounts = [(0, p - d) for d, p in zip(value.shape, padded_shape(value.shape, spec, mesh))]
+    return jax.device_put(np.pad(value, amounts), NamedSharding(mesh, spec))
+
+  def forward(padded, x, side):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return layer.apply(slice_to(padded, variables), x, **side)[0]
+
+  def loss(variables, x, side):
+    return jnp.sum(jnp.sin(layer.apply(variables, x, **side)[0]))
+
+  def on_mesh_loss(padded, x, side):
+    return jnp.sum(jnp.sin(forward(padded, x, side)))
+
+  padded = jax.tree.map(place, layer.abstract_init(), variables)
+  rows = NamedSharding(mesh, PartitionSpec('data'))
+  arguments = padded, jax.device_put(x, rows), jax.device_put(side, rows)
+
+  ticks = layer.schedule(B).num_ticks
+  compiled = GuardedJit(forward, out_shardings=rows).lower(*arguments).compile()
+  assert_collectives(compiled, {**NONE, 'collective-permute': ticks, 'all-reduce': 1})
+  microbatch = B // M // 2 * T * D * 4  # On each device.
+  assert collectives(compiled)['collective-permute'].bytes == ticks * microbatch
+  np.testing.assert_allclose(compiled(*arguments), layer.apply(variables, x, **side)[0], rtol=1e-5, atol=1e-5)
+
+  # Backward, as often; and gradients are summed over 'data', for which there is no way but in each tick.
+  gradient = jax.grad(on_mesh_loss, argnums=(0, 1))
+  backward = GuardedJit(gradient, out_shardings=(shards(padded), rows)).lower(*arguments).compile()
+  assert_collectives(backward, {'collective-permute': 2 * ticks, 'all-gather': 0, 'all-to-all': 0})
+  got, expected = backward(*arguments), jax.jit(jax.grad(loss, argnums=(0, 1)))(variables, x, side)
+  got = (slice_to(got[0], variables), got[1])
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)

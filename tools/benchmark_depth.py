@@ -1,0 +1,66 @@
+"""How compile time grows with the number of repeated layers: it should not, for a scan holds a layer once.
+
+  python tools/benchmark_depth.py                     4, 16 and 64 layers on 1 device
+  python tools/benchmark_depth.py --devices=8         the same on 8 simulated devices
+
+Prints the CPU time of the process for tracing and lowering the train step of the overhead benchmark, and for all of
+compiling it; the median of several runs in turn, and the growth over the fewest layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from praxis_lite.runtime.distributed import simulate_cpu_devices
+
+LAYERS = (4, 16, 64)
+LIMIT = 1.2
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--devices', type=int, default=1, choices=[1, 8])
+  parser.add_argument('--runs', type=int, default=5)
+  args = parser.parse_args()
+  simulate_cpu_devices(args.devices)
+
+  import jax
+
+  jax.config.update('jax_enable_compilation_cache', False)
+  from tools.overhead_contestants import ours, sizes
+
+  steps = {n: ours(sizes['small']._replace(num_layers=n), args.devices) for n in LAYERS}
+  times: dict[int, list[tuple[float, float]]] = {n: [] for n in LAYERS}
+  for run in range(args.runs + 1):
+    for n, step in steps.items():
+      measured = cpu_seconds(step.lower), cpu_seconds(step.compile)
+      if run:  # The first one fills JAX's caches.
+        times[n].append(measured)
+
+  print(f'{"layers":>6} {"trace + lower":>14} {"growth":>7} {"compile":>9} {"growth":>7}')
+  first = [statistics.median(column) for column in zip(*times[LAYERS[0]])]
+  worst = 0.0
+  for n in LAYERS:
+    lower, compile_ = (statistics.median(column) for column in zip(*times[n]))
+    growth = lower / first[0], compile_ / first[1]
+    worst = max(worst, *growth)
+    print(f'{n:>6} {lower:>12.2f} s {growth[0]:>7.2f} {compile_:>7.2f} s {growth[1]:>7.2f}')
+  print(f'limit of growth: {LIMIT}')
+  return int(worst > LIMIT)
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+  start = time.process_time()
+  work()
+  return time.process_time() - start
+
+
+if __name__ == '__main__':
+  sys.exit(main())

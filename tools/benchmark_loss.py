@@ -1,0 +1,103 @@
+"""What cross entropy in chunks of the classes saves in memory, and what it costs in time, against whole logits.
+
+  python tools/benchmark_loss.py
+  python tools/benchmark_loss.py --devices=8 --dtype=bfloat16
+
+The step is that of a language model's head: the loss, and the gradients of its input and weights. Memory is that of
+temporary arrays in XLA's analysis of the compiled program, which input, weights and their gradients are not part of; on
+several devices, that of one. Times are medians over pairs of runs in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from praxis_lite.runtime.distributed import simulate_cpu_devices
+
+if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
+  import jax
+
+  from praxis_lite.layer import Layer
+
+VOCABULARIES = (8_192, 32_000, 50_257, 128_256)
+# At the largest vocabulary: temporaries with whole logits are at least so many times those in chunks.
+LEAST_SAVED = 5.0
+AXES = ('data', 'mdl')
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--devices', type=int, default=1, choices=[1, 8], help='8: simulated, data x mdl = 2 x 4')
+  parser.add_argument('--tokens', type=int, default=512, help='in each of two rows')
+  parser.add_argument('--dims', type=int, default=256)
+  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
+  parser.add_argument('--pairs', type=int, default=5, help='pairs of steps')
+  args = parser.parse_args()
+  simulate_cpu_devices(args.devices)
+
+  import jax
+  import jax.numpy as jnp
+  from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+  from praxis_lite.config import Config
+  from praxis_lite.layers import FullSoftmax
+  from praxis_lite.layers.chunked_loss import usual_chunk_size
+
+  mesh = jax.make_mesh((args.devices // 4 or 1, min(args.devices, 4)), AXES, axis_types=(AxisType.Auto,) * 2)
+
+  def placed(x: jax.Array, *spec: str | None) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+  def step_of(vocabulary: int, chunk_size: int | None) -> tuple[Layer, Any]:
+    config = Config(FullSoftmax, input_dims=args.dims, num_classes=vocabulary, chunk_size=chunk_size)
+    config.set(mesh_axis_names=AXES, fprop_dtype=args.dtype)
+    config.weight_split_dims_mapping.wt = (None, 'mdl')
+    config.activation_split_dims_mapping.out = ('data', None, 'mdl')
+    layer = config.instantiate()
+
+    def loss(variables: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jnp.mean(layer.apply(variables, x, labels)[0].xent)
+
+    return layer, jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+  print(f'2 x {args.tokens} tokens, {args.dims} dims, {args.dtype}, {args.devices} device(s)\n')
+  print('vocabulary   chunk   logits MiB   whole MiB   chunks MiB   saved   time: whole s   chunks s   ratio')
+  for vocabulary in VOCABULARIES:
+    vocabulary -= vocabulary % mesh.shape['mdl']
+    chunk_size = usual_chunk_size(vocabulary // mesh.shape['mdl'])
+    steps = []
+    for size in (None, chunk_size):
+      layer, step = step_of(vocabulary, size)
+      variables = {'w': placed(layer.init(jax.random.key(0))['w'], None, 'mdl')}
+      x = placed(jax.random.normal(jax.random.key(1), (2, args.tokens, args.dims), args.dtype), 'data')
+      labels = placed(jax.random.randint(jax.random.key(2), (2, args.tokens), 0, vocabulary), 'data')
+      steps.append(step.lower(variables, x, labels).compile())
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(-1, args.pairs):
+      for step, record in zip(steps, times):
+        start = time.perf_counter()
+        jax.block_until_ready(step(variables, x, labels))
+        if i >= 0:
+          record.append(time.perf_counter() - start)
+    whole, chunks = (step.memory_analysis().temp_size_in_bytes / 2**20 for step in steps)
+    logits = 2 * args.tokens * vocabulary * 4 / 2**20 / args.devices
+    ratio = statistics.median(b / a for a, b in zip(*times))
+    a, b = map(statistics.median, times)
+    print(
+      f'{vocabulary:10,} {chunk_size:7,} {logits:12,.1f} {whole:11,.1f} {chunks:12,.1f} {whole / chunks:6.1f}x '
+      f'{a:15.3f} {b:10.3f} {ratio:7.2f}'
+    )
+  print(f'\nlimit: at the largest vocabulary, at least {LEAST_SAVED:.0f}x')
+  return whole < LEAST_SAVED * chunks
+
+
+if __name__ == '__main__':
+  sys.exit(main())

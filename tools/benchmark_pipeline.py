@@ -1,0 +1,143 @@
+"""What stages cost: time to compile, time against the theory of bubbles, and memory of each device.
+
+  python tools/benchmark_pipeline.py                      all three tables
+  python tools/benchmark_pipeline.py --only=time --runs=9
+
+compile   CPU time of tracing, lowering and compiling a train step with 2 and with 8 stages, each on a device of its own
+time      a train step with M = 8 S microbatches, divided by that of the same microbatches through one stage. A program
+          computes in bubbles what it drops, so with all stages on one device the ratio is (M + S - 1) / M, or
+          (R M + S - 1) / (R M) in R rounds, if a tick costs nothing else. With a device for each stage, and a core for
+          each device, it is that divided by S. Median of runs in turn
+memory    parameters and optimizer slots on each device, and the temporaries of a compiled step
+
+Exits with 1 if compile time grows more than 1.2 times, or a step on one device takes more than 5 % longer than theory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from praxis_lite.runtime.distributed import simulate_cpu_devices
+
+if TYPE_CHECKING:
+  from praxis_lite.training.partitioned_task import PartitionedTask
+
+GROWTH, OVER_THEORY = 1.2, 1.05
+PARTS = ('compile', 'time', 'memory')
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--only', choices=PARTS)
+  parser.add_argument('--runs', type=int, default=5)
+  args = parser.parse_args()
+  simulate_cpu_devices(8)
+
+  import jax
+
+  jax.config.update('jax_enable_compilation_cache', False)
+  tables = {'compile': compile_times, 'time': step_times, 'memory': memory}
+  return max(tables[part](args.runs) for part in PARTS if args.only in (None, part))
+
+
+def partitioned(S: int, M: int, R: int = 1, *, devices: int, layers: int = 16, dims: int = 64) -> PartitionedTask:
+  """A language model in S stages over so many devices, for M rows of 64 tokens."""
+  import jax
+  import numpy as np
+  import optax
+
+  from praxis_lite.config import Config
+  from praxis_lite.learning import Learner
+  from praxis_lite.models import set_pipeline, transformer_lm
+  from praxis_lite.tasks.language_modelling import LanguageModelTask
+  from praxis_lite.training.partitioned_task import PartitionedTask
+
+  model = transformer_lm(vocab_size=128, model_dims=dims, num_layers=layers, num_heads=4).set(packed=False)
+  set_pipeline(model, num_stages=S, num_microbatches=M, circular_repeat=R, stage_remat='full')
+  task = Config(LanguageModelTask, model=model, mesh_axis_names=('stage', 'data'), ici_mesh_shape=(devices, 1))
+  task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': ('data', None)}
+  task.train.learner = Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)
+  struct = {name: jax.ShapeDtypeStruct((M, 64), np.dtype('int32')) for name in ('ids', 'labels')}
+  return PartitionedTask(task.instantiate(), {**struct, 'weights': jax.ShapeDtypeStruct((M, 64), np.dtype('float32'))})
+
+
+def compile_times(runs: int) -> int:
+  found: dict[int, list[float]] = {2: [], 8: []}
+  for run in range(min(runs, 3) + 1):
+    for S, seconds in found.items():
+      start = time.process_time()
+      partitioned(S, 16, devices=S).train_step.compile()
+      if run:  # The first one fills JAX's caches.
+        seconds.append(time.process_time() - start)
+  medians = {S: statistics.median(seconds) for S, seconds in found.items()}
+  growth = medians[8] / medians[2]
+  for S, seconds in medians.items():
+    print(f'{S} stages: {seconds:.2f} s of CPU to trace, lower and compile')
+  print(f'growth {growth:.2f}, limit {GROWTH}\n')
+  return int(growth > GROWTH)
+
+
+def step_times(runs: int) -> int:
+  """Times of steps of wide layers, so that a tick's work is what takes the time."""
+  import jax
+  import numpy as np
+
+  cores, worst = len(os.sched_getaffinity(0)), 0.0
+  cases = [(2, 1, 1), (4, 1, 1), (4, 2, 1), (8, 1, 1)] + [(S, 1, S) for S in (2, 4, 8) if cores >= S]
+  print('stages  rounds  devices  microbatches  ticks  time / one stage  theory  measured / theory')
+  for S, R, devices in cases:
+    M = 8 * S
+    tasks = [
+      partitioned(1, M, devices=1, layers=8, dims=256),
+      partitioned(S, M, R, devices=devices, layers=8, dims=256),
+    ]
+    rng, seconds = np.random.default_rng(0), [[], []]  # type: ignore[var-annotated]
+    ids = rng.integers(0, 128, (M, 65)).astype(np.int32)
+    batch = {'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': np.ones((M, 64), np.float32)}
+    states = [task.init_state(jax.random.key(0)) for task in tasks]
+    for run in range(runs + 1):
+      for i, task in enumerate(tasks):
+        start = time.perf_counter()
+        states[i] = jax.block_until_ready(task.train_step(states[i], jax.random.key(1), batch).state)
+        if run:
+          seconds[i].append(time.perf_counter() - start)
+    schedule = tasks[1].jax_task.model.lm.transformer.schedule(M)
+    ratio = statistics.median(several / one for one, several in zip(*seconds))
+    theory = schedule.num_ticks / (R * M) / devices
+    row = f'{S:>6} {R:>7} {devices:>8} {M:>13} {schedule.num_ticks:>6} {ratio:>17.3f}'
+    print(f'{row} {theory:>7.3f} {ratio / theory:>18.3f}', flush=True)
+    worst = max(worst, ratio / theory if devices == 1 else 0.0)
+  print(f'limit of measured / theory on one device: {OVER_THEORY}\n')
+  return int(worst > OVER_THEORY)
+
+
+def memory(runs: int) -> int:
+  import jax
+
+  del runs
+  print('stages  parameters  slots  temporaries of a step, KiB on each device')
+  previous, failed = math.inf, False
+  for S in (1, 2, 4, 8):
+    task = partitioned(S, 16, devices=S)
+
+    def on_each(tree: object) -> float:
+      return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1024
+
+    variables, slots = on_each(task.state_shapes.mdl_vars), on_each(task.state_shapes.opt_states)
+    temporaries = task.train_step.compiled.memory_analysis().temp_size_in_bytes / 1024
+    print(f'{S:>6} {variables:>11,.0f} {slots:>6,.0f} {temporaries:>12,.0f}')
+    failed, previous = failed or variables >= previous, variables
+  return int(failed)
+
+
+if __name__ == '__main__':
+  sys.exit(main())
