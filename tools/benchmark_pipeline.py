@@ -80,8 +80,8 @@ def compile_times(runs: int) -> int:
         seconds.append(time.process_time() - start)
   medians = {S: statistics.median(seconds) for S, seconds in found.items()}
   growth = medians[8] / medians[2]
-  for S, seconds in medians.items():
-    print(f'{S} stages: {seconds:.2f} s of CPU to trace, lower and compile')
+  for S, median in medians.items():
+    print(f'{S} stages: {median:.2f} s of CPU to trace, lower and compile')
   print(f'growth {growth:.2f}, limit {GROWTH}\n')
   return int(growth > GROWTH)
 
@@ -133,7 +133,8 @@ def memory(runs: int) -> int:
       return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1024
 
     variables, slots = on_each(task.state_shapes.mdl_vars), on_each(task.state_shapes.opt_states)
-    temporaries = task.train_step.compiled.memory_analysis().temp_size_in_bytes / 1024
+    analysis = task.train_step.compiled.memory_analysis()
+    temporaries = (analysis.temp_size_in_bytes if analysis else 0) / 1024
     print(f'{S:>6} {variables:>11,.0f} {slots:>6,.0f} {temporaries:>12,.0f}')
     failed, previous = failed or variables >= previous, variables
   return int(failed)
