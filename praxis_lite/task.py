@@ -79,6 +79,8 @@ class TrainParams(Configurable):
     num_train_steps: number of steps of the whole run.
     inputs_split_mapping: `map_1d`, `map_2d`, ...: how inputs are split inside the step, by rank; None leaves their
       batch dimension split over all mesh axes.
+    offload_optimizer_state: keeps the optimizer's state in the memory of the host between updates; an error where the
+      devices cannot use it.
     log_interval_steps: steps between lines on the console, and between scalars in the event files.
     eval_interval_steps: steps between evaluations; None: only at the end.
     decode_interval_steps: steps between decoding runs; None: only by the command `decode`.
@@ -96,6 +98,7 @@ class TrainParams(Configurable):
   learner: Config = template(Learner)
   num_train_steps: int = 1000
   inputs_split_mapping: dict[str, Any] | None = None
+  offload_optimizer_state: bool = False
   log_interval_steps: int = 10
   eval_interval_steps: int | None = None
   decode_interval_steps: int | None = None

@@ -151,6 +151,7 @@ class WeightHParams:
     repeat_prefix_split_dims_mapping: one entry per dimension of `repeat_prefix`.
     fan_in_axes, fan_out_axes: which axes of `shape` count as input and output; None: as `get_fan_in_fan_out` says.
     collections: marks from `WeightHParamsCollection`.
+    active_share: the share of the weight that one token uses: less than 1 where it uses a few of several experts.
   """
 
   shape: tuple[int, ...]
@@ -163,6 +164,7 @@ class WeightHParams:
   fan_in_axes: tuple[int, ...] | None = None
   fan_out_axes: tuple[int, ...] | None = None
   collections: frozenset[WeightHParamsCollection] = frozenset()
+  active_share: float = 1.0
 
   def __post_init__(self) -> None:
     if not isinstance(self.shape, Iterable) or isinstance(self.shape, str):
@@ -184,6 +186,11 @@ class WeightHParams:
     if mapping is None:
       mapping, source = (None,) * len(self.shape), f'{source} is not set'
     return self.repeat_prefix_split_dims_mapping.followed_by(DeclaredSplit.of(mapping, source))
+
+  @property
+  def num_active(self) -> int:
+    """How many entries one token uses."""
+    return round(math.prod(self.full_shape) * self.active_share)
 
   @property
   def trainable(self) -> bool:

@@ -743,3 +743,80 @@ def test_printing_a_layer_shows_its_tree_with_shapes_and_counts():
     '        scale: 3 x 4 float32',
     '        mean: 3 bfloat16, not trainable',
   ]
+
+
+# ---------------------------------------------------------------- what is told early
+
+
+def test_a_class_that_cannot_be_a_layer_is_refused_when_it_is_defined():
+  with pytest.raises(ConfigError, match=r'Own defines __init__, .* the rest in setup\(self\)$'):
+
+    class Own(Layer):
+      def __init__(self, dims):
+        self.dims = dims
+
+  with pytest.raises(
+    ConfigError, match=r'Shared\.sub_tpl: a Config as a default .*sub_tpl: Config = template\(Scale\)'
+  ):
+
+    class Shared(Layer):
+      sub_tpl: Config = Config(Scale)
+
+
+def test_an_attribute_that_keeps_an_array_of_a_trace_is_named():
+  class Keeps(Layer):
+    def setup(self):
+      self.create_child('inner', Config(Scale))
+      self.seen = {'x': []}
+
+    def __call__(self, x):
+      self.seen['x'].append(x)
+      return self.inner(x)
+
+  layer = build(Keeps)
+  variables = layer.init(KEY)
+  layer.apply(variables, x_BD())  # Outside of a trace an array has its value for good.
+  with pytest.raises(ConfigError, match=r'^Keeps\.seen keeps an array of the call, .*trainable=False.*update_var'):
+    jax.jit(layer.apply)(variables, x_BD())
+
+
+def test_a_variable_keeps_its_shape_when_it_is_updated():
+  class Sums(Layer):
+    def setup(self):
+      self.create_variable('n', WeightHParams((3,), init=WeightInit.Constant(0.0)), trainable=False)
+
+    def __call__(self, x):
+      self.update_var('n', x)
+      return x
+
+  layer = build(Sums)
+  variables = layer.init(KEY)
+  assert (layer.apply(variables, np.arange(3))[1].updates['n'] == jnp.arange(3.0)).all()
+  with pytest.raises(ConfigError, match=r'^Sums\.n has shape \(3,\), and its new value has shape \(2, 3\)$'):
+    layer.apply(variables, x_BD())
+
+
+def test_split_mappings_are_read_and_changed_by_field():
+  class Named(Layer):
+    def __call__(self, x):
+      return self.shard(x)
+
+  layer = build(Named, mesh_axis_names=('data',))
+  group, field = 'activation_split_dims_mapping', 'Named.activation_split_dims_mapping.out'
+  assert layer.split_mappings(group) == {field: None} and layer.placements(group) == {}
+  layer.apply({}, x_BD())  # What a call has read is read again after a change.
+  layer.change_split_mappings(group, out=('data', None))
+  placement = layer.placements(group)[field]
+  assert placement.spec == PartitionSpec('data', None) and set(placement.why) == {field}
+  with pytest.raises(ShardingError, match=r'out: mapping .* has 2 entries, but the tensor has 3 dimensions'):
+    layer.apply({}, jnp.ones((2, 3, 4)))
+
+
+def test_an_attribute_that_a_property_misses_is_named():
+  class Wide(Layer):
+    @property
+    def width(self):
+      return 2 * self.widht
+
+  with pytest.raises(AttributeError, match=r"^Wide \(Wide\) has no attribute or child 'widht'"):
+    _ = build(Wide).width

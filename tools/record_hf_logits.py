@@ -2,7 +2,7 @@
 """Records what transformers computes of small checkpoints, for tests that run without it; they are in tests/hf.
 
   pip install praxis_lite[hf-oracle]
-  python tools/record_hf_logits.py
+  python tools/record_hf_logits.py              of all cases, or of those that are named
 
 Weights are not recorded: the tests make them again from the names of the tensors.
 """
@@ -21,6 +21,8 @@ import transformers
 from checkpoints import CASES, GOLDEN, write
 from theirs import greedy_of, loaded, logits_of
 
+from praxis_lite.hf.files import read_folder
+
 NEW_TOKENS = 5
 
 
@@ -28,14 +30,14 @@ def record(case: str) -> None:
   """Writes the record of one case."""
   config = transformers.AutoConfig.for_model(**CASES[case])
   model = transformers.AutoModelForCausalLM.from_config(config)
-  tied = {name for name, p in model.state_dict().items() if name == 'lm_head.weight' and config.tie_word_embeddings}
-  shapes = {name: tuple(p.shape) for name, p in model.state_dict().items() if name not in tied}
   with tempfile.TemporaryDirectory() as folder:
-    model.config.save_pretrained(folder)
-    saved = json.loads((Path(folder) / 'config.json').read_text())
+    random, ours = Path(folder, 'random'), Path(folder, 'ours')
+    model.save_pretrained(random)
+    shapes = {name: tensor.shape for name, tensor in read_folder(random).items()}
+    saved = json.loads((random / 'config.json').read_text())
     saved |= {'architectures': [type(model).__name__]}
-    write(Path(folder), saved, shapes)
-    model = loaded(folder)
+    write(ours, saved, shapes)
+    model = loaded(ours)
   logits, greedy = logits_of(model), greedy_of(model, NEW_TOKENS)
   content = {
     'config': saved,
@@ -49,6 +51,6 @@ def record(case: str) -> None:
 
 
 if __name__ == '__main__':
-  for name in CASES:
+  for name in sys.argv[1:] or CASES:
     record(name)
     print(name)

@@ -2,7 +2,7 @@
 
 error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
 warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
-          pattern, optimizer slot unlike its weight
+          pattern, optimizer slot unlike its weight, experts that are gathered, unbalanced or see later tokens
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from praxis_lite.errors import ShardingError, UserError
 from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
+from praxis_lite.explain.experts import expert_problems
 from praxis_lite.explain.explanation import Explanation, Kind, format_bytes, format_mesh
 from praxis_lite.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
 from praxis_lite.partitioning.layout import StateLayout
@@ -105,6 +106,7 @@ def check(
     problems += _mismatches(step, report.variables, sizes)
   problems += _replicated(report.variables, report.slots, limits)
   problems += _unlike_slots(report.slots, layout)
+  problems += [_warn(*problem) for problem in expert_problems(jax_task.model, sizes)]
   problems += _padding([*report.variables, *report.activations], limits)
   return [*problems, *_batch_padding(report.inputs, limits)]
 

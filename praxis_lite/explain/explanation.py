@@ -87,6 +87,7 @@ class Explanation:
     trainable: of a variable, whether an optimizer may change it.
     frozen: of a trainable variable, whether the task's learner leaves it as it is.
     per_device: whether the shape is that of one device's part, as inside `shard_map`.
+    num_active: of a variable, how many of its entries one token uses, where it does not use all of them.
   """
 
   path: str
@@ -99,6 +100,7 @@ class Explanation:
   trainable: bool = True
   frozen: bool = False
   per_device: bool = False
+  num_active: int | None = None
 
   @property
   def constrained(self) -> bool:
@@ -300,11 +302,17 @@ def _aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list
 
 
 def format_counts(variables: Sequence[Explanation]) -> str:
-  """'5,916 parameters, all trained', or how many are trained, frozen by the learner, and updated by layers."""
+  """'5,916 parameters, all trained', or how many are trained, frozen by the learner, and updated by layers.
+
+  With experts, also how many of them one token uses.
+  """
   counts = dict.fromkeys(('trained', 'frozen', 'not trainable'), 0)
   for e in variables:
     counts['frozen' if e.frozen else 'trained' if e.trainable else 'not trainable'] += math.prod(e.shape)
   total = f'{sum(counts.values()):,} parameters'
+  if any(e.num_active is not None for e in variables):
+    active = sum(math.prod(e.shape) if e.num_active is None else e.num_active for e in variables)
+    total += f' ({active:,} active for each token)'
   parts = [f'{count:,} {what}' for what, count in counts.items() if count or what == 'trained']
   return f'{total}, {"all trained" if len(parts) == 1 else ", ".join(parts)}'
 

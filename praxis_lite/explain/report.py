@@ -102,7 +102,11 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
     if frozen or not weight.trainable:
       remarks = (*remarks, 'frozen by task.train.learner' if frozen else 'not trained by the optimizer')
     name, dtype, trainable = path_name(path), np.dtype(struct.dtype), weight.trainable
-    found.append(Explanation(name, Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable, frozen=frozen))
+    row = Explanation(name, Kind.VARIABLE, dims, dtype, mesh_sizes, remarks, trainable=trainable, frozen=frozen)
+    if weight.active_share < 1:
+      used = f'one token uses {weight.active_share:.3g} of it'
+      row = dataclasses.replace(row, remarks=(*remarks, used), num_active=weight.num_active)
+    found.append(row)
   return found
 
 

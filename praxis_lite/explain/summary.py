@@ -30,7 +30,7 @@ def summarize(config: ExperimentConfig) -> str:
   rows = [
     ('model', f'{task.name} ({model}): {format_counts(report.variables)}'),
     ('mesh', format_mesh(sizes)),
-    ('on each device', _memory(report.variables, report.slots)),
+    ('on each device', _memory(report.variables, report.slots, task.train.offload_optimizer_state)),
     ('batch', _batch(config.datasets, task.learner.num_microbatches)),
     ('training', _training(config, task)),
   ]
@@ -39,10 +39,11 @@ def summarize(config: ExperimentConfig) -> str:
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
 
 
-def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation]) -> str:
+def _memory(variables: Sequence[Explanation], slots: Sequence[Explanation], offloaded: bool) -> str:
   on_each = [sum(e.bytes_per_device for e in rows) for rows in (variables, slots)]
   state = f'{format_bytes(sum(on_each))} of state'
-  return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages'
+  where = ', the slots in the memory of the host' if offloaded else ''
+  return f'{state}: {format_bytes(on_each[0])} of parameters, {format_bytes(on_each[1])} of slots and averages{where}'
 
 
 def _batch(datasets: Iterable[Config], microbatches: int) -> str:

@@ -78,7 +78,7 @@ class HfConfig:
     """Returns the rotary positions, of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     given = self.values.get('rope_parameters')
     rope: dict[str, Any] = dict(given or self.values.get('rope_scaling') or {})
-    base = rope.get('rope_theta', self.values.get('rope_theta', 10_000.0))
+    base = rope.get('rope_theta', self.values.get('rope_theta', self._defaults.get('rope_theta', 10_000.0)))
     field = 'rope_parameters' if given else 'rope_scaling'
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', 1.0)) != 1.0:

@@ -10,7 +10,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.hf.families import described, is_tied
+from praxis_lite.hf.families import described
+from praxis_lite.hf.family import is_tied
 from praxis_lite.hf.reader import checked_pieces, open_checkpoint, read_variables
 from praxis_lite.hf.tensors import pieces
 from praxis_lite.hf.writer import MAX_FILE_BYTES, write_checkpoint

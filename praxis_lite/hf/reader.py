@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.hf.families import Family, family_of
+from praxis_lite.hf.families import family_of
+from praxis_lite.hf.family import Family
 from praxis_lite.hf.files import StoredTensor, read_folder
 from praxis_lite.hf.hf_config import HfConfig, read_config
 from praxis_lite.hf.tensors import Piece, check_tensors, pieces
@@ -103,8 +104,8 @@ def streamed_variables(
   variables: NestedDict = {}
   for path, of_variable in found.items():
     shape: jax.ShapeDtypeStruct = lookup(shapes, path)
-    variable = _Variable(checkpoint.tensors, of_variable, shape.shape, np.dtype(shape.dtype))
-    variables = inserted(variables, path, variable)
+    by_index = {piece.at: piece for piece in of_variable}
+    variables = inserted(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
   return variables
 
 
@@ -128,34 +129,32 @@ class _Variable(StreamedArray):
 
   Attributes:
     tensors: those of the checkpoint by name.
-    pieces: the tensors of the variable, in the order of its layers.
+    pieces: the tensors of the variable, by their indices along its first dimensions.
   """
 
   tensors: Mapping[str, StoredTensor]
-  pieces: Sequence[Piece]
+  pieces: Mapping[tuple[int, ...], Piece]
   shape: tuple[int, ...]
   dtype: np.dtype
 
   def read(self, box: Box) -> np.ndarray:
-    part = np.empty([b.stop - b.start for b in box], self.dtype)
-    if self.pieces[0].layer is None:
-      part[...] = self._read_piece(0, box)
-    else:
-      for i, layer in enumerate(range(box[0].start, box[0].stop)):
-        part[i] = self._read_piece(layer, box[1:])
+    part, stacked = np.empty([b.stop - b.start for b in box], self.dtype), len(self._first.at)
+    for i in np.ndindex(*part.shape[:stacked]):
+      piece = self.pieces[tuple(b.start + n for b, n in zip(box, i))]
+      part[i] = piece.view.read(self.tensors[piece.name], box[stacked:])
     return part
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     """Returns a shape that is contiguous in the files: cut along the outermost dimension of a tensor."""
-    stacked = self.pieces[0].layer is not None
-    axis = self.pieces[0].view.outermost + stacked
+    stacked = len(self._first.at)
+    axis = stacked + self._first.view.outermost
     order = [*range(stacked), axis, *(i for i in range(stacked, len(sizes)) if i != axis)]
     shape = super().part_shape([sizes[i] for i in order], part_bytes)
     return tuple(shape[order.index(i)] for i in range(len(sizes)))
 
-  def _read_piece(self, layer: int, box: Box) -> np.ndarray:
-    piece = self.pieces[layer]
-    return piece.view.read(self.tensors[piece.name], box)
+  @property
+  def _first(self) -> Piece:
+    return next(iter(self.pieces.values()))
 
 
 def _on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:

@@ -23,7 +23,8 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.hf.families import described, is_tied
+from praxis_lite.hf.families import described
+from praxis_lite.hf.family import is_tied
 from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
 from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, stored_dtypes, streamed_variables
 from praxis_lite.hf.tensors import pieces

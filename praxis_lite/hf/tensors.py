@@ -8,6 +8,9 @@ letters name dimensions, and mean nothing else. A fraction is a part of a tensor
     'D N H -> D (1/3 N H)'      the second of three parts, along the second dimension
 
 Variables of a repeated layer, stacked, are a tensor for each `{layer}`; so are those of `layers_0`, `layers_1`, ...
+A dimension before a colon has a tensor for each entry, `{expert}`:
+
+    Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Pair(NamedTuple):
   """One row of the table.
 
   Attributes:
-    theirs: name of the tensor, with {layer} for its number.
+    theirs: name of the tensor, with {layer} for its number, and {expert} for that of an expert.
     ours: path of the variable below the `TransformerLm`, without the number of the layer.
     axes: our dimensions, and how theirs are made of them; '' where they are the same.
   """
@@ -53,7 +56,7 @@ class View:
   """A tensor, or part of one, seen with the dimensions of a variable.
 
   Attributes:
-    shape: of the variable in one layer.
+    shape: of the variable, in one layer and of one expert.
     groups: for each dimension of the tensor, which dimensions of the variable it is made of, outermost first.
   """
 
@@ -121,23 +124,27 @@ def parse_axes(axes: str) -> tuple[tuple[int | Part, ...], ...]:
 
 
 class Piece(NamedTuple):
-  """A variable, or one layer of it, and the tensor that holds it.
+  """A variable, or one entry along its first dimensions, and the tensor that holds it.
 
   Attributes:
     name: of the tensor.
     path: of the variable.
-    layer: index along the stack of a repeated layer; None if the variable is not stacked.
+    at: index along the first dimensions of the variable, those of layers and experts; empty if it has neither.
     view: the tensor as the variable.
   """
 
   name: str
   path: Path
-  layer: int | None
+  at: tuple[int, ...]
   view: View
+
+  def box(self, inside: Sequence[slice]) -> tuple[slice, ...]:
+    """Returns where in the variable a part of this piece is."""
+    return (*(slice(i, i + 1) for i in self.at), *inside)
 
 
 def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]]:
-  """Returns the pieces of each variable, in the order of its layers.
+  """Returns the pieces of each variable, in the order of their indices.
 
   Args:
     table: a row for each variable, at least.
@@ -153,17 +160,17 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams) -> I
   pair = rows.get(re.sub(r'\.layers_\d+\.', '.layers.', name))
   if pair is None:
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
-  groups = parse_axes(pair.axes) if pair.axes else tuple((i,) for i in range(len(weight.shape)))
-  view = View(weight.shape, groups)
   if len(weight.repeat_prefix) > 1:
     raise CheckpointError(
       f'{name}: layers in {len(weight.repeat_prefix)} nested groups have no place in such checkpoints'
     )
-  if weight.repeat_prefix:
-    for layer in range(weight.repeat_prefix[0]):
-      yield Piece(pair.theirs.format(layer=layer), path, layer, view)
-  else:
-    yield Piece(pair.theirs.format(layer=number and number[1]), path, None, view)
+  experts, _, axes = pair.axes.rpartition(': ')
+  shape = weight.shape[1:] if experts else weight.shape
+  view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
+  counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
+  for index in np.ndindex(*counts):
+    layer = index[0] if weight.repeat_prefix else number and number[1]
+    yield Piece(pair.theirs.format(layer=layer, expert=index[-1] if experts else None), path, index, view)
 
 
 _SHOWN = 3

@@ -69,28 +69,26 @@ def write_checkpoint(
 
 
 def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
-  """Reads a variable, or one layer of it."""
-  stack = () if piece.layer is None else (slice(piece.layer, piece.layer + 1),)
-  part_shape = variable.part_shape([*[1] * len(stack), *ours.shape])
-  for box in boxes((*stack, *whole(ours.shape)), part_shape):
+  """Reads a piece of a variable."""
+  stacked = len(piece.at)
+  for box in boxes(piece.box(whole(ours.shape)), variable.part_shape([*[1] * stacked, *ours.shape])):
     part = variable.read(box)
-    ours[box[len(stack) :]] = part.reshape(part.shape[len(stack) :])
+    ours[box[stacked:]] = part.reshape(part.shape[stacked:])
 
 
 def _on_host(variable: jax.Array, piece: Piece) -> np.ndarray:
-  """Returns a variable, or one layer of it, in its true shape, from the devices that hold its parts."""
+  """Returns a piece of a variable, in its true shape, from the devices that hold its parts."""
   shape = piece.view.shape
   whole = np.empty(shape, variable.dtype)
   for shard in variable.addressable_shards:
-    if shard.replica_id:
+    data, bounds = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
+    if shard.replica_id or any(not low <= i < high for i, (low, high) in zip(piece.at, bounds)):
       continue
-    data, index = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
-    if piece.layer is not None:
-      (low, high), *index = index
-      if not low <= piece.layer < high:
-        continue
-      # The number of the layer is an argument of the program, so one is compiled for all layers.
-      data = jax.lax.dynamic_index_in_dim(data, np.int32(piece.layer - low), keepdims=False)
-    inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(index, shape))
+    if piece.at:
+      # The indices are arguments of the program, so one is compiled for all layers and experts.
+      corner = [*(np.int32(i - low) for i, (low, _) in zip(piece.at, bounds)), *(np.int32(0) for _ in shape)]
+      rest = data.shape[len(piece.at) :]
+      data = jax.lax.dynamic_slice(data, corner, [*(1 for _ in piece.at), *rest]).reshape(rest)
+    inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(bounds[len(piece.at) :], shape))
     whole[inside] = np.asarray(data)[tuple(slice(i.stop - i.start) for i in inside)]
   return whole

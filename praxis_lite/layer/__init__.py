@@ -270,6 +270,8 @@ class Layer(InCall, Configurable):
   def __getattr__(self, name: str) -> Any:
     if name.startswith('_'):
       raise AttributeError(name)
+    if isinstance(inspect.getattr_static(type(self), name, None), property | functools.cached_property):
+      object.__getattribute__(self, name)  # Raises what the property does: it misses another attribute.
     where = f'{self.path_name} ({type(self).__name__})'
     if name in self._weights:
       raise UnknownFieldError(f'{where}: {name!r} is a variable; read it in a call as self.theta.{name}')

@@ -2,12 +2,15 @@
 
 from praxis_lite.layers.activations import ACTIVATIONS, get_activation
 from praxis_lite.layers.attention import MultiHeadAttention, Projection
-from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
+from praxis_lite.layers.context_parallel import SequenceSplit, context_parallel_attention
+from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.linears import Bias, Linear
+from praxis_lite.layers.masks import Visibility
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines

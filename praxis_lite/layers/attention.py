@@ -9,6 +9,9 @@ head.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -18,6 +21,12 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout
+from praxis_lite.layers.context_parallel import (
+  CONTEXT_METHODS,
+  ContextMethod,
+  SequenceSplit,
+  context_parallel_attention,
+)
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
   AttentionImplementation,
@@ -28,6 +37,8 @@ from praxis_lite.layers.dot_product import (
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
+from praxis_lite.partitioning.constraints import manual_axes
+from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]  # Queries [B, T, N, H], keys and values [B, S, K, H].
@@ -104,6 +115,10 @@ class MultiHeadAttention(Layer):
     implementation: how attention is computed: 'dense', all logits at once; 'blockwise', with memory linear in the
       length; 'cudnn', a fused kernel of NVIDIA GPUs; or 'auto', one of these, as `choose_attention` says. Decoding is
       dense.
+    context_axis: mesh axis that the length is split over in training and evaluation (context parallelism); None: none.
+      The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch and heads.
+    context_method: 'ring', keys and values go round; or 'all_to_all', each device attends by some of the heads. See
+      `context_parallel.py`.
     cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
     cache_page_size: slots of the cache that decoding reads at once: it costs what was written, rounded up to a page.
     weight_split_dims_mapping: `wt`, [D, N, H], of the projections; the output's weight, [N, H, D], is split alike.
@@ -129,6 +144,8 @@ class MultiHeadAttention(Layer):
   logit_soft_cap: float | None = None
   implementation: AttentionImplementation = 'auto'
   block_size: int | None = None
+  context_axis: str | None = None
+  context_method: ContextMethod = 'ring'
   cache_dtype: DTypeLike | None = None
   cache_page_size: int = 512
   weight_split_dims_mapping: Config = template(WeightSplit)
@@ -181,6 +198,7 @@ class MultiHeadAttention(Layer):
     if self.implementation is None:  # As configs recorded by older versions may say.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
+    self._check_context()
     if self.cache_dtype is not None:
       dtype = jnp.dtype(self.cache_dtype)
       if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
@@ -194,6 +212,28 @@ class MultiHeadAttention(Layer):
     if self.use_out_bias is None:
       self.use_out_bias = self.use_bias
     return D, N, self.num_kv_heads, self.dims_per_head
+
+  def _check_context(self) -> None:
+    """Raises ConfigError, or ShardingError, unless the length can be split as `context_axis` says."""
+    check_choice(f'{self.path_name}.context_method', self.context_method, CONTEXT_METHODS)
+    if self.context_axis is None:
+      return
+    field = f'{self.path_name}.context_axis'
+    if self.implementation not in ('auto', 'blockwise'):
+      raise ConfigError(
+        f'{field}: a split sequence is attended to in blocks, and {self.path_name}.implementation is '
+        f"{self.implementation!r}; set it to 'auto' or 'blockwise'"
+      )
+    for name in ('blnh', 'blkh'):
+      mapping = getattr(self.activation_split_dims_mapping, name)
+      if mapping is not None and len(mapping) == 4 and mapping[1] not in (None, self.context_axis):
+        raise ConfigError(
+          f'{self.path_name}.activation_split_dims_mapping.{name}: it splits the length over {mapping[1]!r}, and '
+          f'{field} is {self.context_axis!r}; leave the second entry None'
+        )
+    # Whether the mesh has the axis, and nothing else of the queries is split over it.
+    self._resolve(self._with_context('blnh'), field, rank=4)
+    self._resolve(self._with_context('blkh'), field, rank=4)
 
   # ---------------------------------------------------------------- one pass
 
@@ -230,8 +270,9 @@ class MultiHeadAttention(Layer):
     if segment_ids is None or kv_segment_ids is None:
       segment_ids = kv_segment_ids = None
     visible = Visibility(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
-    heads = self._project(x_BTD, kv_BSD, segment_pos)
-    return self._attend(heads, visible, (segment_pos, segment_pos), mask, self._dropout(x_BTD))
+    split = self._sequence_split()
+    heads = self._project(x_BTD, kv_BSD, segment_pos, split)
+    return self._attend(heads, visible, (segment_pos, segment_pos), mask, self._dropout(x_BTD), split)
 
   # ---------------------------------------------------------------- token by token
 
@@ -280,7 +321,39 @@ class MultiHeadAttention(Layer):
 
   # ---------------------------------------------------------------- parts
 
-  def _project(self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None) -> Heads:
+  def _with_context(self, field: str) -> SplitDimsMapping:
+    """The activation mapping `field`, of [B, T, ., H], with the length split over `context_axis`."""
+    mapping, path = (
+      getattr(self.activation_split_dims_mapping, field),
+      f'{self.path_name}.activation_split_dims_mapping.{field}',
+    )
+    split = DeclaredSplit.of((UNCONSTRAINED,) * 4 if mapping is None else mapping, path)
+    own = DeclaredSplit((self.context_axis,), (f'{self.path_name}.context_axis',))
+    return split[:1].followed_by(own).followed_by(split[2:])
+
+  def _sequence_split(self) -> SequenceSplit | None:
+    """How queries, keys and values are split where `context_axis` splits the length; None where it does not."""
+    field = f'{self.path_name}.context_axis'
+    placement = None if self.context_axis is None else self._resolve(self._with_context('blnh'), field, rank=4)
+    if placement is None:
+      return None
+    batch, axes, heads = (spec_axes(entry) for entry in placement.spec[:3])
+    mesh = jax.sharding.get_abstract_mesh()
+    if math.prod(mesh.shape.get(axis, 1) for axis in axes) == 1:
+      return None
+    if len(axes) != 1:
+      raise ConfigError(f'{field}: {self.context_axis!r} stands for the mesh axes {axes}; it must be one')
+    if manual_axes():
+      raise ConfigError(
+        f"{field}: under partitioning='shard_map' each device has whole sequences; set task.partitioning='auto', or "
+        'leave it None'
+      )
+    others_split = self.activation_split_dims_mapping.blnh is None
+    return SequenceSplit(axes[0], self.context_method, batch, heads, others_split)
+
+  def _project(
+    self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None, split: SequenceSplit | None = None
+  ) -> Heads:
     """Returns queries, keys and values, normalized and rotated."""
     if self.combine_qkv:
       qkv_BTKJH = self.qkv(x_BTD)
@@ -292,10 +365,11 @@ class MultiHeadAttention(Layer):
       query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
     if self.rotary_tpl is not None:
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
+    blnh, blkh = ('blnh', 'blkh') if split is None else (self._with_context('blnh'), self._with_context('blkh'))
     return (
-      checkpoint_name(self.shard(query_BTNH, 'blnh'), 'query_proj'),
-      checkpoint_name(self.shard(key_BSKH, 'blkh'), 'key_proj'),
-      checkpoint_name(self.shard(value_BSKH, 'blkh'), 'value_proj'),
+      checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),
+      checkpoint_name(self.shard(key_BSKH, blkh), 'key_proj'),
+      checkpoint_name(self.shard(value_BSKH, blkh), 'value_proj'),
     )
 
   def _dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
@@ -311,50 +385,56 @@ class MultiHeadAttention(Layer):
     positions: tuple[jax.Array | None, jax.Array | None],
     mask: jax.Array | None,
     dropout: ProbabilityDropout | None = None,
+    split: SequenceSplit | None = None,
   ) -> jax.Array:
     """Returns the output, [B, T, D]; `positions` are those of queries and keys, for the relative bias."""
-    bias: LogitBias | jax.Array | None = None
+    bias: LogitBias | None = None
     if self.relative_bias_tpl is not None:
       bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, *positions)
-    case = attention_case(
-      *heads[:2], visible=visible, bias=bias, mask=mask, dropout=dropout, logit_soft_cap=self.logit_soft_cap
-    )
+    options: dict[str, Any] = {'dropout': dropout, 'logit_soft_cap': self.logit_soft_cap}
+    case = attention_case(*heads[:2], visible=visible, bias=bias, mask=mask, split=split is not None, **options)
     name, reason = choose_attention(self.implementation, case, f'{self.path_name}.implementation')
-    if bias is not None and name != 'blockwise':
-      query_pos, key_pos = (
-        jnp.arange(x.shape[1])[None] if pos is None else pos for x, pos in zip(heads, positions, strict=False)
+    options |= {'scale': self.scale, 'block_size': self.block_size}
+    if split is not None and name == 'blockwise':
+      context_BTNH = context_parallel_attention(*heads, split=split, visible=visible, bias=bias, **options)
+    else:
+      context_BTNH = dot_product_attention(
+        *heads,
+        bias=bias if name == 'blockwise' else self._whole_bias(heads, positions),
+        mask=mask,
+        causal=visible.causal,
+        window=visible.window,
+        prefix_lengths=visible.prefix_B,
+        segment_ids=visible.segments_BT,
+        kv_segment_ids=visible.key_segments_BS,
+        implementation=name,
+        **options,
       )
-      bias = self.relative_bias(query_pos, key_pos)
-    context_BTNH = dot_product_attention(
-      *heads,
-      bias=bias,
-      mask=mask,
-      causal=visible.causal,
-      window=visible.window,
-      prefix_lengths=visible.prefix_B,
-      segment_ids=visible.segments_BT,
-      kv_segment_ids=visible.key_segments_BS,
-      dropout=dropout,
-      scale=self.scale,
-      logit_soft_cap=self.logit_soft_cap,
-      implementation=name,
-      block_size=self.block_size,
-    )
     # Blockwise attention tags what it keeps itself.
-    return self._output(context_BTNH, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
+    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
 
-  def _output(self, context_BTNH: jax.Array, remark: str = '', tagged: bool = False) -> jax.Array:
+  def _output(
+    self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False
+  ) -> jax.Array:
     """Returns [B, T, D].
 
     Args:
       context_BTNH: results by head.
+      split: whether, and how, their length is split.
       remark: how they were computed.
       tagged: whether they have the tag 'context' already.
     """
-    context_BTNH = self.shard(context_BTNH, 'blnh', remark=remark)
+    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._with_context('blnh'), remark=remark)
     if not tagged:
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
+
+  def _whole_bias(self, heads: Heads, positions: tuple[jax.Array | None, jax.Array | None]) -> jax.Array | None:
+    """Returns the relative bias of all queries and keys, [B, N, T, S] or [1, N, T, S]."""
+    if self.relative_bias_tpl is None:
+      return None
+    whole = (jnp.arange(x.shape[1])[None] if pos is None else pos for x, pos in zip(heads, positions, strict=False))
+    return self.relative_bias(*whole)
 
 
 def _split_projection(

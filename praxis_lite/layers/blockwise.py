@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from praxis_lite.layers.blocks import Formula, OffsetBias
 from praxis_lite.layers.masks import Visibility
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
+_MOST_LOGITS = 2**25  # Of all rows and heads, for one pair of blocks: 128 MiB.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +102,12 @@ def blockwise_attention(
   It is what `dot_product_attention` computes, whose arguments these are; but a query with every key masked gets 0.
 
   Args:
-    block_size: largest number of queries and of keys in a block; None: 512, and less for a small window.
+    block_size: largest number of queries and of keys in a block; None: 512, and less for a small window or many rows.
   """
   formula, heads, integers = described(query_BTNH, key_BSKH, value_BSKH, visible, bias, dropout, scale, logit_soft_cap)
-  return _attend(formula, block_size or largest_block(integers.visible), heads, integers)
+  rows = query_BTNH.shape[0] * query_BTNH.shape[2] // _compiler_parts()
+  size = block_size or largest_block(integers.visible, rows)
+  return attend_in_blocks(formula, size, heads, integers)
 
 
 def described(
@@ -128,15 +132,26 @@ def described(
   return formula, heads, Integers(visible or Visibility(), *pos, dropout.seeds_BTN if dropout else None)
 
 
-def largest_block(visible: Visibility) -> int:
-  """Returns the largest size of a block: of a small window, blocks as large as usual would be mostly empty."""
-  if visible.window is None:
-    return _LARGEST_BLOCK
-  return min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, -(-visible.window // _SMALLEST_BLOCK) * _SMALLEST_BLOCK // 2))
+def largest_block(visible: Visibility, rows: int) -> int:
+  """Returns the largest size of a block.
+
+  Of a small window, blocks as large as usual would be mostly empty; of many rows, they would take much memory.
+
+  Args:
+    visible: the mask.
+    rows: batch times heads on one device.
+  """
+  size = _LARGEST_BLOCK
+  if visible.window is not None:
+    size = min(size, max(_SMALLEST_BLOCK, -(-visible.window // _SMALLEST_BLOCK) * _SMALLEST_BLOCK // 2))
+  while size > _SMALLEST_BLOCK and rows * size * size > _MOST_LOGITS:
+    size //= 2
+  return size
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(formula: Formula, block_size: int, heads: Heads, integers: Integers) -> jax.Array:
+def attend_in_blocks(formula: Formula, block_size: int, heads: Heads, integers: Integers) -> jax.Array:
+  """Returns attention [B, T, N, H] in blocks of at most this size; its gradient is computed in blocks too."""
   return _forward(formula, block_size, heads, integers)[0]
 
 
@@ -184,7 +199,7 @@ def _backward(
   return jax.tree.map(lambda g, x: g.astype(x.dtype), of_heads, heads), None
 
 
-_attend.defvjp(_forward, _backward)
+attend_in_blocks.defvjp(_forward, _backward)
 
 
 def _in_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[blocks.Queries, blocks.Keys]:
@@ -208,5 +223,11 @@ def _in_blocks(block_size: int, heads: Heads, integers: Integers) -> tuple[block
 
 def rows_are_at_hand() -> bool:
   """Whether no mesh axis may split the rows of a batch, so that a loop may depend on all of them at no cost."""
+  return _compiler_parts() == 1
+
+
+def _compiler_parts() -> int:
+  """Into how many parts the compiler may split an array over the ambient mesh."""
   mesh = jax.sharding.get_abstract_mesh()
-  return all(size == 1 or kind == jax.sharding.AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types))
+  manual = jax.sharding.AxisType.Manual
+  return math.prod(size for size, kind in zip(mesh.axis_sizes, mesh.axis_types) if kind != manual)

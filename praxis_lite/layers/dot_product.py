@@ -37,6 +37,7 @@ class AttentionCase(NamedTuple):
     query_len, key_len, dims_per_head: T, S and H.
     visible: rules of the mask.
     arrays: whether a mask or a bias is given as an array of queries and keys.
+    split: whether the sequence is split over a mesh axis, as `context_axis` says.
     logit_bias, soft_cap, dropout: whether logits have a bias by position or a soft cap, and probabilities a dropout.
   """
 
@@ -47,6 +48,7 @@ class AttentionCase(NamedTuple):
   dims_per_head: int
   visible: Visibility = Visibility()
   arrays: bool = False
+  split: bool = False
   logit_bias: bool = False
   soft_cap: bool = False
   dropout: bool = False
@@ -87,7 +89,10 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
     return AttentionChoice('cudnn', f"{path} is 'cudnn'")
   logits = f'{case.query_len:,} queries x {case.key_len:,} keys'
   if case.arrays:
-    return AttentionChoice('dense', 'a mask or a bias is given as an array')
+    gathered = ', for which the split sequence is gathered' if case.split else ''
+    return AttentionChoice('dense', f'a mask or a bias is given as an array{gathered}')
+  if case.split:
+    return AttentionChoice('blockwise', 'the sequence is split over a mesh axis')
   if case.query_len * case.key_len < _MANY_LOGITS:
     return AttentionChoice('dense', f'{logits} are few')
   masked = case.visible.segments_BT is not None or case.visible.prefix_B is not None
@@ -125,6 +130,7 @@ def attention_case(
   mask: jax.Array | None = None,
   dropout: ProbabilityDropout | None = None,
   logit_soft_cap: float | None = None,
+  split: bool = False,
 ) -> AttentionCase:
   """Returns the case of some arguments of `dot_product_attention`."""
   return AttentionCase(
@@ -135,6 +141,7 @@ def attention_case(
     query_BTNH.shape[3],
     visible=visible or Visibility(),
     arrays=mask is not None or isinstance(bias, jax.Array),
+    split=split,
     logit_bias=isinstance(bias, LogitBias),
     soft_cap=logit_soft_cap is not None,
     dropout=dropout is not None,

@@ -24,6 +24,8 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.dispatch import Plan, combine, dispatch, exchange_plan, sorted_plan
 from praxis_lite.layers.routing import TokenChoice
+from praxis_lite.partitioning.constraints import with_sharding_constraint
+from praxis_lite.partitioning.padding import pad_to, slice_to
 from praxis_lite.partitioning.specs import all_axes, spec_axes
 
 Axes = tuple[str, ...]
@@ -118,6 +120,26 @@ def dropless(
     rows = combine(mlp(_ragged(sizes), dispatch(rows, received)), received, len(rows))
     slots = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
   return combine(_scaled(slots, plan.weights_of_slots(routed.weights)), plan, x_ND.shape[0]), plan
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def padded(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
+  """Returns floats `x`, of shape `true`, with zeros up to `shape`, for a `shard_map` that takes equal parts.
+
+  JAX's own gradient of a pad is one that crops, for which the guards have to gather.
+  """
+  del true
+  return with_sharding_constraint(pad_to(with_sharding_constraint(x, spec), shape), spec)
+
+
+def _unpadded(
+  spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...], _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+  del shape
+  return (with_sharding_constraint(slice_to(with_sharding_constraint(gradient, spec), true), spec),)
+
+
+padded.defvjp(lambda x, spec, shape, true: (padded(x, spec, shape, true), None), _unpadded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -38,7 +38,7 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
-from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, sum_outputs, with_capacity
+from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, padded, sum_outputs, with_capacity
 from praxis_lite.layers.feedforward import FeedForwardWeightSplit, GatedFeedForward
 from praxis_lite.layers.routing import (
   Router,
@@ -52,6 +52,9 @@ from praxis_lite.partitioning.constraints import unmapped_axes
 from praxis_lite.partitioning.padding import pad_to, padded_shape
 from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.weights import DeclaredSplit, WeightHParams, WeightInit
+
+# An exchange of so few rows with each device is not worth dropping one.
+_FEW_ROWS = 128
 
 
 class ExpertOutputs(NamedTuple):
@@ -89,7 +92,8 @@ class MoeFeedForward(Layer):
       experts. It has to be what splits E in `weight_split_dims_mapping`, which None leaves to it. None: each device
       computes all experts for its own tokens, and gathers their weights if they are split.
     exchange_factor: of 'dropless' with an `expert_axis`. An all-to-all has a fixed size; None makes it as large as if
-      all tokens chose the same device, so that none can be dropped, and with a factor it is that factor times the mean.
+      all tokens chose the same device, so that none can be dropped. With a factor it is that factor times the mean, and
+      at least 128 rows to each device, so that decoding of small batches drops none.
     num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0: there is none.
     shared_tpl: of the child `shared`.
     out_init: initializer of the weight out of the hidden layer; None: as the other weights.
@@ -121,11 +125,12 @@ class MoeFeedForward(Layer):
     self.create_child('router', self.router_tpl.clone(input_dims=D, num_experts=E))
     self._check_choice()
     wt, down = self._weight_splits()
-    into = WeightHParams((E, D, F), tensor_split_dims_mapping=wt, fan_in_axes=(1,), fan_out_axes=(2,))
+    weight = functools.partial(
+      WeightHParams, fan_in_axes=(1,), fan_out_axes=(2,), active_share=self.num_experts_per_token / E
+    )
     for name in self._inward:
-      self.create_variable(name, into)
-    out = WeightHParams((E, F, D), self.out_init, tensor_split_dims_mapping=down, fan_in_axes=(1,), fan_out_axes=(2,))
-    self.create_variable('down', out)
+      self.create_variable(name, weight((E, D, F), tensor_split_dims_mapping=wt))
+    self.create_variable('down', weight((E, F, D), self.out_init, tensor_split_dims_mapping=down))
     if self.num_shared_experts:
       shared = self.shared_tpl.clone(input_dims=D, hidden_dims=self.num_shared_experts * F)
       self.create_child('shared', shared)
@@ -146,6 +151,12 @@ class MoeFeedForward(Layer):
     if self.num_shared_experts:
       y_BTD += self.shared(x_BTD)
     return checkpoint_name(self.shard(y_BTD), 'ffn_out')
+
+  def expert_parts(self, sizes: Mapping[str, int]) -> tuple[int, bool]:
+    """Returns over how many devices experts are split, on a mesh of these sizes, and whether tokens are exchanged."""
+    split = self._split({axis: size for axis, size in sizes.items() if size > 1})
+    parts = math.prod(sizes[axis] for axis in spec_axes(split.weights['up'][0]))
+    return parts, bool(split.expert)
 
   # ---------------------------------------------------------------- config
 
@@ -217,8 +228,12 @@ class MoeFeedForward(Layer):
       axis_names=split.axes,
       check_vma=False,  # What is replicated over an axis is so by construction.
     )
-    padded = jax.tree.map(lambda spec, x: pad_to(x, padded_shape(x.shape, spec, sizes)), specs, args, is_leaf=_is_spec)
-    y_BTD, load, dropped = mapped(*padded)
+
+    def equal_parts(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+      shape = padded_shape(x.shape, spec, sizes)
+      return padded(x, spec, shape, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else pad_to(x, shape)
+
+    y_BTD, load, dropped = mapped(*jax.tree.map(equal_parts, specs, args, is_leaf=_is_spec))
     B, T, _ = x_BTD.shape
     return ExpertOutputs(y_BTD[:B, :T], load[:B], dropped[:B])
 
@@ -286,7 +301,7 @@ class MoeFeedForward(Layer):
     else:
       bound = B * T * K
       if self.exchange_factor is not None:
-        bound = min(bound, math.ceil(self.exchange_factor * bound / split.parts))
+        bound = min(bound, max(math.ceil(self.exchange_factor * bound / split.parts), _FEW_ROWS))
       choice = TokenChoice(experts_BTK.reshape(-1, K), weights_NK)
       y_ND, plan = dropless(x_ND, choice, mlp, num_experts, split.expert, bound)
     dropped_BTK = real_BT[..., None] & ~plan.has_slot().reshape(B, T, K)

@@ -120,6 +120,7 @@ def set_sharding(
   data_axis: str | tuple[str, ...] | None = 'data',
   mdl_axis: str | None = 'mdl',
   expert_axis: str | tuple[str, ...] | None = None,
+  context_axis: str | None = None,
 ) -> Config[LmT]:
   """Sets the split mappings of a language model, in place, and returns it.
 
@@ -136,15 +137,17 @@ def set_sharding(
     batch_axes, data_axis, mdl_axis: mesh or logical axes; None replicates.
     expert_axis: mesh or logical axes, often one of `batch_axes`, that tokens are exchanged over between experts; see
       `MoeFeedForward`. None: each device computes all experts for its own tokens.
+    context_axis: mesh axis that splits the length of all activations (context parallelism); None: none.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
-  bld, blf = (batch_axes, None, None), (batch_axes, None, mdl_axis)
-  blnh = (batch_axes, None, mdl_axis, None)
+  bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
+  blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
   lm.activation_split_dims_mapping.out = bld
   for block in pattern(lm.transformer_tpl.layers_tpl):
     block.activation_split_dims_mapping.out = bld
     block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
     block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
+    block.attention_tpl.context_axis = context_axis
     dense, kind = block.ff_tpl, target(block.ff_tpl)
     if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
       free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))

@@ -40,3 +40,13 @@ def check_host_memory(mesh: Mesh | AbstractMesh, field: str) -> None:
 def on_host(sharding: NamedSharding) -> NamedSharding:
   """Returns the same sharding in the memory of the host."""
   return sharding.with_memory_kind(HOST_MEMORY)
+
+
+def on_device(sharding: NamedSharding) -> NamedSharding:
+  """Returns the same sharding in the memory of the devices."""
+  return sharding.with_memory_kind('device') if is_on_host(sharding) else sharding
+
+
+def is_on_host(sharding: NamedSharding) -> bool:
+  """Whether arrays of a sharding are in the memory of the host."""
+  return sharding.memory_kind == HOST_MEMORY

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean
+from praxis_lite.partitioning.host_memory import is_on_host, on_device, on_host
 from praxis_lite.partitioning.padding import Array, pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.specs import complete_spec, stored_spec
 from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name
@@ -45,13 +46,30 @@ class StateLayout(NamedTuple):
     """The layout of the model's variables alone."""
     return StateLayout(*(tree.mdl_vars for tree in self))
 
+  @property
+  def on_host(self) -> StateLayout:
+    """The same layout in the memory of the host."""
+    shardings = jax.tree.map(on_host, self.shardings)
+    padded = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.padded_shapes, shardings
+    )
+    return self._replace(shardings=shardings, padded_shapes=padded)
+
   def unpad(self, tree: T) -> T:
     """Inside a step: slices stored arrays to their true shapes."""
-    return self._constrain_padded(slice_to(tree, self.unpadded_shapes))
+    return self._constrain_padded(slice_to(self.fetched(tree), self.unpadded_shapes))
 
   def pad(self, tree: T) -> T:
     """Inside a step: pads true arrays to their stored shapes."""
-    return pad_to(self._constrain_padded(tree), self.padded_shapes)
+    return self.sent(pad_to(self._constrain_padded(tree), self.padded_shapes))
+
+  def fetched(self, tree: T) -> T:
+    """Inside a step: moves arrays that are stored in the memory of the host to the devices."""
+    return jax.tree.map(lambda x, s: jax.device_put(x, on_device(s)) if is_on_host(s) else x, tree, self.shardings)
+
+  def sent(self, tree: T) -> T:
+    """Inside a step: the inverse of `fetched`."""
+    return jax.tree.map(lambda x, s: jax.device_put(x, s) if is_on_host(s) else x, tree, self.shardings)
 
   def unpadded(self, tree: T) -> T:
     """Outside a step: returns all or some arrays of this layout as NumPy arrays in their true shapes.
@@ -104,7 +122,7 @@ class StateLayout(NamedTuple):
     """Pins the sharding of the arrays that padding touches, so that slice and pad stay local to each device."""
 
     def constrain(x: jax.Array, padded: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-      return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, sharding)
+      return x if x.shape == padded.shape else jax.lax.with_sharding_constraint(x, on_device(sharding))
 
     return jax.tree.map(constrain, tree, self.padded_shapes, self.shardings)
 

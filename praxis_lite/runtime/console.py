@@ -11,12 +11,14 @@ so that the devices always have work. Reading them also bounds how far the host 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -26,7 +28,7 @@ from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean
 from praxis_lite.runtime.nonfinite import SkippedSteps
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, count_flops, peak_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.training.steps import TrainStepOutput, eval_step_single_learner
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
@@ -238,5 +240,8 @@ def _model_flops(partitioned: PartitionedTask) -> float | None:
   # Counting needs a trace, so it is done only if the count will be compared to a peak.
   if not all(peak_flops(device) for device in partitioned.mesh.devices.flat):
     return None
-  step = partitioned.eval_step
-  return 3 * count_flops(step.jitted.trace(*step.arguments).jaxpr)
+  # Traced without the mesh: on it, what is exchanged between devices has places for more than there is.
+  evaluate = functools.partial(eval_step_single_learner, partitioned.jax_task)
+  key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros((), jnp.int32)))
+  variables = partitioned.unpadded_state_shapes.mdl_vars
+  return 3 * count_flops(jax.make_jaxpr(evaluate)(variables, key, step, partitioned.inputs_shape))

@@ -302,4 +302,8 @@ def _unused_devices(task: SingleTask, used: int, available: int) -> str:
 def _introduction(name: str, partitioned: PartitionedTask) -> str:
   mesh = partitioned.mesh
   shape = ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
-  return f'{name}: {partitioned.total_num_params:,} parameters, mesh {shape} ({mesh.devices.flat[0].device_kind})'
+  total, active = partitioned.total_num_params, partitioned.active_num_params
+  parameters = (
+    f'{total:,} parameters' if active == total else f'{total:,} parameters ({active:,} active for each token)'
+  )
+  return f'{name}: {parameters}, mesh {shape} ({mesh.devices.flat[0].device_kind})'

@@ -4,6 +4,7 @@ Model operations are counted in the jaxpr, since XLA's count for a compiled prog
 skips library kernels:
 
     dot_general             2 * batch * M * N * K
+    ragged_dot_general      2 * M * N * K: each row by the weights of its group
     conv_general_dilated    2 * output elements * kernel elements per output channel
     fused attention         4 * B * N * T * S * H, the two products that it computes
 """
@@ -58,16 +59,23 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
 
 def _equation_flops(equation: core.JaxprEqn) -> float:
   name, params = equation.primitive.name, equation.params
-  shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:2]]
+  shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0
   if name == 'dot_general':
     (contracting, _), _ = params['dimension_numbers']
     return 2.0 * elements * math.prod(shapes[0][d] for d in contracting)
+  if name == 'ragged_dot_general':
+    numbers = params['ragged_dot_dimension_numbers']
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    # Where groups are of the dimension summed over, there is a result for each, summed over its part.
+    summed_in_groups = set(numbers.lhs_ragged_dimensions) <= set(contracting)
+    groups = shapes[2][-1] if summed_in_groups else 1
+    return 2.0 * elements * math.prod(shapes[0][d] for d in contracting) / groups
   if name == 'conv_general_dilated':
     out_channels = shapes[1][params['dimension_numbers'].rhs_spec[0]]
     return 2.0 * elements * math.prod(shapes[1]) / out_channels
   if name.startswith('dot_product_attention_fwd'):
-    query, key = shapes  # [B, T, N, H] and [B, S, K, H]
+    query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
   if name == 'cond':
     return max(count_flops(branch) for branch in params['branches'])
@@ -75,7 +83,8 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
   if name == 'scan':
     return below * params['length']
   if name == 'shard_map':  # Inside, shapes are those of one device.
-    return below * params['mesh'].size
+    sizes, mapped = params['mesh'].shape, params['newly_manual_axes']
+    return below * math.prod(sizes[axis] for axis in mapped)
   return below
 
 

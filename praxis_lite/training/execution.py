@@ -166,7 +166,8 @@ class ShardMapped(Execution):
         for x in jax.tree.leaves(inputs):
           # Rows are split over the batch axes whatever the mapping says, but it must be a valid one.
           infer_partition_spec_based_on_rank_fn(mapping, self._mesh.axis_names, x)
-      return mapped(state, prng_key, inputs)
+      state, *others = mapped(self._layout.fetched(state), prng_key, inputs)
+      return (self._layout.sent(state), *others)
 
     return train_step
 

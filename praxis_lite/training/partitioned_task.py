@@ -18,6 +18,7 @@ from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.batch import batch_size, padded_batch_shape, padded_rows
 from praxis_lite.partitioning.constraints import axis_rules
+from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.rules import LogicalAxisRules
@@ -34,6 +35,7 @@ from praxis_lite.training.state import (
   state_initializer,
   state_layout,
   train_state_shapes,
+  with_offloading,
 )
 from praxis_lite.trees import NestedDict
 
@@ -84,6 +86,7 @@ class PartitionedTask:
     train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled at their first use.
     batch_size: rows of a global batch, without those that fill up the mesh.
     total_num_params: number of model parameters, without padding, moving statistics included.
+    active_num_params: how many of these one token uses: less than all with experts.
   """
 
   def __init__(
@@ -100,10 +103,14 @@ class PartitionedTask:
     if layout is not None:
       self.layout = layout
     elif partitioner is not None:
-      self.layout = partitioner.get_layout(declared_state(jax_task))
+      self.layout = with_offloading(jax_task, partitioner.get_layout(declared_state(jax_task)))
     else:
       self.layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
     self.mesh = self.layout.mesh
+    for layer in jax_task.model.descendants():
+      for field in ('remat_offload_names', 'stage_remat_offload_names'):
+        if getattr(layer, field, ()):
+          check_host_memory(self.mesh, f'{layer.path_name}.{field}')
     self.state_specs: TrainState[PartitionSpec] = self.layout.specs
     self.state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.padded_shapes
     self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
@@ -120,6 +127,10 @@ class PartitionedTask:
     """Rows that the model sees at once in training, with those that fill up the mesh."""
     microbatches = self.jax_task.learner.num_microbatches
     return padded_rows(self.batch_size, self.mesh.size * microbatches) // microbatches
+
+  @property
+  def active_num_params(self) -> int:
+    return sum(weight.num_active for weight in jax.tree.leaves(self.jax_task.model.abstract_init()))
 
   @functools.cached_property
   def train_step(self) -> PartitionedStep[steps.TrainStepOutput]:

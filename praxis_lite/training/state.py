@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
+from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes
@@ -131,7 +132,20 @@ def state_layout(
     opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes),
     ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
   )
-  return layout_of(unpadded, specs, mesh)
+  return with_offloading(jax_task, layout_of(unpadded, specs, mesh))
+
+
+def with_offloading(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
+  """Returns the layout of a train state with the optimizer's state in the memory of the host, if the task asks for it.
+
+  Raises:
+    ConfigError: the devices have no such memory.
+  """
+  if not jax_task.train.offload_optimizer_state:
+    return layout
+  check_host_memory(layout.mesh, 'task.train.offload_optimizer_state')
+  slots = StateLayout(*(tree.opt_states for tree in layout)).on_host
+  return StateLayout(*(tree.replace(opt_states=of_slots) for tree, of_slots in zip(layout, slots)))
 
 
 def unpadded(jax_task: Config | SingleTask, state: StateT) -> StateT:

@@ -348,8 +348,14 @@ def test_mistakes_in_the_users_own_file_are_told(capsys, tmp_path, monkeypatch, 
   assert re.search(message, told), told
 
 
-def test_a_bug_in_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
+def test_a_bug_in_the_users_own_code_is_told_with_its_line_and_keeps_its_traceback(capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'buggy.py').write_text(f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return self.nothing\n')
-  with pytest.raises(AttributeError, match='nothing'):
-    main(['show', '--exp=buggy.py:A'])
+  text = f'{STDLIB_TINY}class A(Tiny):\n  def task(self): return self.nothing\n'
+  (tmp_path / 'buggy.py').write_text(text)
+  told = "AttributeError: 'A' object has no attribute 'nothing' "
+  line = text.count('\n')
+  assert fails(capsys, 'show', '--exp=buggy.py:A') == f'{told}(buggy.py:{line}); --traceback shows how it came there'
+  assert main(['show', '--exp=buggy.py:A', '--traceback']) == 2
+  printed = capsys.readouterr().err.splitlines()
+  assert printed[0].startswith('Traceback') and any(f'buggy.py", line {line}, in task' in row for row in printed)
+  assert printed[-1] == f'praxis-lite show: error: {told}(buggy.py:{line})'

@@ -75,14 +75,15 @@ def test_training_on_a_mesh_warns_of_what_check_finds(tmp_path):
   assert 'warning: padding: inputs: 25.0% of the rows of a batch only fill up the mesh' in mesh.stdout
 
 
-def test_a_bug_is_no_mistake_of_the_user_and_keeps_its_traceback(tmp_path):
+def test_a_bug_in_the_users_own_code_is_one_line(tmp_path):
   (tmp_path / 'buggy.py').write_text(
     'from praxis_lite.experiments.lm import StdlibLmTiny as Tiny\n'
     'class A(Tiny):\n  def task(self): return self.nothing\n'
   )
   done = run('show', '--exp=buggy.py:A', cwd=tmp_path)
-  assert done.returncode == 1
-  assert done.stderr.startswith('Traceback') and "has no attribute 'nothing'" in done.stderr.splitlines()[-1]
+  assert done.returncode == 2
+  (line,) = done.stderr.splitlines()
+  assert "has no attribute 'nothing' (buggy.py:3); --traceback shows" in line
 
 
 def test_an_interrupt_before_the_first_step_ends_the_process_at_once(tmp_path):

@@ -83,6 +83,15 @@ CASES: dict[str, dict[str, Any]] = {
     'attn_logit_softcapping': 0.5,
     'final_logit_softcapping': 1.5,
   },
+  'mixtral': {'model_type': 'mixtral', **_LLAMA, 'num_local_experts': 3, 'sliding_window': 4},
+  'qwen3_moe': {
+    'model_type': 'qwen3_moe',
+    **_LLAMA,
+    'moe_intermediate_size': 14,
+    'num_experts': 5,
+    'num_experts_per_tok': 2,
+    'tie_word_embeddings': True,
+  },
   'gpt2': {
     'model_type': 'gpt2',
     'vocab_size': V,

@@ -60,10 +60,10 @@ class OnMesh(NamedTuple):
     return folder
 
 
-def load(folder, mesh_shape=(1, 1, 1), block_bytes=1 << 20, new_tokens=5) -> OnMesh:
+def load(folder, mesh_shape=(1, 1, 1), block_bytes=1 << 20, new_tokens=5, expert_axis=None) -> OnMesh:
   """Reads a checkpoint onto a mesh of this shape."""
   checkpoint = open_checkpoint(folder)
-  config = set_sharding(checkpoint.family.model(checkpoint.config)).set(mesh_axis_names=AXES)
+  config = set_sharding(checkpoint.family.model(checkpoint.config), expert_axis=expert_axis).set(mesh_axis_names=AXES)
   config.decoder_tpl.set(temperature=0.0, max_decode_steps=new_tokens)
   model = config.instantiate()
   weights = model.abstract_init()['lm']

@@ -8,7 +8,9 @@ from checkpoints import IDS
 
 
 def loaded(folder):
-  return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager', dtype=torch.float32)
+  return transformers.AutoModelForCausalLM.from_pretrained(
+    folder, attn_implementation='eager', experts_implementation='eager', dtype=torch.float32
+  )
 
 
 def logits_of(model):

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, arguments, attend
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers import blocks
+from praxis_lite.layers.blockwise import blockwise_attention
+from praxis_lite.layers.dot_product import AttentionCase, choose_attention, dot_product_attention
+from praxis_lite.layers.masks import Visibility
+from praxis_lite.partitioning import GuardedJit
+from praxis_lite.partitioning.hlo import collectives
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -23,3 +33,156 @@ def test_blockwise_is_dense(name):
   dense, blockwise = both(floats, gradient)
   assert dense[0].std() > 0.01
   jax.tree.map(lambda d, b: np.testing.assert_allclose(b, d, atol=1e-5, rtol=1e-5), dense, blockwise)
+
+
+def pairs(visible, length, size=4, segments=None):
+  """The pairs of blocks that are computed, in order."""
+  x = jnp.zeros((1, length, 1, 1))
+  ids = None if segments is None else jnp.array([segments], jnp.int32)
+  at = blocks.block_indices(length, size)
+  queries = blocks.query_blocks(x, at, 1, segments_BT=ids)
+  found = blocks.needed_pairs(visible, queries, blocks.key_blocks(x, x, at, segments_BS=ids))
+  return [tuple(pair) for pair in np.asarray(found.table)[: int(found.used)].tolist()]
+
+
+def test_only_pairs_of_blocks_that_the_mask_leaves_are_computed():
+  assert pairs(Visibility(causal=True), 14) == [(i, j) for i in range(4) for j in range(i + 1)]
+  # A window of 5 reaches 4 back: of blocks of 4, into the one before.
+  assert pairs(Visibility(causal=True, window=5), 16) == [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3)]
+  assert pairs(Visibility(window=5), 12) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2)]
+  assert len(pairs(Visibility(causal=True, window=5), 4 * 100)) == 2 * 100 - 1
+  prefix = Visibility(causal=True, prefix_B=jnp.array([6]))
+  assert pairs(prefix, 12) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+  packed = pairs(Visibility(causal=True), 12, segments=[1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3])
+  assert packed == [(0, 0), (1, 1), (2, 1), (2, 2)]
+
+
+def test_work_of_a_window_is_linear_and_of_a_causal_pass_half():
+  def rounds(length, **rules):
+    """How often the loop runs, which the program says where the mask is known."""
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    visible = Visibility(**rules)
+    program = jax.make_jaxpr(lambda q: blockwise_attention(q, q, q, visible=visible, block_size=16))(x)
+    loops = jax.core.jaxprs_in_params(program.eqns[0].params)
+    lengths = [e.params['length'] for j in loops for e in j.eqns if e.primitive.name == 'scan']
+    return lengths[0]
+
+  assert rounds(256) == 16 * 16
+  assert rounds(256, causal=True) == 16 * 17 // 2
+  assert rounds(512, causal=True, window=32) / rounds(256, causal=True, window=32) < 2.1
+
+
+def gradient_memory(length, implementation):
+  x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+
+  def loss(q, k, v):
+    return jnp.sum(dot_product_attention(q, k, v, causal=True, implementation=implementation, block_size=256) ** 2)
+
+  compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_length_and_a_fraction_of_dense():
+  """Forward and backward, from the compiler's analysis."""
+  at = {length: gradient_memory(length, 'blockwise') for length in (4096, 16384, 65536)}
+  assert 3.5 < at[65536] / at[16384] < 4.1
+  assert at[65536] / at[4096] < 17
+  assert at[16384] < gradient_memory(16384, 'dense') / 20
+
+
+def test_a_query_that_sees_no_key_is_finite_with_finite_gradients():
+  """Its segment has no keys; nothing else changes."""
+  rng = np.random.default_rng(0)
+  q, k, v = (jnp.asarray(rng.standard_normal((1, n, 2, 4)), jnp.float32) for n in (9, 7, 7))
+  ids, kv_ids = jnp.array([[1, 1, 5, 1, 2, 2, 2, 2, 2]]), jnp.array([[1, 1, 1, 2, 2, 2, 2]])
+
+  def loss(q, k, v, implementation):
+    out = dot_product_attention(q, k, v, segment_ids=ids, kv_segment_ids=kv_ids, implementation=implementation)
+    return jnp.sum(out[:, 3:] ** 2) + 0.5 * jnp.sum(out[:, :2] ** 2), out
+
+  @jax.jit
+  def both(*heads):
+    gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    return [gradients(*heads, implementation) for implementation in ('blockwise', 'dense')]
+
+  results = both(q, k, v)
+  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(results))
+  assert (results[0][0][1][:, 2] == 0).all()
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), results[0][1], results[1][1])
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+  seeds = jax.random.bits(jax.random.key(0), (64, 8), jnp.uint32)
+  factors = np.asarray(blocks.dropout_factors(seeds, jnp.arange(256), 0.3))
+  assert np.unique(factors).tolist() == pytest.approx([0.0, 1 / 0.7])
+  assert factors.mean() == pytest.approx(1.0, abs=0.01)
+  # No row, head or key is like another.
+  rows = factors.reshape(512, 256)
+  assert abs(rows.mean(axis=1) - 1).max() < 0.2 and abs(rows.mean(axis=0) - 1).max() < 0.15
+  for x in (rows, rows.T):
+    assert abs(np.corrcoef(x) - np.eye(len(x))).max() < 0.35
+
+
+def test_batch_and_heads_that_are_split_stay_where_they_are():
+  """No collective, for heads and rows that divide and that do not; and values and gradients of one device."""
+  mesh = jax.make_mesh((2, 2, 2), ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+  spec = PartitionSpec(('replica', 'data'), None, 'mdl', None)
+
+  def gradients(q, k, v):
+    def loss(q, k, v):
+      q, k, v = (jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if on_mesh else x for x in (q, k, v))
+      return jnp.sum(blockwise_attention(q, k, v, visible=Visibility(causal=True, window=9), block_size=8) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+  for rows, num_heads, kv_heads in ((8, 4, 2), (3, 3, 3)):
+    shapes = ((rows, 20, n, 4) for n in (num_heads, kv_heads, kv_heads))
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    on_mesh = False
+    expected = jax.jit(gradients)(*arrays)
+    on_mesh = True
+    # Arguments of sizes that do not divide are stored whole, and so are results: these are gathered, once each.
+    even = rows % 4 == 0
+    stored = NamedSharding(mesh, spec if even else PartitionSpec())
+    jitted = GuardedJit(gradients, out_shardings=stored)
+    placed = jax.device_put(arrays, stored)
+    found = {kind: c.count for kind, c in collectives(jitted.lower(*placed).compile()).items() if c.count}
+    assert found == {} if even else set(found) <= {'all-gather', 'all-reduce'} and sum(found.values()) <= 6, found
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-5), jitted(*placed), expected)
+
+
+CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, Visibility(causal=True))
+
+
+@pytest.mark.parametrize(
+  'change, name, reason',
+  [
+    ({}, 'cudnn', 'the fused kernel takes this case'),
+    ({'platform': 'cpu'}, 'blockwise', '8,192 queries x 8,192 keys are too many'),
+    ({'query_len': 512, 'key_len': 512}, 'dense', '512 queries x 512 keys are few'),
+    ({'arrays': True}, 'dense', 'as an array'),
+    ({'soft_cap': True}, 'blockwise', 'has no logit_soft_cap'),
+    ({'dtype': jnp.dtype('float32')}, 'blockwise', 'not in float32'),
+    ({'logit_bias': True}, 'blockwise', 'would need the mask or the bias as an array'),
+    ({'split': True, 'query_len': 64}, 'blockwise', 'split over a mesh axis'),
+  ],
+)
+def test_auto_says_what_it_chooses_and_why(change, name, reason):
+  choice = choose_attention('auto', CASE._replace(**change))
+  assert choice.name == name and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+  'implementation, change, message',
+  [
+    ('cudnn', {'platform': 'cpu'}, "lm.implementation: 'cudnn' needs an NVIDIA GPU, and the platform is 'cpu'"),
+    ('cudnn', {'soft_cap': True}, 'has no logit_soft_cap'),
+    ('cudnn', {'dims_per_head': 20}, 'multiple of 8'),
+    ('cudnn', {'visible': Visibility(window=8)}, 'sliding_window with causal attention alone'),
+    ('blockwise', {'arrays': True}, "lm.implementation: 'blockwise' makes the mask of a block from rules"),
+    ('flash', {}, "lm.implementation: .*'blockwise'"),
+  ],
+)
+def test_what_an_implementation_cannot_do_is_refused_by_name(implementation, change, message):
+  with pytest.raises(ConfigError, match=message):
+    choose_attention(implementation, CASE._replace(**change), 'lm.implementation')

@@ -69,3 +69,22 @@ def test_shard_map_counts_all_devices():
   spec = PartitionSpec('d')
   product = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
   assert flops(product, X, WS[0]) == ONE_PRODUCT
+
+
+def test_rows_of_experts_count_once_each():
+  sizes = jnp.array([5, 20, 7])
+
+  def experts(x, ws):
+    return jax.lax.ragged_dot(x, ws, sizes).sum()
+
+  assert flops(experts, X, WS[:3]) == ONE_PRODUCT
+  assert flops(jax.grad(experts, argnums=(0, 1)), X, WS[:3]) == 3 * ONE_PRODUCT
+
+
+def test_shard_map_over_some_axes_counts_these():
+  mesh = jax.make_mesh((2, 2), ('d', 'e'), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+  spec = PartitionSpec('d')
+  product = jax.shard_map(
+    lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, axis_names={'d'}, check_vma=False
+  )
+  assert flops(product, X, WS[0]) == ONE_PRODUCT

@@ -1,0 +1,117 @@
+"""Language models with mixtures of experts: a tiny one, and two of published sizes with their shardings.
+
+praxis-lite train --exp=moe.MoeTiny --job_log_dir=runs/moe
+praxis-lite show --exp=moe.Mixtral8x7B
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from praxis_lite import registry
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.experiment import BaseExperiment
+from praxis_lite.inputs import SentencePieceTokenizer, SyntheticLMInput, TextInput
+from praxis_lite.layers import MoeFeedForward, Router
+from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.tasks.language_modelling import LanguageModelTask
+from praxis_lite.tasks.learners import adamw_learner
+
+
+@registry.register
+class MoeTiny(BaseExperiment):
+  """For tests: 5 experts of which a token uses 2, and a shared one, on counting sequences; reads no files.
+
+  Sizes are such that most meshes have to pad. On a mesh, tokens are exchanged over 'data'.
+  """
+
+  mesh_axis_names = ('replica', 'data', 'mdl')
+
+  def datasets(self) -> list[Config]:
+    train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
+    validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
+    return [d.set(seq_len=32, vocab_size=37, batch_size=6) for d in (train, validation)]
+
+  def task(self) -> Config:
+    router = Config(Router, load_balance_loss_weight=0.01, z_loss_weight=0.001)
+    experts = Config(MoeFeedForward, num_experts=5, num_shared_experts=1, router_tpl=router)
+    model = transformer_lm(vocab_size=37, model_dims=18, num_layers=2, num_heads=3, hidden_dims=15, experts=experts)
+    model.decoder_tpl.set(max_decode_steps=16, max_context=32)
+    task = Config(LanguageModelTask, model=set_sharding(model.set(packed=False), expert_axis='data'))
+    task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=5)
+    task.train.set(num_train_steps=20, log_interval_steps=5, save_interval_steps=10)
+    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+    return task
+
+
+class _ExpertParallel(BaseExperiment):
+  """On 64 devices: the batch is split over 'data' and 'expert', experts over 'expert', all weights fully."""
+
+  mesh_axis_names = ('data', 'expert', 'mdl')
+  batch_size = 256
+  seq_len = 4096
+  learning_rate = 3e-4
+
+  def model(self) -> Config:
+    raise NotImplementedError
+
+  def datasets(self) -> list[Config]:
+    train = Config(TextInput, name='train', is_training=True, split='train')
+    validation = Config(TextInput, name='validation', split='validation')
+    sizes = {'seq_len': self.seq_len, 'batch_size': self.batch_size}
+    return [d.set(path=REQUIRED, tokenizer_tpl=Config(SentencePieceTokenizer), **sizes) for d in (train, validation)]
+
+  def task(self) -> Config:
+    rows = ('data', 'expert')
+    model = set_sharding(self.model(), batch_axes=rows, data_axis=rows, expert_axis='expert')
+    task = Config(LanguageModelTask, model=model.set(packed=False, fprop_dtype=jnp.bfloat16))
+    task.train.learner = adamw_learner(learning_rate=self.learning_rate, warmup_steps=2000)
+    task.train.set(num_train_steps=100_000, eval_interval_steps=1000, save_interval_steps=1000)
+    task.train.inputs_split_mapping = {'map_1d': (rows,), 'map_2d': (rows, None)}
+    task.evaluate.max_batches = 100
+    return task
+
+
+@registry.register
+class Mixtral8x7B(_ExpertParallel):
+  """8 experts, 2 for each token: 46.7B parameters with the sizes of Mixtral 8x7B, on 8 x 8 devices."""
+
+  ici_mesh_shape = (8, 8, 1)
+
+  def model(self) -> Config:
+    router = Config(Router, load_balance_loss_weight=0.02)
+    experts = Config(MoeFeedForward, num_experts=8, num_experts_per_token=2, exchange_factor=2.0, router_tpl=router)
+    return transformer_lm(
+      vocab_size=32000,
+      model_dims=4096,
+      num_layers=32,
+      num_heads=32,
+      num_kv_heads=8,
+      hidden_dims=14336,
+      rotary_base=1e6,
+      remat='full',
+      experts=experts,
+    )
+
+
+@registry.register
+class FineGrained16B(_ExpertParallel):
+  """64 small experts, 6 for each token, and 2 shared ones: 16.9B parameters with the sizes of DeepSeekMoE 16B.
+
+  Experts are kept equally loaded by biases, without an auxiliary loss. On 4 x 16 devices, with 4 experts each.
+  """
+
+  ici_mesh_shape = (4, 16, 1)
+
+  def model(self) -> Config:
+    router = Config(Router, renormalize=False, bias_update_rate=0.001)
+    experts = Config(MoeFeedForward, num_experts=64, num_experts_per_token=6, num_shared_experts=2, router_tpl=router)
+    return transformer_lm(
+      vocab_size=102_400,
+      model_dims=2048,
+      num_layers=28,
+      num_heads=16,
+      hidden_dims=1408,
+      remat='full',
+      experts=experts.set(dispatch='capacity', capacity_factor=1.25),
+    )

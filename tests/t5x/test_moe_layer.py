@@ -1,0 +1,78 @@
+"""The mixture-of-experts partitioner drives the layer: its mesh and rules split tokens and experts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from praxis_lite.config import Config
+from praxis_lite.layers import MoeFeedForward
+from praxis_lite.models import transformer_lm
+from praxis_lite.partitioning import partition_spmd_model
+from praxis_lite.partitioning.hlo import collectives
+from praxis_lite.t5x.moe import MoePjitPartitioner
+from praxis_lite.task import SingleTask
+from praxis_lite.trees import lookup
+
+pytestmark = pytest.mark.slow
+
+IDS = np.random.default_rng(0).integers(0, 11, (8, 5)).astype(np.int32)
+BATCH = {'ids': IDS[:, :-1], 'labels': IDS[:, 1:], 'weights': np.ones((8, 4), np.float32)}
+MOE = ('lm', 'transformer', 'layers', 'ff')
+
+
+def task():
+  experts = Config(MoeFeedForward, num_experts=4, dispatch='capacity')
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=1, num_heads=2, hidden_dims=6, experts=experts)
+  model.packed = False
+  return Config(SingleTask, model=model)
+
+
+def named(config):
+  """With the logical names of T5X for what the layer splits."""
+  lm = config.model.lm_tpl
+  block = lm.transformer_tpl.layers_tpl
+  for layer in (lm, block, block.ff_tpl):
+    layer.activation_split_dims_mapping.out = ('batch', 'length', 'embed')
+  block.ff_tpl.expert_axis = 'expert'
+  block.ff_tpl.weight_split_dims_mapping.wt = ('expert', 'embed', 'expert_mlp')
+  block.ff_tpl.router_tpl.weight_split_dims_mapping.wt = ('embed', 'unmodeled')
+  for layer in (lm.embedding_tpl, lm.softmax_tpl):
+    layer.weight_split_dims_mapping.wt = ('vocab', 'embed') if layer is lm.embedding_tpl else ('embed', 'vocab')
+  for norm in (lm.final_norm_tpl, block.norm_tpl):
+    norm.weight_split_dims_mapping.wt = ('embed',)
+  block.attention_tpl.weight_split_dims_mapping.wt = ('embed', 'heads', 'kv')
+  return config
+
+
+def after_a_step(config, **mesh):
+  config.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
+  model = partition_spmd_model(config, jax.random.key(0), jax.eval_shape(lambda: BATCH), **mesh)
+  out = model.train_step(model.partitioned_train_state, jax.random.key(1), BATCH)
+  state = model.partitioned_task.unpadded(out.state)
+  return model, float(out.weighted_loss), jax.tree.map(np.asarray, state.mdl_vars)
+
+
+@functools.cache
+def on_one_device():
+  return after_a_step(task())[1:]
+
+
+@pytest.mark.parametrize(
+  ('num_partitions', 'spec'),
+  [(1, P(None, 'data', None, None)), (2, P(None, 'data', None, 'model'))],
+  ids=['two data axes', 'hidden dims split too'],
+)
+def test_a_step_is_that_of_one_device(num_partitions, spec):
+  partitioner = MoePjitPartitioner(4, num_partitions=num_partitions)
+  model, loss, variables = after_a_step(named(task()), partitioner=partitioner)
+  assert lookup(model.train_state_partition_specs.mdl_vars, (*MOE, 'up')) == spec
+  assert collectives(model.train_step.compiled)['all-to-all'].count == 4
+  expected, on_one = on_one_device()
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), variables, on_one)
