@@ -35,8 +35,8 @@ def _flags() -> flags.FlagValues:
 COMMAND = Command(
   'import-hf',
   'make a run of a Hugging Face checkpoint',
-  'make a run of a Hugging Face checkpoint (Llama, Mistral, Qwen 2 and 3, Gemma 1 and 2, GPT-2), to decode, evaluate, '
-  'fine-tune and export it. It takes little memory, and none of the devices of the mesh.',
+  'make a run of a Hugging Face checkpoint (Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 and 2, GPT-2), to decode, '
+  'evaluate, fine-tune and export it. It takes little memory, and none of the devices of the mesh.',
   'praxis-lite import-hf llama/ --job_log_dir=runs/llama',
   _flags(),
   _run,

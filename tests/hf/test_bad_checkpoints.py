@@ -50,6 +50,11 @@ def test_a_config_that_the_layers_cannot_be_is_refused(changes, message, tmp_pat
     opened(make(tmp_path, 'llama', **changes))
 
 
+def test_experts_in_some_layers_are_refused(tmp_path):
+  with pytest.raises(UserError, match=r'mlp_only_layers = \[0\] is not supported; only \[\] or null is'):
+    opened(make(tmp_path, 'qwen3_moe', mlp_only_layers=[0]))
+
+
 def test_a_value_that_is_missing_is_named(tmp_path):
   config = golden('llama')['config']
   del config['num_hidden_layers']
