@@ -8,6 +8,7 @@ from __future__ import annotations
 import pathlib
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.layers.dispatch import capacity_plan
@@ -70,7 +71,7 @@ def drawing() -> str:
 
 def _slots(choices: np.ndarray, names: str) -> list[list[str]]:
   """The tokens in the slots of each expert; '' in an empty one."""
-  plan = capacity_plan(np.asarray(choices), EXPERTS, CAPACITY)
+  plan = capacity_plan(jnp.asarray(choices), EXPERTS, CAPACITY)
   tokens = np.asarray(plan.token_of_slot).reshape(EXPERTS, CAPACITY)
   return [[names[t] if t < TOKENS else '' for t in row] for row in tokens]
 

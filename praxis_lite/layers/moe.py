@@ -297,7 +297,7 @@ class MoeFeedForward(Layer):
       C = expert_capacity(self.capacity_factor, T, K, E)
       plans = jax.vmap(lambda experts_TK: capacity_plan(experts_TK, num_experts, C))(experts_BTK)
       plan = plan_of_rows(plans, T * K, C)
-      y_ND = with_capacity(x_ND, plan, plan.weights_of_slots(weights_NK), mlp, num_experts, split.expert)
+      y_ND = with_capacity(x_ND, plan, plan.of_slots(weights_NK), mlp, num_experts, split.expert)
     else:
       bound = B * T * K
       if self.exchange_factor is not None:
