@@ -354,7 +354,5 @@ def test_mistakes_in_axes():
     config(expert_axis='dat', mesh_axis_names=AXES).instantiate()
   moe = config(expert_axis='data', mesh_axis_names=AXES)
   moe.weight_split_dims_mapping.wt = ('mdl', None, None)
-  with pytest.raises(
-    ConfigError, match=r"wt: .* splits the experts over 'mdl'; with expert_axis='data' its first entry"
-  ):
+  with pytest.raises(ConfigError, match=r"wt: .* over 'mdl', and expert_axis='data' exchanges tokens over 'data'"):
     moe.instantiate()
