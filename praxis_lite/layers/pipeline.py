@@ -258,7 +258,6 @@ class Pipelined(Repeat):
       self._with_remat(stage, R if method == '__call__' else 1),
       in_axes=(0, 0, _Stacks(0, 0), _Stacks(None, 0), 0, 0),
       out_axes=0,
-      spmd_axis_name=self._axes or None,
     )
 
     def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[_Place, _Reported]]:
