@@ -106,6 +106,9 @@ def run_train(
       the others return, with ended_by='SIGTERM'.
   """
   startup = StartupTimes()
+  if not isinstance(config, ExperimentConfig):
+    experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
+    raise ConfigError(f'run_train(config, job_log_dir): expected configure({experiment}), got {type(config).__name__}')
   with contextlib.ExitStack() as to_close:
     # ---- what is trained, where, and on which data; errors of the user are raised before anything is compiled or saved
     directory = to_close.enter_context(job_directory(job_log_dir))

@@ -199,6 +199,12 @@ def test_advice_is_printed_before_the_first_step(tmp_path, capsys):
   assert lines == ['warning: one', 'warning: two']
 
 
+def test_an_experiment_in_place_of_its_config(tmp_path):
+  with pytest.raises(ConfigError, match=r'expected configure\(BreakingInput\), got ABCMeta'):
+    run_train(BreakingInput, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   config = tiny_run(1)
   config.datasets[0].num_epochs = 1
