@@ -92,7 +92,7 @@ def runs_near(directory: str | os.PathLike[str]) -> str:
     more = f' and {len(found) - _MOST_NEAR} more' if len(found) > _MOST_NEAR else ''
     return f'; the runs below it are {", ".join(found[:_MOST_NEAR])}{more}' if found else ''
   beside = [str(other) for other in path.parent.iterdir() if has_record(other)] if path.parent.is_dir() else []
-  return f', as there is no such directory.{did_you_mean(str(path), beside)}'
+  return f'; there is no such directory.{did_you_mean(str(path), beside)}'
 
 
 _MOST_NEAR = 3
