@@ -182,7 +182,13 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
   """
   task = PartitionedTask(jax_task, dict(inputs_struct), layout=layout)
   found: dict[tuple[object, ...], Constraint] = {}
-  jaxpr = task.trace_train_step(lambda c: found.setdefault((c.field, c.shape, str(c.dtype)), c))
+
+  def listener(constraint: Constraint) -> None:
+    key = (constraint.field, constraint.shape, str(constraint.dtype))
+    if constraint.remark or key not in found:  # Of several arrays that a field maps, the one with a remark says more.
+      found[key] = constraint
+
+  jaxpr = task.trace_train_step(listener)
   return TracedStep(task, list(found.values()), jaxpr)
 
 

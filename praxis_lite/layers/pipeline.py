@@ -25,6 +25,7 @@ B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.weighted import mean_of_means
-from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
 TreeT = TypeVar('TreeT')
@@ -157,11 +158,14 @@ class Pipelined(Repeat):
     if self.circular_repeat == 1:
       return super().abstract_init()
     split, P = (self._stack_mapping or (None,))[0], self.num_layers // self.circular_repeat
-    rounds = f'{self.path_name}.circular_repeat: each stage has all rounds'
-    below = jax.tree.map(
-      lambda w: w.repeated(P, split, self._stack_field).repeated(self.circular_repeat, None, rounds),
-      self.layers.abstract_init(),
-    )
+    rounds = DeclaredSplit((None,), [f'{self.path_name}.circular_repeat: a stage has layers of each round'])
+
+    def stacked(weight: WeightHParams) -> WeightHParams:
+      weight = weight.repeated(P, split, self._stack_field).repeated(self.circular_repeat)
+      prefix = rounds.followed_by(weight.repeat_prefix_split_dims_mapping[1:])
+      return dataclasses.replace(weight, repeat_prefix_split_dims_mapping=prefix)
+
+    below = jax.tree.map(stacked, self.layers.abstract_init())
     return {'layers': below} if below else {}
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
