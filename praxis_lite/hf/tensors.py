@@ -160,16 +160,13 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams) -> I
   pair = rows.get(re.sub(r'\.layers_\d+\.', '.layers.', name))
   if pair is None:
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
-  if len(weight.repeat_prefix) > 1:
-    raise CheckpointError(
-      f'{name}: layers in {len(weight.repeat_prefix)} nested groups have no place in such checkpoints'
-    )
   experts, _, axes = pair.axes.rpartition(': ')
   shape = weight.shape[1:] if experts else weight.shape
   view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
-    layer = index[0] if weight.repeat_prefix else number and number[1]
+    stack = index[: len(weight.repeat_prefix)]  # Stages of a pipeline in several rounds have two dimensions of it.
+    layer = np.ravel_multi_index(stack, weight.repeat_prefix) if stack else number and number[1]
     yield Piece(pair.theirs.format(layer=layer, expert=index[-1] if experts else None), path, index, view)
 
 
