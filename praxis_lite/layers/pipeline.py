@@ -260,6 +260,8 @@ class Pipelined(Repeat):
 
     mapped = jax.vmap(
       self._with_remat(stage, R if method == '__call__' else 1),
+      # Without spmd_axis_name, which a `shard_map` in a layer, such as that of experts, does not take: it is one over
+      # axes of its own. Constraints leave the stages as they are, and `_on_stages` states them.
       in_axes=(0, 0, _Stacks(0, 0), _Stacks(None, 0), 0, 0),
       out_axes=0,
     )

@@ -165,8 +165,22 @@ def test_auto_takes_chunks_where_whole_logits_take_much_memory():
 
 @pytest.mark.parametrize('size', [0, -3, 2.5, True, 'all'])
 def test_impossible_chunk_sizes_are_refused(size):
-  with pytest.raises(ConfigError, match=r"FullSoftmax.chunk_size: expected a number of classes, at least 1, 'auto'"):
+  with pytest.raises(ConfigError, match=r'FullSoftmax.chunk_size: expected (a number of classes, at least 1|int)'):
     softmax(chunk_size=size)
+
+
+class Doubled(FullSoftmax):
+  def get_logits(self, x):
+    return 2 * super().get_logits(x)
+
+
+def test_a_layer_with_logits_of_its_own_is_not_cut_into_chunks():
+  layer = Config(Doubled, input_dims=D, num_classes=2**16).instantiate()
+  arrays = ((D, 2**16), jnp.float32), ((2**20, D), jnp.float32), ((2**20,), jnp.int32)
+  w, x, y = itertools.starmap(jax.ShapeDtypeStruct, arrays)
+  assert jax.eval_shape(lambda w, x, y: layer.apply({'w': w}, x, y)[0].logits, w, x, y).shape == (2**20, 2**16)
+  with pytest.raises(ConfigError, match=r'Doubled.chunk_size: Doubled has a get_logits of its own'):
+    softmax(Doubled, chunk_size=3)[0].apply(softmax()[1], normal(B, T, D), labels())
 
 
 def test_logits_that_are_not_there_are_asked_for_elsewhere():

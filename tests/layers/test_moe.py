@@ -12,7 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layers import FeedForward, GatedFeedForward, MoeFeedForward, RotaryPositions, TransformerBlock
+from praxis_lite.layers import (
+  FeedForward,
+  GatedFeedForward,
+  MoeFeedForward,
+  RepeatedTransformer,
+  RotaryPositions,
+  TransformerBlock,
+)
 from praxis_lite.layers.transformer import token_paddings
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import assert_collectives, collectives
@@ -178,11 +185,11 @@ def test_tokens_are_padding_by_segment_and_after_the_last_weight():
   assert token_paddings(None, None) is None
 
 
-def test_a_block_decodes_step_by_step_as_in_one_pass():
+def test_blocks_decode_step_by_step_as_in_one_pass():
   block = Config(TransformerBlock, input_dims=D, hidden_dims=F, num_heads=2)
   block.attention_tpl.set(causal=True, rotary_tpl=Config(RotaryPositions))
   block.ff_tpl = Config(MoeFeedForward, num_experts=E)
-  block = block.instantiate()
+  block = Config(RepeatedTransformer, layers_tpl=block, num_layers=2).instantiate()
   variables = block.init(jax.random.key(0))
 
   @jax.jit
@@ -347,7 +354,5 @@ def test_mistakes_in_axes():
     config(expert_axis='dat', mesh_axis_names=AXES).instantiate()
   moe = config(expert_axis='data', mesh_axis_names=AXES)
   moe.weight_split_dims_mapping.wt = ('mdl', None, None)
-  with pytest.raises(
-    ConfigError, match=r"wt: .* splits the experts over 'mdl'; with expert_axis='data' its first entry"
-  ):
+  with pytest.raises(ConfigError, match=r"wt: .* over 'mdl', and expert_axis='data' exchanges tokens over 'data'"):
     moe.instantiate()
