@@ -11,8 +11,8 @@ time      a train step with M = 8 S microbatches, divided by that of the same mi
           core for each device, it is the time that passes, and in theory S times less. Median of runs in turn
 memory    parameters and optimizer slots on each device, and the temporaries of a compiled step
 
-Exits with 1 if compile time grows more than 1.2 times, or a step with a device for each stage takes more than 5 % longer
-than theory.
+Exits with 1 if compile time grows more than 1.2 times, or a step with a device for each stage takes more than 5 %
+longer than theory.
 """
 
 from __future__ import annotations
