@@ -194,7 +194,8 @@ def test_logits_that_are_not_there_are_asked_for_elsewhere():
 
 
 def on_mesh(shape, cls, wt, out, batch, **options):
-  """Returns the step on a mesh, compiled by a plain jit, its results in true shapes, and those of one device."""
+  """Returns a function that compiles the step on a mesh by a plain jit, its results in true shapes, and those of one
+  device."""
   whole, variables = softmax(cls, chunk_size=None, **options)
   config = Config(cls, input_dims=D, num_classes=V, chunk_size=2, mesh_axis_names=AXES, **options)
   config.weight_split_dims_mapping.wt = wt
@@ -225,8 +226,7 @@ def on_mesh(shape, cls, wt, out, batch, **options):
   rows = shape[0] * shape[1]
   x = jax.device_put(np.pad(x, [(0, -batch % rows), (0, 0), (0, 0)]), NamedSharding(mesh, PartitionSpec(BATCH)))
   values, (of_variables, of_x) = GuardedJit(step)(padded, x)
-  program = jax.jit(step).lower(padded, x).compile()
-  return program, (values, (slice_to(of_variables, variables), of_x)), expected
+  return lambda: jax.jit(step).lower(padded, x).compile(), (values, (slice_to(of_variables, variables), of_x)), expected
 
 
 OUT = (BATCH, None, 'mdl')
@@ -236,7 +236,6 @@ MESHES = {
   'more parts than chunks': ((1, 1, 8), SharedEmbeddingSoftmax, ('mdl', None), OUT, 2),
   'three devices': ((1, 1, 3), FullSoftmax, ('data', 'mdl'), OUT, 3),
   'classes over two axes': ((2, 2, 2), FullSoftmax, (None, ('data', 'mdl')), ('replica', None, ('data', 'mdl')), 2),
-  'weights split otherwise than logits': ((2, 2, 2), FullSoftmax, ('mdl', 'data'), OUT, 4),
   'logits left to the compiler': ((1, 3, 1), SharedEmbeddingSoftmax, ('data', None), None, 3),
 }
 
@@ -253,7 +252,7 @@ def test_classes_split_over_a_mesh_equal_one_device(name):
 def test_only_sums_and_the_gradient_of_the_input_cross_the_axis_that_splits_the_classes():
   program, actual, expected = on_mesh((1, 1, 4), FullSoftmax, (None, 'mdl'), OUT, 2)
   assert_close(actual, expected)
-  text = program.as_text()
+  text = program().as_text()
   sent = re.findall(r'= \(?((?:f32\[[\d,]*\]\S* ?)+)\)? (all-\w+|reduce-scatter|collective-\w+)\(', text)
   assert {kind for _, kind in sent} == {'all-reduce'}
   shapes = [shape for arrays, _ in sent for shape in re.findall(r'f32\[([\d,]*)\]', arrays)]
@@ -264,7 +263,6 @@ def test_only_sums_and_the_gradient_of_the_input_cross_the_axis_that_splits_the_
 TRAINED = {
   'classes over mdl': ((2, 2, 2), {}),
   'classes over three': ((1, 1, 3), {}),
-  'rows over three': ((1, 3, 1), {}),
   'explicit collectives': ((1, 3, 1), {'partitioning': 'shard_map'}),
 }
 
