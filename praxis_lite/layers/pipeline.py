@@ -102,7 +102,7 @@ class Pipelined(Repeat):
     self._stage_remat = Remat.of(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
-    self._axes = () if self._stages is None else tuple(all_axes(self._stages.spec))
+    self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
     for layer in self.layers.descendants():
       self._check_apart(layer)
 
@@ -134,7 +134,7 @@ class Pipelined(Repeat):
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       for field, mapping in layer.split_mappings(group).items():
         placement = layer._resolve(mapping, field)
-        taken = [] if placement is None else [axis for axis in all_axes(placement.spec) if axis in self._axes]
+        taken = [] if placement is None else [axis for axis in all_axes(placement.spec) if axis in self.stage_axes]
         if taken:
           raise ConfigError(
             f'{field}: {taken[0]!r} splits the stages of {self.path_name} (weight_split_dims_mapping.stages), so '
@@ -309,7 +309,7 @@ class Pipelined(Repeat):
     return jax.checkpoint(stage, policy=_save_all_but_moved, prevent_cse=False) if rounds > 1 else stage
 
   def _check_placed_by_compiler(self) -> None:
-    manual = [axis for axis in self._axes if axis in self.surroundings.manual_axes]
+    manual = [axis for axis in self.stage_axes if axis in self.surroundings.manual_axes]
     if manual:
       raise ConfigError(
         f'{self._stack_field}: stages cannot be split over {manual[0]!r} inside of shard_map, where each device would '
