@@ -190,16 +190,13 @@ def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, orde
   pair = rows.get(_NUMBERED.sub('.layers.', name))
   if pair is None:
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
-  if len(weight.repeat_prefix) > 1:
-    raise CheckpointError(
-      f'{name}: layers in {len(weight.repeat_prefix)} nested groups have no place in such checkpoints'
-    )
   experts, _, axes = pair.axes.rpartition(': ')
   shape = weight.shape[1:] if experts else weight.shape
   view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
-    layer = first + step * (index[0] if weight.repeat_prefix else 0)
+    stack = index[: len(weight.repeat_prefix)]  # Two indices in stages of a pipeline of several rounds.
+    layer = first + step * (int(np.ravel_multi_index(stack, weight.repeat_prefix)) if stack else 0)
     yield Piece(pair.theirs.format(layer=layer, expert=index[-1] if experts else None), path, index, view)
 
 

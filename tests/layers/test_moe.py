@@ -21,6 +21,7 @@ from praxis_lite.layers import (
   TransformerBlock,
 )
 from praxis_lite.layers.transformer import token_paddings
+from praxis_lite.models import transformer_lm
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import assert_collectives, collectives
 from praxis_lite.partitioning.specs import to_partition_spec
@@ -183,6 +184,22 @@ def test_tokens_are_padding_by_segment_and_after_the_last_weight():
   found = token_paddings(jnp.array([[0, 0, 1, 0, 0.5, 0], [0] * 6]), jnp.array([[1, 1, 1, 0, 2, 2], [1] * 6]))
   np.testing.assert_array_equal(found, [[0, 0, 0, 1, 0, 1], [1] * 6])
   assert token_paddings(None, None) is None
+
+
+def test_padding_of_a_language_model_takes_no_slots():
+  # First choices of padding at the end would come before second choices of real tokens.
+  experts = Config(MoeFeedForward, num_experts=4, dispatch='capacity', capacity_factor=0.5)
+  lm = transformer_lm(vocab_size=9, model_dims=D, num_layers=2, num_heads=2, hidden_dims=F, experts=experts).lm_tpl
+  lm.set(vocab_size=9, model_dims=D, num_layers=2, num_heads=2, hidden_dims=F)
+  lm = lm.instantiate()
+  variables = lm.init(jax.random.key(0))
+  weights = np.array([[0, 1, 1, 0, 1, 0, 0, 0]], np.float32)  # The first token is a prompt, the last three are padding.
+  segments = np.array([[1, 1, 0, 1, 1, 1, 1, 1]], np.int32)
+  real = np.array([[True, True, False, True, True, False, False, False]])
+  losses = jax.jit(lambda ids: lm.apply(variables, ids, ids, weights, segment_ids=segments)[0].xent)
+  ids = np.arange(8)[None]
+  for other in range(9):
+    np.testing.assert_array_equal(losses(ids)[real], losses(np.where(real, ids, other))[real])
 
 
 def test_blocks_decode_step_by_step_as_in_one_pass():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
-from praxis_lite.layers import MoeFeedForward, PipelinedTransformer, TransformerBlock
+from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import KINDS, assert_collectives, collectives
 from praxis_lite.partitioning.padding import padded_shape, slice_to
@@ -97,12 +97,10 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
 
 def test_experts_in_stages_are_those_of_one_device():
   """Tokens are exchanged by a `shard_map` inside of a stage."""
-  axes, rows = ('stage', 'data', 'expert'), (('data', 'expert'), None, None)
+  axes = ('stage', 'data', 'expert')
   experts = Config(MoeFeedForward, input_dims=8, hidden_dims=12, num_experts=3, expert_axis='expert')
-  block = Config(TransformerBlock, input_dims=8, hidden_dims=12, num_heads=2, ff_tpl=experts)
-  for config in (experts, block):
-    config.activation_split_dims_mapping.out = rows
-  config = Config(PipelinedTransformer, layers_tpl=block, num_layers=3, num_stages=2, num_microbatches=2)
+  experts.activation_split_dims_mapping.out = (('data', 'expert'), None, None)
+  config = Config(Pipelined, layers_tpl=experts, num_layers=3, num_stages=2, num_microbatches=2)
   config.weight_split_dims_mapping.stages = ('stage',)
   layer = config.set(mesh_axis_names=axes).instantiate()
   variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 4, 8))

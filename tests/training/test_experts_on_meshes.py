@@ -23,11 +23,11 @@ B, T, V = 8, 6, 37
 
 
 def packed_batch():
-  """Two segments in each row, padding in some, and a row that weighs nothing."""
+  """Two segments in each row, padding in some, rows that weigh nothing; as many tokens in each half of the batch."""
   ids = np.random.default_rng(0).integers(0, V, (B, T + 1)).astype(np.int32)
   weights, segments = np.ones((B, T), np.float32), np.ones((B, T), np.int32)
   segments[:, 3:] = 2
-  segments[2, 5:] = weights[2, 5:] = weights[1, 4:] = weights[5] = 0
+  segments[6, 4:] = weights[6, 4:] = weights[1, 4:] = weights[2] = weights[5] = 0
   positions = np.tile(np.arange(3, dtype=np.int32), (B, 2))
   return {
     **{'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': weights},
@@ -90,6 +90,6 @@ def test_explicit_collectives():
 
 
 def test_in_a_pipeline():
-  batch = packed_batch() | {'weights': np.ones((B, T), np.float32)}
-  pipelined = set_pipeline(model(), num_stages=2, num_microbatches=2)
-  assert_same_step(after_a_step(pipelined, batch, (2, 1, 2, 2)), after_a_step(model(), batch))
+  """Losses are those of a microbatch, and are then averaged."""
+  pipelined = set_pipeline(model(**LOSSES, load_balance_scope='row'), num_stages=2, num_microbatches=2)
+  assert_same_step(after_a_step(pipelined, packed_batch(), (2, 1, 2, 2)), on_one_device())
