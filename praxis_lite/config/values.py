@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import numbers
 import re
 import sys
@@ -70,11 +71,10 @@ def _only_int(hint: object) -> bool:
 def _meant(value: object, hint: object, current: object) -> str:
   """Returns what was meant by a value that does not fit, as the end of a message; '' if that is not known."""
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
-    package = getattr(target(current), '__module__', '')
-    while package:  # A class beside the present one: `adam` in place of optax.adamw.
+    # A class beside the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
+    for package in itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format):
       if is_named(getattr(sys.modules.get(package), value, None)):
         return f'. Did you mean {package}.{value}?'
-      package = package.rpartition('.')[0]
     return ''
   with contextlib.suppress(MismatchError, ConfigError):
     if tuple in [typing.get_origin(member) for member in members_of(hint)]:

@@ -91,8 +91,8 @@ def runs_near(directory: str | os.PathLike[str]) -> str:
     found = [str(run) for run in find_runs(path)]
     more = f' and {len(found) - _MOST_NEAR} more' if len(found) > _MOST_NEAR else ''
     return f'; the runs below it are {", ".join(found[:_MOST_NEAR])}{more}' if found else ''
-  beside = [str(other) for other in path.parent.iterdir() if has_record(other)] if path.parent.is_dir() else []
-  return f'; there is no such directory.{did_you_mean(str(path), beside)}'
+  beside = [other.name for other in path.parent.iterdir() if has_record(other)] if path.parent.is_dir() else []
+  return f'; there is no such directory.{did_you_mean(path.name, beside)}'
 
 
 _MOST_NEAR = 3

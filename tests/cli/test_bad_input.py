@@ -94,6 +94,7 @@ OVERRIDES = {
   'rate': ("task.train.learner.learning_rate='abc'", r"task\.train\.learner\.learning_rate: expected float, got 'abc'"),
   'dtype': ('task.model.fprop_dtype=float33', r'task\.model\.fprop_dtype: expected the name of a dtype'),
   'optimizer': ('task.train.learner.optimizer=optax.adamm', r"optimizer: optax has no 'adamm'\. Did you mean 'adam'"),
+  'name of an optimizer': ('task.train.learner.optimizer=adam', r"got 'adam' \(str\)\. Did you mean optax\.adam\?$"),
   'steps': ('task.train.num_train_steps=-1', r'task\.train\.num_train_steps = -1: expected an integer of at least 1'),
   'warm-up': ('task.train.learner.schedule.warmup_steps=-3', r'task\.train: .*\.warmup_steps: expected at least 0'),
   'accumulation': (
