@@ -82,8 +82,8 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
     if jnp.shape(x)[:1] != (rows,):
       raise ConfigError(
         f'task.model: of {rows} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
-        f'{jnp.shape(x)}; give it a batch, with examples along dimension 0 of each array, and have predict(batch) '
-        'return only such arrays'
+        f'{jnp.shape(x)}; predict(batch) returns only arrays with the batch as dimension 0, and is given whole batches, '
+        'never one example alone'
       )
   return predictions
 
