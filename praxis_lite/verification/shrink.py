@@ -68,6 +68,26 @@ class _Split(NamedTuple):
   axes: tuple[str, ...]
 
 
+class _Stages(NamedTuple):
+  """Stages of a pipeline: how many, how many in the small task, and how many rounds of layers they have."""
+
+  number: int
+  small: int
+  rounds: int
+
+  @classmethod
+  def of(cls, layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
+    """The small number is split over the small mesh as evenly as the number over the real one."""
+    S = layer.num_stages
+    parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
+    small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
+    return cls(S, small, layer.circular_repeat)
+
+  def are_even(self, num_layers: int, num_stages: int) -> bool:
+    """Whether all stages have as many layers."""
+    return num_layers % (num_stages * self.rounds) == 0
+
+
 def small_mesh(sizes: Mapping[str, int], most_devices: int = 8) -> dict[str, int]:
   """Returns the sizes of the mesh axes with which an experiment is verified.
 
@@ -120,12 +140,13 @@ def small_task(
   shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
-  pipelines = [(layer.num_stages, layer.circular_repeat) for layer in _pipelines(task)]
+  pipelines = [_Stages.of(layer, real, mesh) for layer in _pipelines(task)]
 
   def shrunk(kept: Iterable[int]) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
     layers = {n: n if n in kept else _small_count(n, stacks, pipelines, real, mesh) for n in counts}
     by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
+    by_field['num_stages'] = {p.number: p.small for p in pipelines}
     model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
     batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
@@ -195,16 +216,16 @@ def _small_size(
 def _small_count(
   n: int,
   stacks: Sequence[_Split],
-  pipelines: Sequence[tuple[int, int]],
+  pipelines: Sequence[_Stages],
   real: Mapping[str, int],
   mesh: Mapping[str, int],
 ) -> int:
-  """A small number of layers, split as evenly as `n`, and over (stages, rounds) of pipelines as evenly as well."""
+  """A small number of layers, split as evenly as `n`, over the stages of pipelines too."""
   fits = (
     k
-    for k in range(max(2, *(S * R for S, R in pipelines), 2), n)
+    for k in range(max(2, *(p.small * p.rounds for p in pipelines), 2), n)
     if all((n % _parts(s, real) == 0) == (k % _parts(s, mesh) == 0) for s in stacks if s.size == n)
-    and all(k % R == 0 and (n % (S * R) == 0) == (k % (S * R) == 0) for S, R in pipelines)
+    and all(k % p.rounds == 0 and p.are_even(n, p.number) == p.are_even(k, p.small) for p in pipelines)
   )
   return next(fits, n)
 
