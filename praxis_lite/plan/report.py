@@ -112,7 +112,9 @@ def _collectives_table(plan: Plan) -> str:
     return sum(c.count * getattr(c, what) for c in found)
 
   ordered = sorted(groups.items(), key=lambda item: -total(item[1], 'seconds'))
-  rows: list[tuple[str, ...]] = [('collective', 'over', 'layer', 'phase', 'count', 'fast links', 'network', 'seconds', 'exposed')]
+  rows: list[tuple[str, ...]] = [
+    ('collective', 'over', 'layer', 'phase', 'count', 'fast links', 'network', 'seconds', 'exposed')
+  ]
   for key, found in ordered[:_MOST_ROWS]:
     sent = [format_bytes(total(found, f'{kind}_bytes')) for kind in ('fast', 'network')]
     times = [format_seconds(total(found, what)) for what in ('seconds', 'exposed')]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from praxis_lite.errors import ConfigError, did_you_mean
 
@@ -108,38 +109,44 @@ _DCN = 'How to Scale Your Model, chapter 2'
 _TPU_DOCS = 'Google Cloud TPU documentation, page of {}'
 
 
-def _tpu(
-  name: str, bf16: float, eight_bit: float, memory: int, bandwidth: float, link: float, **more: object
-) -> Target:
+def _tpu(name: str, bf16: float, eight_bit: float, memory: int, bandwidth: float, link: float, **more: Any) -> Target:
   # TPUs multiply float32 as several products of bfloat16: 3 at JAX's precision 'high', 1 by default.
   peaks = {'bf16': bf16 * _TERA, 'f32': bf16 * _TERA, 's8': eight_bit * _TERA, 'u8': eight_bit * _TERA}
-  fields = {'domain': 0, 'chips_per_host': 4, 'network_source': _DCN, 'efficiency': _TPU} | more
-  return Target(  # type: ignore[arg-type]
+  fields: dict[str, Any] = {'domain': 0, 'chips_per_host': 4, 'network_source': _DCN, 'efficiency': _TPU} | more
+  return Target(
     *(name, 'tpu', peaks, memory * GIB, bandwidth * _GIGA, link * _GIGA), source=_TPU_DOCS.format(name), **fields
   )
 
 
 def _gpu(
-  name: str, bf16: float, f32: float, memory: float, bandwidth: float, link: float, cuda: Cuda, **more: object
+  name: str, bf16: float, f32: float, memory: float, bandwidth: float, link: float, cuda: Cuda, **more: Any
 ) -> Target:
   """Peaks in 1e12/s; int8 and, from Ada on, fp8 take half the time of bfloat16."""
   eight_bit = {'s8': 2 * bf16 * _TERA, 'u8': 2 * bf16 * _TERA}
   if cuda.capability >= (8, 9):
     eight_bit |= {f'f8{kind}': 2 * bf16 * _TERA for kind in ('e4m3fn', 'e5m2', 'e4m3', 'e4m3fnuz', 'e5m2fnuz')}
   peaks = {'bf16': bf16 * _TERA, 'f16': bf16 * _TERA, 'f32': f32 * _TERA, **eight_bit}
-  fields = {'domain': 8, 'chips_per_host': 8, 'source': f'NVIDIA data sheet: {cuda.name}', 'efficiency': _GPU} | more
-  return Target(  # type: ignore[arg-type]
-    *(name, 'gpu', peaks, memory * _GIGA, bandwidth * _GIGA, link * _GIGA), cuda=cuda, **fields
-  )
+  fields: dict[str, Any] = {
+    'domain': 8,
+    'chips_per_host': 8,
+    'source': f'NVIDIA data sheet: {cuda.name}',
+    'efficiency': _GPU,
+  } | more
+  return Target(*(name, 'gpu', peaks, memory * _GIGA, bandwidth * _GIGA, link * _GIGA), cuda=cuda, **fields)
 
 
 _NIC = 'NVIDIA {} data sheet: one {} Gb/s adapter for each GPU'
-_A100 = {'network': 25 * _GIGA, 'network_source': _NIC.format('DGX A100', 200)}
-_H100 = {'network': 50 * _GIGA, 'network_source': _NIC.format('DGX H100', 400)}
-_B200 = {'network': 50 * _GIGA, 'network_source': _NIC.format('DGX B200', 400)}
-_GB200 = {'network': 50 * _GIGA, 'network_source': _NIC.format('GB200 NVL72', 400), 'chips_per_host': 4, 'domain': 72}
+_A100: dict[str, Any] = {'network': 25 * _GIGA, 'network_source': _NIC.format('DGX A100', 200)}
+_H100: dict[str, Any] = {'network': 50 * _GIGA, 'network_source': _NIC.format('DGX H100', 400)}
+_B200: dict[str, Any] = {'network': 50 * _GIGA, 'network_source': _NIC.format('DGX B200', 400)}
+_GB200: dict[str, Any] = {
+  'network': 50 * _GIGA,
+  'network_source': _NIC.format('GB200 NVL72', 400),
+  'chips_per_host': 4,
+  'domain': 72,
+}
 # Cards on PCIe: the link is that of one slot, x16, through the host.
-_CARDS = {'network': 3.125 * _GIGA, 'network_source': 'assumed: 200 Gb/s for a host of 8'}
+_CARDS: dict[str, Any] = {'network': 3.125 * _GIGA, 'network_source': 'assumed: 200 Gb/s for a host of 8'}
 
 _ALL = (
   # Links of TPUs: the documented bandwidth of a chip over its links, 4 on a 2D torus and 6 on a 3D torus.
@@ -149,7 +156,10 @@ _ALL = (
   _tpu('v6e', 918, 1836, 32, 1640, 100, torus=2, wraps_at=16, largest=(16, 16), network=12.5e9, chips_per_host=8),
   _tpu(
     *('7x', 2307, 4614, 192, 7380, 100),
-    **{'torus': 3, 'wraps_at': 4, 'largest': (16, 24, 24), 'devices_per_chip': 2},
+    torus=3,
+    wraps_at=4,
+    largest=(16, 24, 24),
+    devices_per_chip=2,
     network=12.5e9,
     network_source='assumed: as of v6e',
   ),
