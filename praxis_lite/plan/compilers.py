@@ -5,14 +5,16 @@ TPU programs are compiled by the package libtpu, GPU programs by JAX's plugin fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from praxis_lite.training.partitioned_step import PartitionedStep
 # Of each kind of target: modules any of which compiles for it, and the packages that versions are asked of.
 _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
+_CUDNN_VERSION = 91000  # As in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these, the compilers look for the machine that they are made for.
 _ENVIRONMENT = {
@@ -144,6 +147,8 @@ def places_of(topology: Topology, devices: Iterable[jax.Device]) -> np.ndarray:
 def compile_step(
   step: PartitionedStep,
   topology: Topology,
+  *,
+  layers: Sequence[str] = (),
   cache: Path | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> CompiledStep:
@@ -151,6 +156,7 @@ def compile_step(
 
   Args:
     step: on a mesh of the devices of `topology`.
+    layers: paths of the layers of the model.
     cache: a directory of programs; None keeps none.
     report: called with what begins: 'tracing', 'compiling'.
 
@@ -158,8 +164,9 @@ def compile_step(
     CompileError: the compiler refuses it, or has not enough memory.
   """
   report('tracing')
-  lowered = step.lower()
-  file = None if cache is None else cache / f'{_key(lowered, step, topology)}.json.gz'
+  with _as_if_with_cudnn():
+    lowered = step.lower()
+  file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
   if file is not None and file.is_file():
     try:
       return CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
@@ -186,6 +193,22 @@ def compile_step(
   return result
 
 
+@contextlib.contextmanager
+def _as_if_with_cudnn() -> Iterator[None]:
+  """Lets fused attention be lowered without cuDNN: JAX asks for its version, and the compiler needs nothing of it."""
+  name = 'jax._src.cudnn.fused_attention_stablehlo'
+  module: Any = importlib.import_module(name) if importlib.util.find_spec(name) else None
+  ask = getattr(module, 'check_cudnn_version', None)
+  if ask is None:
+    yield
+    return
+  module.check_cudnn_version = lambda: _CUDNN_VERSION
+  try:
+    yield
+  finally:
+    module.check_cudnn_version = ask
+
+
 def _text(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> str:
   try:
     return compiled.as_text() or ''
@@ -194,14 +217,14 @@ def _text(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> str:
     return lowered.compile(compiler_options=options).as_text() or ''
 
 
-def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology) -> str:
-  """What a compiled program is a function of, and the names of its operations."""
+def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
+  """What a compiled program is a function of, and the layers that its operations are named after."""
   digest = hashlib.sha256()
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
-  for part in (topology.name, *versions, str(order), os.environ.get('XLA_FLAGS', '')):
+  for part in (topology.name, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
     digest.update(part.encode() + b'\0')
-  digest.update(lowered.as_text(debug_info=True).encode())
+  digest.update(lowered.as_text().encode())
   return digest.hexdigest()[:32]
 
 

@@ -144,7 +144,8 @@ class Links:
     if not links:  # On one chip.
       return _Extent(members, len(domains), float(self._target.torus), float(self._target.torus), 1.0)
     filled = len(chips) / box  # Where a group is no box, others share its links.
-    return _Extent(members, len(domains), links * filled * share, across * filled * share, hops)
+    busiest = across * (members - 1) / members  # Of n parts of an all-to-all, n - 1 are sent.
+    return _Extent(members, len(domains), links * filled * share, busiest * filled * share, hops)
 
 
 def _unlike(groups: Groups, places: np.ndarray) -> list[tuple[int, ...]]:

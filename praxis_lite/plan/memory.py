@@ -85,12 +85,13 @@ class Memory:
     return self.capacity - self.peak
 
   def by_kind(self) -> dict[str, int]:
-    """Bytes of the peak by what they are; the last entry is what the schedule does not tell, and may be negative."""
+    """Bytes of the peak by what they are; 'other', what the schedule does not tell, may be negative."""
+    state = self.state
     parts = {
-      'parameters': self.state.parameters,
-      'optimizer slots': self.state.slots,
-      'moving averages': self.state.averages,
-      'inputs': self.state.inputs,
+      'parameters': state.parameters,
+      'optimizer slots': state.slots,
+      'moving averages': state.averages,
+      'inputs': self.arguments - state.total + state.inputs,  # Those that the step uses.
       'saved activations': 0,
       'gradients': 0,
       'temporaries': 0,

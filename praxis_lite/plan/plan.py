@@ -33,7 +33,7 @@ from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.task import SingleTask
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.trees import leaves_by_path
+from praxis_lite.trees import leaves_by_path, path_name
 
 # What JAX takes of a GPU's memory by default.
 _DEFAULT_GPU_FRACTION = 0.75
@@ -145,14 +145,17 @@ def plan(
   mesh = jax_task.mesh_sizes()
   check_mesh(mesh, topology)
   missing = missing_compiler(topology)
-  names = LayerNames([layer.path for layer in jax_task.model.descendants()])
+  layers = [layer.path for layer in jax_task.model.descendants()]
+  names = LayerNames(layers)
   notes: list[str] = []
   if compile and not missing:
     devices = devices_of(topology)
     partitioned = PartitionedTask(jax_task, dict(struct), mesh=jax_task.create_mesh(devices))
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     try:
-      step = compile_step(partitioned.train_step, topology, cache, report)
+      step = compile_step(
+        partitioned.train_step, topology, layers=[*map(path_name, layers)], cache=cache, report=report
+      )
     except CompileError as error:
       notes.append(f'{error}; the numbers are analytic')
     else:
@@ -213,11 +216,11 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
   tokens = partitioned.batch_size * length
   layers = {layer.path: layer for layer in jax_task.model.descendants()}
   weights = leaves_by_path(jax_task.model.abstract_init())
-  # The rows of a table that is looked up are multiplied by nothing.
+  # Tables that are looked up, gains and biases are not multiplied by.
   multiplied = sum(
     weight.num_active
     for path, weight in weights.items()
-    if not isinstance(layers.get(path[:-1]), Embedding | LearnedPositions)
+    if len(weight.shape) > 1 and not isinstance(layers.get(path[:-1]), Embedding | LearnedPositions)
   )
   attention = 0
   for path, layer in layers.items():
