@@ -251,10 +251,10 @@ def _bottleneck(cost: Cost, topology: Topology) -> str:
   for op in cost.operations:
     seconds[op.layer] = seconds.get(op.layer, 0.0) + op.count * op.seconds
   most = max(seconds, key=lambda layer: seconds[layer])
-  where = f'{most or "the update and what has no layer"} takes {seconds[most] / max(cost.seconds, 1e-30):.0%} of a step'
+  where = f'; {most} takes {seconds[most] / max(cost.seconds, 1e-30):.0%}' if most else ''
   what = {
     'compute': 'products of matrices',
     'memory': 'reading and writing memory',
     'overhead': 'starting many small operations',
   }[limit]
-  return f'{limit}: {share:.0%} of a step is {what}; {where}'
+  return f'{limit}: {share:.0%} of a step is {what}{where}'
