@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from praxis_lite.explain.explanation import format_bytes, format_mesh
 from praxis_lite.plan.cost import Communication
-from praxis_lite.plan.plan import Plan
+from praxis_lite.plan.planning import Plan
 
 _MOST_ROWS = 8
 
