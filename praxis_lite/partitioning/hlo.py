@@ -184,6 +184,18 @@ class Program:
     """The computations that an instruction runs."""
     return [self.computations[name] for name in instruction.called if name in self.computations]
 
+  def origin(self, instruction: Instruction, computation: Computation) -> Instruction:
+    """What an instruction only renames, seen through bitcasts, and copies that TPU fusions make in place."""
+    while self.is_view(instruction) and (operands := computation.operands(instruction)):
+      instruction = operands[0]
+    return instruction
+
+  def is_view(self, instruction: Instruction) -> bool:
+    """Whether an instruction is another name for its operand."""
+    if instruction.opcode == 'fusion' and 'output_to_operand_aliasing={{}: (0,' in instruction.attributes:
+      return all(called.root.opcode == 'copy' for called in self.called(instruction))
+    return instruction.opcode == 'bitcast'
+
   def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
     """How often the body of a `while` runs; None if the program does not say.
 

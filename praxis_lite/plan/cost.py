@@ -205,18 +205,9 @@ class LayerNames:
 # ---------------------------------------------------------------- schedule
 
 # These cost nothing themselves.
-_FREE = {
-  'parameter',
-  'constant',
-  'iota',
-  'tuple',
-  'get-tuple-element',
-  'bitcast',
-  'after-all',
-  'add-dependency',
-  'domain',
-}
-_FREE |= {'partition-id', 'replica-id', 'optimization-barrier', 'call', 'while', 'conditional', 'async-update'}
+_FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
+_FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
+_FREE |= {'call', 'while', 'conditional', 'async-update'}
 
 
 @dataclasses.dataclass
@@ -530,7 +521,7 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Progra
     return 0.0
   operands = computation.operands(instruction)
   if instruction.opcode == 'fusion' and (called := program.called(instruction)):
-    return _fusion_bytes(called[0], operands)
+    return _fusion_bytes(called[0], operands, program)
   if instruction.opcode.endswith('-start') and not isinstance(instruction.shape, Array):  # (to, from, context)
     return float(sum(array.bytes for part in instruction.shape[:2] for array in arrays_of(part) if array.space == 0))
   result = _in_memory(instruction)
@@ -543,7 +534,7 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Progra
   return float(result + sum(map(_in_memory, operands)))
 
 
-def _fusion_bytes(inside: Computation, operands: Sequence[Instruction]) -> float:
+def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: Program) -> float:
   users: dict[str, list[Instruction]] = {}
   for inner in inside.instructions:
     for name in inner.operands:
@@ -553,7 +544,7 @@ def _fusion_bytes(inside: Computation, operands: Sequence[Instruction]) -> float
     """What uses a value, seen through what does not change it."""
     found = []
     for user in users.get(name, ()):
-      found += uses(user.name) if user.opcode == 'bitcast' else [user]
+      found += uses(user.name) if program.is_view(user) else [user]
     return found
 
   total = 0.0
@@ -561,7 +552,7 @@ def _fusion_bytes(inside: Computation, operands: Sequence[Instruction]) -> float
     whole = _in_memory(operands[number]) if number < len(operands) else _in_memory(parameter)
     parts = 0.0
     for user in uses(parameter.name):
-      first = bool(user.operands) and _is_seen(inside, user.operands[0], parameter.name)
+      first = bool(user.operands) and program.origin(inside.by_name[user.operands[0]], inside) is parameter
       if user.opcode in _SLICES and first:
         parts += sum(a.bytes for a in user.arrays)
       elif not (user.opcode == 'dynamic-update-slice' and first):  # It is updated in place.
@@ -570,18 +561,10 @@ def _fusion_bytes(inside: Computation, operands: Sequence[Instruction]) -> float
   root = inside.root
   results = inside.operands(root) if root.opcode == 'tuple' else [root]
   for result in results:
-    while result.opcode == 'bitcast' and (below := inside.operands(result)):
-      result = below[0]
+    result = program.origin(result, inside)
     update = inside.operands(result)[1:2] if result.opcode == 'dynamic-update-slice' else []
     total += _in_memory(update[0]) if update else _in_memory(result)
   return total
-
-
-def _is_seen(inside: Computation, name: str, parameter: str) -> bool:
-  """Whether a value is a parameter, seen through what does not change it."""
-  while name != parameter and (found := inside.by_name.get(name)) is not None and found.opcode == 'bitcast':
-    name = found.operands[0]
-  return name == parameter
 
 
 def _in_memory(instruction: Instruction) -> int:

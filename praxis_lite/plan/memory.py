@@ -232,14 +232,11 @@ def _updated_in_place(instruction: Instruction, program: Program) -> int | None:
   called = program.called(instruction) if instruction.opcode == 'fusion' else []
   if not called:
     return None
-  root, inside = called[0].root, called[0]
-  while root.opcode == 'bitcast' and (below := inside.operands(root)):
-    root = below[0]
+  inside = called[0]
+  root = program.origin(inside.root, inside)
   if root.opcode != 'dynamic-update-slice':
     return None
-  operand = inside.operands(root)[0]
-  while operand.opcode == 'bitcast' and (below := inside.operands(operand)):
-    operand = below[0]
+  operand = program.origin(inside.operands(root)[0], inside)
   return int(operand.literal) if operand.opcode == 'parameter' else None
 
 

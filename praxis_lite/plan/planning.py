@@ -184,9 +184,10 @@ def _planned(
   step: CompiledStep | None,
   memory: Memory,
   cost: Cost,
-  notes: list[str],
+  reasons: list[str],
 ) -> Plan:
   target = topology.target
+  notes = [*reasons, *_padding(partitioned)]
   if target.kind == 'cpu':
     notes.append('times on cpu are of an imagined machine: orders of magnitude alone')
   elif not target.efficiency.calibrated:
@@ -198,6 +199,18 @@ def _planned(
   compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
   mode, seconds, is_cached = compiler
   return Plan(name, topology, mesh, mode, memory, cost, work, seconds, is_cached, tuple(notes))
+
+
+def _padding(partitioned: PartitionedTask) -> list[str]:
+  microbatches = partitioned.jax_task.learner.num_microbatches
+  true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
+  multiple = partitioned.mesh.size * microbatches
+  if true == computed:
+    return []
+  return [
+    f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as others: '
+    f'{1 - true / computed:.0%} of the work; batch_size should be a multiple of {multiple:,}'
+  ]
 
 
 def _doubts(cost: Cost) -> list[str]:
