@@ -19,14 +19,14 @@ from praxis_lite.tasks.learners import adamw_learner
 
 
 class _LongContext(BaseExperiment):
-  """The batch is split over 'replica' and 'data', the length over 'context', and heads over 'mdl'."""
+  """Rows are split over 'replica' and 'data', lengths over 'context', heads over 'mdl', weights over the last three."""
 
   mesh_axis_names = ('replica', 'data', 'context', 'mdl')
   context_method = 'ring'
 
   def split(self, model: Config) -> Config:
     """Sets the mappings of a model."""
-    set_sharding(model, context_axis='context')
+    set_sharding(model, data_axis=('data', 'context'), context_axis='context')
     model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.context_method = self.context_method
     return model
 
@@ -74,7 +74,7 @@ class AllToAllLmTiny(RingLmTiny):
 class Llama8B128k(_LongContext):
   """LLaMA style, 8.0B parameters with the sizes of Llama 3.1 8B, for sequences of 131,072 tokens on 256 devices.
 
-  Of these, 8 are fully sharded, 16 share a sequence, and 2 are tensor parallel.
+  Of these, 16 share a sequence, 2 are tensor parallel, and weights are fully sharded over the other 128.
   """
 
   ici_mesh_shape = (1, 8, 16, 2)

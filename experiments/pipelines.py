@@ -66,7 +66,9 @@ class Gpt3(_PublishedSize):
 
   def task(self) -> Config:
     task = super().task()
-    softmax = task.model.lm_tpl.softmax_tpl
+    lm = task.model.lm_tpl
+    lm.position_tpl.weight_split_dims_mapping.wt = (None, 'data')
+    softmax = lm.softmax_tpl
     softmax.weight_split_dims_mapping.wt = (('stage', 'mdl'), 'data')
     softmax.activation_split_dims_mapping.out = (('replica', 'data'), None, ('stage', 'mdl'))
     return task

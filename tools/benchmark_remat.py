@@ -10,6 +10,7 @@ of the step less those of the step that keeps only inputs; the state is not part
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -53,16 +54,17 @@ def main() -> int:
     model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.implementation = 'dense'
     step = PartitionedTask(Config(SingleTask, model=model).instantiate(), data.batch_struct()).train_step
     step.compile()
-    cost = step.compiled.cost_analysis()
-    found[name] = step.compiled.memory_analysis().temp_size_in_bytes / 2**20, cost['flops']
+    cost, memory = step.compiled.cost_analysis(), step.compiled.memory_analysis()
+    assert cost and memory
+    found[name] = memory.temp_size_in_bytes / 2**20, cost['flops']
 
   least, most_work = found['full'][0], found['none'][1]
   print(f'{args.layers} layers of {args.dims} dims, 4 x {args.tokens} tokens, dense attention, 1 CPU device\n')
   print(f'{"policy":34} {"temporaries MiB":>15} {"kept MiB a layer":>17} {"work":>6}')
-  for name, (memory, flops) in found.items():
-    print(f'{name:34} {memory:15.1f} {(memory - least) / args.layers:17.2f} {flops / most_work:6.2f}')
-  memories = [memory for memory, _ in found.values()]
-  ordered = all(a >= b for a, b in zip(memories, memories[1:]))
+  for name, (kept, flops) in found.items():
+    print(f'{name:34} {kept:15.1f} {(kept - least) / args.layers:17.2f} {flops / most_work:6.2f}')
+  memories = [kept for kept, _ in found.values()]
+  ordered = all(a >= b for a, b in itertools.pairwise(memories))
   print('\nin the order that theory says' if ordered else '\nNOT in the order that theory says')
   return not ordered
 

@@ -2,13 +2,15 @@
 
 error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
 warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
-          pattern, optimizer slot unlike its weight, experts that are gathered, unbalanced or see later tokens
+          pattern, optimizer slot unlike its weight, experts that are gathered, unbalanced or see later tokens, stages
+          that do not divide by their mesh axis
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping, Sequence
 
 from praxis_lite.errors import ShardingError, UserError
@@ -16,6 +18,7 @@ from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches, s
 from praxis_lite.explain.experts import expert_problems
 from praxis_lite.explain.explanation import Explanation, Kind, format_bytes, format_mesh
 from praxis_lite.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
+from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.partitioning.placement import place_variables
@@ -105,6 +108,7 @@ def check(
     problems += _unused_axes(report.all(), sizes)
     problems += _mismatches(step, report.variables, sizes)
   problems += _replicated(report.variables, report.slots, limits)
+  problems += _uneven_stages(jax_task, sizes)
   problems += _unlike_slots(report.slots, layout)
   problems += [_warn(*problem) for problem in expert_problems(jax_task.model, sizes)]
   problems += _padding([*report.variables, *report.activations], limits)
@@ -239,6 +243,21 @@ def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], 
     else:
       remedy = 'keep in the optimizer state trees like that of the parameters, so that slots follow them'
       problems.append(_warn('replicated slot', e.path, f'{message}, as it is of no variable', remedy))
+  return problems
+
+
+def _uneven_stages(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
+  """Pipelines whose stages are not spread evenly over their mesh axis."""
+  problems = []
+  for layer in jax_task.model.descendants():
+    parts = math.prod(sizes[axis] for axis in layer.stage_axes) if isinstance(layer, Pipelined) else 1
+    if parts > 1 and layer.num_stages % parts:
+      message = (
+        f'{layer.num_stages} stages over {parts} devices: some devices have fewer stages than others, and weights move '
+        'between them at each step'
+      )
+      remedy = f'make it a multiple of {parts}, or the mesh axis a divisor of {layer.num_stages}'
+      problems.append(_warn('uneven stages', f'{layer.path_name}.num_stages', message, remedy))
   return problems
 
 

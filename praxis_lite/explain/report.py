@@ -182,7 +182,13 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
   """
   task = PartitionedTask(jax_task, dict(inputs_struct), layout=layout)
   found: dict[tuple[object, ...], Constraint] = {}
-  jaxpr = task.trace_train_step(lambda c: found.setdefault((c.field, c.shape, str(c.dtype)), c))
+
+  def listener(constraint: Constraint) -> None:
+    key = (constraint.field, constraint.shape, str(constraint.dtype))
+    if constraint.remark or key not in found:  # Of several arrays that a field maps, the one with a remark says more.
+      found[key] = constraint
+
+  jaxpr = task.trace_train_step(listener)
   return TracedStep(task, list(found.values()), jaxpr)
 
 
@@ -250,11 +256,12 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each array of a batch as it is split inside a step; rows that only fill up the mesh are padding."""
-  rows = task.mesh.size * task.jax_task.learner.num_microbatches
+  rows = task.row_parts * task.jax_task.learner.num_microbatches
+  over = 'all mesh axes' if task.row_parts == task.mesh.size else f'{task.row_parts} parts'
   found = []
   for path, struct in leaves_by_path(padded_batch_shape(task.inputs_shape, rows)).items():
     dims = dimensions(struct.shape, task.execution.place_input(struct), sizes)
     dims = (dataclasses.replace(dims[0], size=task.batch_size), *dims[1:])
-    remarks = (f'enters a step with dimension 0 over all mesh axes, as {struct.shape[0]} rows',)
+    remarks = (f'enters a step with dimension 0 over {over}, as {struct.shape[0]} rows',)
     found.append(Explanation(path_name(('inputs', *path)), Kind.INPUT, dims, np.dtype(struct.dtype), sizes, remarks))
   return found

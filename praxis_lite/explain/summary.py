@@ -10,6 +10,7 @@ from praxis_lite.config.references import dotted_name
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.explain.explanation import Explanation, format_bytes, format_counts, format_mesh
 from praxis_lite.explain.report import report_of
+from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.partitioning.batch import padded_rows
 from praxis_lite.partitioning.mesh import abstract_mesh
@@ -34,6 +35,7 @@ def summarize(config: ExperimentConfig) -> str:
     ('batch', _batch(config.datasets, task.learner.num_microbatches)),
     ('training', _training(config, task)),
   ]
+  rows += [('attention', line) for line in _attention(config.datasets, task)]
   rows += [('pipeline', line) for line in _pipelines(config.datasets, task, math.prod(sizes.values()))]
   width = max(len(name) for name, _ in rows)
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
@@ -58,6 +60,12 @@ def _batch(datasets: Iterable[Config], microbatches: int) -> str:
   if tokens is None:
     return f'{examples:,} examples{parts}'
   return f'{examples:,} examples x {tokens:,} tokens = {examples * tokens:,} tokens a step{parts}'
+
+
+def _attention(datasets: Iterable[Config], task: SingleTask) -> list[str]:
+  training = _training_dataset(datasets)
+  tokens = None if training is None else _sequence_length(training)
+  return [] if tokens is None else describe_attention(task.model, tokens, bool(getattr(task.model, 'packed', False)))
 
 
 def _pipelines(datasets: Iterable[Config], task: SingleTask, num_devices: int) -> list[str]:

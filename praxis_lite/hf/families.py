@@ -74,7 +74,8 @@ _NOT_COMPARED = {
   *('name', 'dtype', 'fprop_dtype', 'params_init', 'mesh_axis_names', 'logical_axis_rules', 'inputs_split_mapping'),
   *('weight_split_dims_mapping', 'activation_split_dims_mapping', 'implementation', 'lookup_style', 'out_init'),
   *('label_smoothing', 'z_loss_weight', 'load_balance_loss_weight', 'load_balance_scope', 'jitter'),
-  *('expert_axis', 'capacity_factor'),
+  *('expert_axis', 'capacity_factor', 'chunk_size'),
+  *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
 }
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from praxis_lite.config import Config
 from praxis_lite.hf.hf_config import HfConfig
@@ -52,5 +52,5 @@ def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:
   """Returns the block of each layer; that of a repeated layer as often as it is repeated."""
   transformer = lm.transformer
   if isinstance(transformer, Repeat):
-    return [transformer.layers] * transformer.num_layers
+    return cast(list[TransformerBlock], transformer.in_turn())
   return list(transformer.layers)

@@ -74,7 +74,6 @@ class LlamaLike(Family):
       dims_per_head=None if hf['head_dim'] is None else hf.size('head_dim'),
       hidden_dims=hf.size(self.hidden_dims_field),
       tie_embeddings=bool(hf['tie_word_embeddings']),
-      repeat=alike,
       experts=self.experts(hf),
     )
     lm = model.lm_tpl

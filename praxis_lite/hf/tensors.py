@@ -8,6 +8,7 @@ letters name dimensions, and mean nothing else. A fraction is a part of a tensor
     'D N H -> D (1/3 N H)'      the second of three parts, along the second dimension
 
 Variables of a repeated layer, stacked, are a tensor for each `{layer}`; so are those of `layers_0`, `layers_1`, ...
+Where these are a pattern that is repeated, they are stacked, and `rest_0`, ... come after them.
 A dimension before a colon has a tensor for each entry, `{expert}`:
 
     Pair('model.layers.{layer}.experts.{expert}.up.weight', 'transformer.layers.ff.up', 'E: D F -> F D')
@@ -150,26 +151,52 @@ def pieces(table: Iterable[Pair], weights: NestedDict) -> dict[Path, list[Piece]
     table: a row for each variable, at least.
     weights: declarations of the variables below the `TransformerLm`.
   """
-  rows = {pair.ours: pair for pair in table}
-  return {path: list(_pieces_of(rows, path, weight)) for path, weight in leaves(weights).items()}
+  rows, declared = {pair.ours: pair for pair in table}, leaves(weights)
+  order = _LayerOrder.of(declared)
+  return {path: list(_pieces_of(rows, path, weight, order)) for path, weight in declared.items()}
 
 
-def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams) -> Iterator[Piece]:
+class _LayerOrder(NamedTuple):
+  """Which layers of a model are those of `layers_0`, `layers_1`, ..., stacked or not, and of `rest_0`, ... after them.
+
+  Attributes:
+    first: the number of the first layer of each.
+    period: how many layers there are from one entry of a stack to the next.
+  """
+
+  first: dict[str, int]
+  period: int
+
+  @classmethod
+  def of(cls, declared: Mapping[Path, WeightHParams]) -> _LayerOrder:
+    counts = {
+      match[1]: (weight.repeat_prefix or (1,))[0]
+      for path, weight in declared.items()
+      if (match := _NUMBERED.search(path_name(path)))
+    }
+    in_turn = [name for name in counts if name.startswith('layers')]
+    before = {'layers': 0, 'rest': sum(counts[name] for name in in_turn)}
+    kinds = {name: name.split('_') for name in counts}
+    return cls({name: before[kind] + int(number) for name, (kind, number) in kinds.items()}, len(in_turn))
+
+
+_NUMBERED = re.compile(r'\.((?:layers|rest)_\d+)\.')
+
+
+def _pieces_of(rows: Mapping[str, Pair], path: Path, weight: WeightHParams, order: _LayerOrder) -> Iterator[Piece]:
   name = path_name(path)
-  number = re.search(r'\.layers_(\d+)\.', name)
-  pair = rows.get(re.sub(r'\.layers_\d+\.', '.layers.', name))
+  number = _NUMBERED.search(name)
+  first, step = (order.first[number[1]], order.period) if number else (0, 1)
+  pair = rows.get(_NUMBERED.sub('.layers.', name))
   if pair is None:
     raise CheckpointError(f'{name}: checkpoints of this kind have no such variable')
-  if len(weight.repeat_prefix) > 1:
-    raise CheckpointError(
-      f'{name}: layers in {len(weight.repeat_prefix)} nested groups have no place in such checkpoints'
-    )
   experts, _, axes = pair.axes.rpartition(': ')
   shape = weight.shape[1:] if experts else weight.shape
   view = View(shape, parse_axes(axes) if axes else tuple((i,) for i in range(len(shape))))
   counts = (*weight.repeat_prefix, *weight.shape[: len(weight.shape) - len(shape)])
   for index in np.ndindex(*counts):
-    layer = index[0] if weight.repeat_prefix else number and number[1]
+    stack = index[: len(weight.repeat_prefix)]  # Two indices in stages of a pipeline of several rounds.
+    layer = first + step * (int(np.ravel_multi_index(stack, weight.repeat_prefix)) if stack else 0)
     yield Piece(pair.theirs.format(layer=layer, expert=index[-1] if experts else None), path, index, view)
 
 

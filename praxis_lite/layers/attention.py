@@ -29,10 +29,12 @@ from praxis_lite.layers.context_parallel import (
 )
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
+  AttentionCase,
+  AttentionChoice,
   AttentionImplementation,
-  attention_case,
   choose_attention,
   dot_product_attention,
+  platform,
 )
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
@@ -391,9 +393,9 @@ class MultiHeadAttention(Layer):
     bias: LogitBias | None = None
     if self.relative_bias_tpl is not None:
       bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, *positions)
+    by_rows = visible.segments_BT is not None or visible.prefix_B is not None
+    name, reason = self._choice(heads[0].shape[1], heads[1].shape[1], by_rows, mask is not None, split is not None)
     options: dict[str, Any] = {'dropout': dropout, 'logit_soft_cap': self.logit_soft_cap}
-    case = attention_case(*heads[:2], visible=visible, bias=bias, mask=mask, split=split is not None, **options)
-    name, reason = choose_attention(self.implementation, case, f'{self.path_name}.implementation')
     options |= {'scale': self.scale, 'block_size': self.block_size}
     if split is not None and name == 'blockwise':
       context_BTNH = context_parallel_attention(*heads, split=split, visible=visible, bias=bias, **options)
@@ -429,12 +431,48 @@ class MultiHeadAttention(Layer):
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 
+  def _choice(self, query_len: int, key_len: int, by_rows: bool, arrays: bool, split: bool) -> AttentionChoice:
+    """How attention is computed, and why; see `AttentionCase`."""
+    assert self.dims_per_head is not None  # Set once the layer is built.
+    case = AttentionCase(
+      platform(),
+      jnp.dtype(self.fprop_dtype),
+      query_len,
+      key_len,
+      self.dims_per_head,
+      causal=self.causal,
+      window=self.sliding_window is not None,
+      by_rows=by_rows,
+      arrays=arrays,
+      split=split,
+      logit_bias=self.relative_bias_tpl is not None,
+      soft_cap=self.logit_soft_cap is not None,
+      dropout=self.dropout_rate > 0,
+    )
+    return choose_attention(self.implementation, case, f'{self.path_name}.implementation')
+
+  def describe(self, length: int, packed: bool) -> str:
+    """Returns how sequences of this length are attended to, and why."""
+    name, reason = self._choice(length, length, packed, False, self.context_axis is not None)
+    over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
+    return f'{name} on {platform()}{over}: {reason}'
+
   def _whole_bias(self, heads: Heads, positions: tuple[jax.Array | None, jax.Array | None]) -> jax.Array | None:
     """Returns the relative bias of all queries and keys, [B, N, T, S] or [1, N, T, S]."""
     if self.relative_bias_tpl is None:
       return None
     whole = (jnp.arange(x.shape[1])[None] if pos is None else pos for x, pos in zip(heads, positions, strict=False))
     return self.relative_bias(*whole)
+
+
+def describe_attention(model: Layer, length: int, packed: bool) -> list[str]:
+  """Returns a line about each kind of attention in a model, for sequences of this length; see `describe`."""
+  layers: dict[str, list[str]] = {}
+  for layer in model.descendants():
+    if isinstance(layer, MultiHeadAttention):
+      layers.setdefault(layer.describe(length, packed), []).append(layer.path_name)
+  more = {text: f' and {len(paths) - 1} more' if len(paths) > 1 else '' for text, paths in layers.items()}
+  return [f'{paths[0]}{more[text]}: {text}' for text, paths in layers.items()]
 
 
 def _split_projection(

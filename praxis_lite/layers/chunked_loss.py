@@ -98,13 +98,13 @@ class ClassChunks:
     return jnp.minimum(jnp.arange(0, self.part_size, self.size), self.part_size - self.size)
 
   def in_parts(self, weights: jax.Array, axis: int) -> jax.Array:
-    """Cuts an axis of classes [V] into [S, K], padded with zeros: the classes of each part are on one device."""
+    """Cuts an axis of classes [V] into [S, K], padded with zeros, and puts S first: each part is on one device."""
     shape = [*weights.shape]
     shape[axis] = self.num_parts * self.part_size
     padded = pad_to(weights, tuple(shape))
-    parts = padded.reshape(*shape[:axis], self.num_parts, self.part_size, *shape[axis + 1 :])
+    parts = jnp.moveaxis(padded.reshape(*shape[:axis], self.num_parts, self.part_size, *shape[axis + 1 :]), axis, 0)
     spec: list[object] = [UNCONSTRAINED] * parts.ndim
-    spec[axis : axis + 2] = axes_to_entry(self.axes), None
+    spec[0], spec[axis + 1] = axes_to_entry(self.axes), None
     return with_sharding_constraint(parts, PartitionSpec(*spec))
 
   def split(self, x: jax.Array, *dims: object) -> jax.Array:
@@ -254,10 +254,7 @@ def _backward(
       db = jax.lax.dynamic_update_slice_in_dim(db, of_b, start, 1)
     gradient = gradient.astype(x.dtype)
     # What a last chunk repeats of the one before it is written again, and equal; it must not be added again.
-    if axis == 1:  # The order of the operands is that of the result's dimensions, which spares a transpose.
-      of_w = jnp.einsum('...sk,...d->skd', gradient, x, preferred_element_type=jnp.float32)
-    else:
-      of_w = jnp.einsum('...d,...sk->dsk', x, gradient, preferred_element_type=jnp.float32)
+    of_w = jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=jnp.float32)
     dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w.astype(dw.dtype), start, axis)
     new = gradient if is_new is None else jnp.where(is_new, gradient, 0)
     of_x = jnp.einsum(f'...sk,{weights}->s...d', new, chunk, preferred_element_type=dx.dtype)
@@ -280,17 +277,16 @@ def _steps(chunks: ClassChunks) -> tuple[jax.Array, jax.Array]:
 
 def _layout(chunks: ClassChunks) -> tuple[int, str]:
   """The axis of the classes of a part of w, and the letters of its dimensions."""
-  return (1, 'skd') if chunks.classes_first else (2, 'dsk')
+  return (1, 'skd') if chunks.classes_first else (2, 'sdk')
 
 
 def _chunk(w: jax.Array, chunks: ClassChunks, start: jax.Array) -> jax.Array:
-  """One chunk of each part of w: [D, S, C], or [S, C, D]; D is gathered where w is fully sharded."""
+  """One chunk of each part of w: [S, D, C], or [S, C, D]; D is gathered where w is fully sharded."""
   axis, _ = _layout(chunks)
   chunk = jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
   if chunks.rows is None:
     return chunk
-  parts = axes_to_entry(chunks.axes)
-  return with_sharding_constraint(chunk, PartitionSpec(*((parts, None, None) if axis == 1 else (None, parts, None))))
+  return with_sharding_constraint(chunk, PartitionSpec(axes_to_entry(chunks.axes), None, None))
 
 
 def _logits(

@@ -10,9 +10,8 @@ so does the backward pass.
 
     capacity_plan    C slots for each expert: first choices of all tokens first, and those before later ones
     sorted_plan      as many slots for each expert as it was chosen, for `jax.lax.ragged_dot`
-    exchange_plan    slots by device, then by expert, for an all-to-all; of a fixed number for each device
 
-N tokens, K choices of a token, E experts, C capacity, M slots, P devices, D model dims.
+N tokens, K choices of a token, E experts, C capacity, M slots, D model dims.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Plan(NamedTuple):
       raise ValueError('the plan does not list the choices of tokens')
     return self.slot_of_choice < self.choice_of_slot.size
 
-  def weights_of_slots(self, weights_NK: jax.Array) -> jax.Array:
-    """Returns [M]: the weight of the choice in each slot, 0 in an empty one."""
-    return weights_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=0)
+  def of_slots(self, of_choices_NK: jax.Array, empty: int = 0) -> jax.Array:
+    """Returns [M]: what is given of the choice in each slot, and `empty` of an empty one."""
+    return of_choices_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=empty)
 
 
 def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Plan:
@@ -66,22 +65,6 @@ def sorted_plan(experts_NK: jax.Array, num_experts: int) -> tuple[Plan, jax.Arra
   num_slots = experts_NK.size
   plan = _plan(by_expert.rank, by_expert.experts < num_experts, num_slots, *experts_NK.shape)
   return plan, jnp.diff(by_expert.starts)
-
-
-def exchange_plan(experts_NK: jax.Array, experts_of_each: int, devices: int, bound: int) -> tuple[Plan, jax.Array]:
-  """Returns the plan of P slots of size `bound`, and how many choices of each expert are in them, [P, E / P].
-
-  Device p has the experts p E / P and following; choices of a device beyond the bound get no slot.
-  """
-  num_experts = experts_of_each * devices
-  by_expert = _sort_by_expert(experts_NK, num_experts)
-  of_device = jnp.minimum(by_expert.experts // experts_of_each, devices)
-  place = by_expert.rank - _of_group(by_expert.starts[::experts_of_each], of_device)
-  fits = (by_expert.experts < num_experts) & (place < bound)
-  plan = _plan(of_device * bound + place, fits, devices * bound, *experts_NK.shape)
-  ends = by_expert.starts[1:].reshape(devices, experts_of_each)
-  within = jnp.minimum(ends - by_expert.starts[:-1:experts_of_each, None], bound)
-  return plan, jnp.diff(within, axis=1, prepend=0)
 
 
 def expert_choice_plan(tokens_EC: jax.Array) -> Plan:

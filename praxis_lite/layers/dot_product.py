@@ -35,7 +35,8 @@ class AttentionCase(NamedTuple):
     platform: 'cpu', 'gpu' or 'tpu'.
     dtype: of the queries.
     query_len, key_len, dims_per_head: T, S and H.
-    visible: rules of the mask.
+    causal, window: whether the mask is causal, and whether it has a window.
+    by_rows: whether the mask differs from row to row, by segments or prefixes.
     arrays: whether a mask or a bias is given as an array of queries and keys.
     split: whether the sequence is split over a mesh axis, as `context_axis` says.
     logit_bias, soft_cap, dropout: whether logits have a bias by position or a soft cap, and probabilities a dropout.
@@ -46,7 +47,9 @@ class AttentionCase(NamedTuple):
   query_len: int
   key_len: int
   dims_per_head: int
-  visible: Visibility = Visibility()
+  causal: bool = False
+  window: bool = False
+  by_rows: bool = False
   arrays: bool = False
   split: bool = False
   logit_bias: bool = False
@@ -95,8 +98,7 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
     return AttentionChoice('blockwise', 'the sequence is split over a mesh axis')
   if case.query_len * case.key_len < _MANY_LOGITS:
     return AttentionChoice('dense', f'{logits} are few')
-  masked = case.visible.segments_BT is not None or case.visible.prefix_B is not None
-  if case.platform == 'gpu' and not obstacle and not masked and not case.logit_bias:
+  if case.platform == 'gpu' and not obstacle and not case.by_rows and not case.logit_bias:
     return AttentionChoice('cudnn', f'{logits}, and the fused kernel takes this case')
   without = ''
   if case.platform == 'gpu':
@@ -116,39 +118,12 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
     return 'has no logit_soft_cap'
   if case.dropout:
     return 'has no dropout here'
-  if case.visible.window is not None and not case.visible.causal:
+  if case.window and not case.causal:
     return 'has a sliding_window with causal attention alone'
   return ''
 
 
-def attention_case(
-  query_BTNH: jax.Array,
-  key_BSKH: jax.Array,
-  *,
-  visible: Visibility | None = None,
-  bias: jax.Array | LogitBias | None = None,
-  mask: jax.Array | None = None,
-  dropout: ProbabilityDropout | None = None,
-  logit_soft_cap: float | None = None,
-  split: bool = False,
-) -> AttentionCase:
-  """Returns the case of some arguments of `dot_product_attention`."""
-  return AttentionCase(
-    _platform(),
-    jnp.dtype(query_BTNH.dtype),
-    query_BTNH.shape[1],
-    key_BSKH.shape[1],
-    query_BTNH.shape[3],
-    visible=visible or Visibility(),
-    arrays=mask is not None or isinstance(bias, jax.Array),
-    split=split,
-    logit_bias=isinstance(bias, LogitBias),
-    soft_cap=logit_soft_cap is not None,
-    dropout=dropout is not None,
-  )
-
-
-def _platform() -> str:
+def platform() -> str:
   """That of the ambient mesh, which may be of another machine, or of this one."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
@@ -195,8 +170,20 @@ def dot_product_attention(
     ConfigError: the implementation cannot compute this.
   """
   visible = Visibility(causal, window, prefix_lengths, segment_ids, kv_segment_ids)
-  case = attention_case(
-    query_BTNH, key_BSKH, visible=visible, bias=bias, mask=mask, dropout=dropout, logit_soft_cap=logit_soft_cap
+  T, S = query_BTNH.shape[1], key_BSKH.shape[1]
+  case = AttentionCase(
+    platform(),
+    jnp.dtype(query_BTNH.dtype),
+    T,
+    S,
+    query_BTNH.shape[3],
+    causal=causal,
+    window=window is not None,
+    by_rows=segment_ids is not None or prefix_lengths is not None,
+    arrays=mask is not None or isinstance(bias, jax.Array),
+    logit_bias=isinstance(bias, LogitBias),
+    soft_cap=logit_soft_cap is not None,
+    dropout=dropout is not None,
   )
   name, _ = choose_attention(implementation, case)
   if name == 'blockwise':
@@ -212,7 +199,6 @@ def dot_product_attention(
       logit_soft_cap=logit_soft_cap,
       block_size=block_size,
     )
-  T, S = query_BTNH.shape[1], key_BSKH.shape[1]
   bias_BNTS = bias.whole(T, S) if isinstance(bias, LogitBias) else bias
   if logit_soft_cap is not None or dropout is not None:
     mask = combine_masks(visible.mask(T, S), mask)

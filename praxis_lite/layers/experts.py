@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layers.dispatch import Plan, combine, dispatch, exchange_plan, sorted_plan
+from praxis_lite.layers.dispatch import Plan, capacity_plan, combine, dispatch, sorted_plan
 from praxis_lite.layers.routing import TokenChoice
 from praxis_lite.partitioning.constraints import with_sharding_constraint
 from praxis_lite.partitioning.padding import pad_to, slice_to
@@ -109,17 +109,14 @@ def dropless(
     plan, sizes = sorted_plan(routed.experts, experts)
     slots = mlp(_ragged(sizes), dispatch(x_ND, plan))
   else:
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     devices = jax.lax.axis_size(axes)
-    plan, counts_PE = exchange_plan(routed.experts, experts // devices, devices, bound)
-    rows = jax.lax.all_to_all(dispatch(x_ND, plan), axes, split_axis=0, concat_axis=0, tiled=True)
-    counts_PE = jax.lax.all_to_all(counts_PE, axes, split_axis=0, concat_axis=0, tiled=True)
-    # The rows from each device are sorted by expert; row i is of the first expert that ends after it.
-    ends_P1E = jnp.cumsum(counts_PE, axis=1)[:, None]
-    own = jnp.sum(jnp.arange(bound)[:, None] >= ends_P1E, axis=-1).reshape(-1, 1)
-    received, sizes = sorted_plan(own, experts // devices)
-    rows = combine(mlp(_ragged(sizes), dispatch(rows, received)), received, len(rows))
-    slots = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
-  return combine(_scaled(slots, plan.weights_of_slots(routed.weights)), plan, x_ND.shape[0]), plan
+    own = experts // devices
+    plan = capacity_plan(routed.experts // own, devices, bound)  # Devices take the place of experts.
+    rows, expert_of_row = exchange(dispatch(x_ND, plan)), exchange(plan.of_slots(routed.experts % own, empty=own))
+    received, sizes = sorted_plan(expert_of_row[:, None], own)
+    slots = exchange(combine(mlp(_ragged(sizes), dispatch(rows, received)), received, len(rows)))
+  return combine(_scaled(slots, plan.of_slots(routed.weights)), plan, x_ND.shape[0]), plan
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

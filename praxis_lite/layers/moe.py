@@ -92,8 +92,9 @@ class MoeFeedForward(Layer):
       experts. It has to be what splits E in `weight_split_dims_mapping`, which None leaves to it. None: each device
       computes all experts for its own tokens, and gathers their weights if they are split.
     exchange_factor: of 'dropless' with an `expert_axis`. An all-to-all has a fixed size; None makes it as large as if
-      all tokens chose the same device, so that none can be dropped. With a factor it is that factor times the mean, and
-      at least 128 rows to each device, so that decoding of small batches drops none.
+      all tokens chose the same device, so that none can be dropped. With a factor it is that factor times the mean,
+      beyond which choices are dropped, last ones first; but at least 128 rows to each device, so that decoding of small
+      batches drops none.
     num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0: there is none.
     shared_tpl: of the child `shared`.
     out_init: initializer of the weight out of the hidden layer; None: as the other weights.
@@ -190,21 +191,19 @@ class MoeFeedForward(Layer):
     """Returns the mappings of the weights into the hidden layer, and of the one out of it."""
     field, split = f'{self.path_name}.weight_split_dims_mapping', self.weight_split_dims_mapping
     wt, down = split.wt, split.down
-    if self.expert_axis is not None:
-      own = f'{self.path_name}.expert_axis'
-      self._resolve((self.expert_axis,), own, rank=1)
-      wt = DeclaredSplit.of((self.expert_axis, None, None), own) if wt is None else wt
+    expert, own = None if self.expert_axis is None else (self.expert_axis,), f'{self.path_name}.expert_axis'
+    exchanged = self._resolve(expert, own, rank=1)
+    if expert is not None and wt is None:
+      wt = DeclaredSplit.of((*expert, None, None), own)
     if wt is not None:
       self._resolve(wt, f'{field}.wt', rank=3)
       down = wt.pick(0, 2, 1) if down is None else down
     for name, mapping in (('wt', wt), ('down', down)):
-      if mapping is None:
-        continue
-      self._resolve(mapping, f'{field}.{name}', rank=3)
-      if self.expert_axis is not None and spec_axes(mapping[0]) != spec_axes(self.expert_axis):
+      split_over = self._resolve(mapping, f'{field}.{name}', rank=3)
+      if exchanged is not None and split_over is not None and split_over.spec[0] != exchanged.spec[0]:
         raise ConfigError(
-          f'{field}.{name}: {mapping!r} splits the experts over {mapping[0]!r}; with expert_axis={self.expert_axis!r} '
-          'its first entry has to be that axis'
+          f'{field}.{name}: {tuple(mapping or ())!r} splits the experts over {split_over.spec[0]!r}, and '
+          f'expert_axis={self.expert_axis!r} exchanges tokens over {exchanged.spec[0]!r}; both have to be the same'
         )
     return wt, down
 
@@ -297,7 +296,7 @@ class MoeFeedForward(Layer):
       C = expert_capacity(self.capacity_factor, T, K, E)
       plans = jax.vmap(lambda experts_TK: capacity_plan(experts_TK, num_experts, C))(experts_BTK)
       plan = plan_of_rows(plans, T * K, C)
-      y_ND = with_capacity(x_ND, plan, plan.weights_of_slots(weights_NK), mlp, num_experts, split.expert)
+      y_ND = with_capacity(x_ND, plan, plan.of_slots(weights_NK), mlp, num_experts, split.expert)
     else:
       bound = B * T * K
       if self.exchange_factor is not None:

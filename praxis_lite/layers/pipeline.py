@@ -25,6 +25,7 @@ B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -36,13 +37,27 @@ from praxis_lite.call import SideOutputs, Summary
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.layers.pipeline_arrays import (
+  Stacks,
+  batch,
+  entry_at,
+  for_stages,
+  is_float,
+  microbatches,
+  of_last,
+  shift,
+  take,
+  unzip,
+  where,
+  with_entry,
+)
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.weighted import mean_of_means
-from praxis_lite.weights import DeclaredSplit, SplitDimsMapping
+from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
 TreeT = TypeVar('TreeT')
@@ -101,7 +116,7 @@ class Pipelined(Repeat):
     self._stage_remat = Remat.of(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
-    self._axes = () if self._stages is None else tuple(all_axes(self._stages.spec))
+    self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
     for layer in self.layers.descendants():
       self._check_apart(layer)
 
@@ -133,7 +148,7 @@ class Pipelined(Repeat):
     for group in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
       for field, mapping in layer.split_mappings(group).items():
         placement = layer._resolve(mapping, field)
-        taken = [] if placement is None else [axis for axis in all_axes(placement.spec) if axis in self._axes]
+        taken = [] if placement is None else [axis for axis in all_axes(placement.spec) if axis in self.stage_axes]
         if taken:
           raise ConfigError(
             f'{field}: {taken[0]!r} splits the stages of {self.path_name} (weight_split_dims_mapping.stages), so '
@@ -157,11 +172,14 @@ class Pipelined(Repeat):
     if self.circular_repeat == 1:
       return super().abstract_init()
     split, P = (self._stack_mapping or (None,))[0], self.num_layers // self.circular_repeat
-    rounds = f'{self.path_name}.circular_repeat: each stage has all rounds'
-    below = jax.tree.map(
-      lambda w: w.repeated(P, split, self._stack_field).repeated(self.circular_repeat, None, rounds),
-      self.layers.abstract_init(),
-    )
+    rounds = DeclaredSplit((None,), [f'{self.path_name}.circular_repeat: a stage has layers of each round'])
+
+    def stacked(weight: WeightHParams) -> WeightHParams:
+      weight = weight.repeated(P, split, self._stack_field).repeated(self.circular_repeat)
+      prefix = rounds.followed_by(weight.repeat_prefix_split_dims_mapping[1:])
+      return dataclasses.replace(weight, repeat_prefix_split_dims_mapping=prefix)
+
+    below = jax.tree.map(stacked, self.layers.abstract_init())
     return {'layers': below} if below else {}
 
   def __call__(self, x: T, *args: object, **kwargs: Any) -> T:
@@ -209,13 +227,13 @@ class Pipelined(Repeat):
     weights = select(variables, trainable.__contains__)
     others = select(variables, lambda path: path not in trainable)
     caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
-    side_rows = [_microbatches(v, M, fill='zeros') for v in side.rows]
-    queue = jax.tree.map(lambda v: self._on_stages(_for_stages(_microbatches(v, M, fill='rows'), S)), x)
+    side_rows = [microbatches(v, M, fill='zeros') for v in side.rows]
+    queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, fill='rows'), S)), x)
     changed: set[Path] = set()
     stages = jnp.arange(S)
 
     def stage(
-      at: _Place, x: T, weights: _Stacks, side_rows: _Stacks, others: NestedDict, caches: NestedDict
+      at: _Place, x: T, weights: Stacks, side_rows: Stacks, others: NestedDict, caches: NestedDict
     ) -> tuple[tuple[T, NestedDict, list[Any], NestedDict, NestedDict], _Reported]:
       """What a stage does in a tick: its layers of a round, one after the other, on one microbatch."""
       own, weight_gradients = weights.read(at.round, at.real)
@@ -232,7 +250,7 @@ class Pipelined(Repeat):
         key_l = None if key_m is None else jax.random.fold_in(key_m, at.round * P + position)
         y, out = self.layers.apply(
           merge(variables, jax.lax.stop_gradient(other)),
-          _where(real, x, _bubble_like(x)),
+          where(real, x, _bubble_like(x)),
           *its_args,
           key=key_l,
           decode_state=cache,
@@ -242,23 +260,24 @@ class Pipelined(Repeat):
         self._check_result(x, y)
         changed.update(leaves(out.updates))
         new_cache = out.decode_state if cache else {}
-        aux = {name: (v, _where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
-        kept = map_with_path(lambda path, old: _where(real, _or(lookup(out.updates, path), old), old), other)
-        return _where(real, y, x), (kept, _where(real, new_cache, cache), _Reported(out.summaries, aux))
+        aux = {name: (v, where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
+        kept = map_with_path(lambda path, old: where(real, _or(lookup(out.updates, path), old), old), other)
+        return where(real, y, x), (kept, where(real, new_cache, cache), _Reported(out.summaries, aux))
 
       body = self._remat(layer, in_scan=True) if method == '__call__' else layer
-      xs = (own, _entry(others, at.round), _entry(caches, at.round), jnp.arange(self.layers_in_group))
+      xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
       x, (new_others, new_caches, reported) = jax.lax.scan(
         lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
       )
-      others, caches = _with_entry(others, new_others, at.round), _with_entry(caches, new_caches, at.round)
+      others, caches = with_entry(others, new_others, at.round), with_entry(caches, new_caches, at.round)
       return (x, weight_gradients, side_gradients, others, caches), reported
 
     mapped = jax.vmap(
       self._with_remat(stage, R if method == '__call__' else 1),
-      in_axes=(0, 0, _Stacks(0, 0), _Stacks(None, 0), 0, 0),
+      # Without spmd_axis_name, which a `shard_map` in a layer, such as that of experts, does not take: it is one over
+      # axes of its own. Constraints leave the stages as they are, and `_on_stages` states them.
+      in_axes=(0, 0, Stacks(0, 0), Stacks(None, 0), 0, 0),
       out_axes=0,
-      spmd_axis_name=self._axes or None,
     )
 
     def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[_Place, _Reported]]:
@@ -267,11 +286,11 @@ class Pipelined(Repeat):
       at = _Place(stages, schedule.round(now, stages), microbatch % M, (microbatch >= 0) & (microbatch < M))
       with jax.named_scope('shift'):
         first = schedule.microbatch(now, 0) % M
-        new, queue = _unzip(lambda v: _take(v, first), queue)
+        new, queue = unzip(lambda v: take(v, first), queue)
         starts = (stages == 0) & (at.round == 0)
-        state = _where(starts, new, jax.tree.map(_shift, state))
+        state = where(starts, new, jax.tree.map(shift, state))
       (state, weight_gradients, side_gradients, others, caches), reported = mapped(
-        at, state, _Stacks(held, weight_gradients), _Stacks(side_rows, side_gradients), others, caches
+        at, state, Stacks(held, weight_gradients), Stacks(side_rows, side_gradients), others, caches
       )
       state, others, caches = jax.tree.map(self._on_stages, (state, others, caches))
       last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
@@ -281,7 +300,7 @@ class Pipelined(Repeat):
 
     held = jax.lax.stop_gradient(weights)
     state = jax.tree.map(lambda q: self._on_stages(jnp.zeros_like(q[:, 0])), queue)
-    side_gradients = [self._on_stages(_for_stages(v, S)) if _is_float(v) else None for v in side_rows]
+    side_gradients = [self._on_stages(for_stages(v, S)) if is_float(v) else None for v in side_rows]
     start = (state, queue, weights, side_gradients, others, caches)
     ticks = jnp.arange(schedule.num_ticks)
     (_, queue, _, _, others, caches), (places, reported) = jax.lax.scan(tick, start, ticks)
@@ -295,7 +314,7 @@ class Pipelined(Repeat):
         decode_state=jax.tree.map(self._from_stages, caches),
       )
     )
-    return jax.tree.map(lambda q: _batch(_of_last(q))[:B], queue)
+    return jax.tree.map(lambda q: batch(of_last(q))[:B], queue)
 
   def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
@@ -304,7 +323,7 @@ class Pipelined(Repeat):
     return jax.checkpoint(stage, policy=_save_all_but_moved, prevent_cse=False) if rounds > 1 else stage
 
   def _check_placed_by_compiler(self) -> None:
-    manual = [axis for axis in self._axes if axis in self.surroundings.manual_axes]
+    manual = [axis for axis in self.stage_axes if axis in self.surroundings.manual_axes]
     if manual:
       raise ConfigError(
         f'{self._stack_field}: stages cannot be split over {manual[0]!r} inside of shard_map, where each device would '
@@ -360,7 +379,7 @@ class Pipelined(Repeat):
   def _summary(self, summary: Summary, places: _Place, schedule: PipelineSchedule) -> Summary:
     """Returns a summary of each layer, [layers, ...], of those of all ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
-    is_mean = summary.kind == 'scalar' and _is_float(x)
+    is_mean = summary.kind == 'scalar' and is_float(x)
     counts = places.real if is_mean else places.real & (places.microbatch == M - 1)
     rounds = jnp.arange(schedule.rounds)[None, None] == places.round[..., None]
     mask = (counts[..., None] & rounds).reshape(*x.shape[:2], schedule.rounds, *(1,) * (x.ndim - 2))
@@ -389,28 +408,6 @@ class _Reported(NamedTuple):
 
   summaries: dict[str, Summary]
   aux_losses: dict[str, tuple[jax.Array, jax.Array]]
-
-
-class _Stacks(NamedTuple):
-  """Stacks of arrays of which a stage reads an entry at each tick, and their gradients, which are added up in place.
-
-  Were the gradient left to `jax.grad`, each tick would add an array as large as the whole stack.
-
-  Attributes:
-    values: tree of arrays [n, ...].
-    gradients: the same values again, through which gradients flow; None for arrays that have none.
-  """
-
-  values: Any
-  gradients: Any
-
-  def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
-    """Returns the entries at an index, and `gradients` to read by next; no gradient flows where `real` is False."""
-
-    def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-      return (_entry(value, index), None) if gradient is None else _read(value, gradient, index, real)
-
-    return _unzip(one, self.values, self.gradients)
 
 
 class _SideInputs:
@@ -469,10 +466,6 @@ def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
 # ---------------------------------------------------------------- arrays
 
 
-def _is_float(x: jax.Array) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _or(new: Any, old: Any) -> Any:
   return old if new is None else new
 
@@ -487,129 +480,9 @@ def _rows(x: object, where: str) -> int:
   return sizes.pop()[0]
 
 
-def _microbatches(x: jax.Array, M: int, fill: str) -> jax.Array:
-  """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own."""
-  missing = -x.shape[0] % M
-  if missing:
-    more = x[:missing] if fill == 'rows' else jnp.zeros((missing, *x.shape[1:]), x.dtype)
-    x = jnp.concatenate([x, more])
-  return jnp.swapaxes(x.reshape(-1, M, *x.shape[1:]), 0, 1)
-
-
-def _batch(x: jax.Array) -> jax.Array:
-  """The inverse of `_microbatches`, but for the rows that it has added."""
-  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
-
-
-def _of_last(queue: jax.Array) -> jax.Array:
-  """Entry S - 1 of dimension 0, as a sum: one all-reduce where the dimension is split."""
-  is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
-  return jnp.sum(_where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
-
-
-def _for_stages(x: jax.Array, S: int) -> jax.Array:
-  return jnp.broadcast_to(x[None], (S, *x.shape))
-
-
-def _where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:
-  return jax.tree.map(lambda a, b: _select(condition, a, b) if _is_float(a) else _choose(condition, a, b), x, y)
-
-
-def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  """`jnp.where` with a condition for the first dimensions."""
-  return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
-
-
-# Of `jnp.where`, a mask as large as the arrays would be kept for the backward pass.
-_select = jax.custom_vjp(_choose)
-_select.defvjp(
-  lambda condition, x, y: (_choose(condition, x, y), condition),
-  lambda condition, ct: (None, _choose(condition, ct, jnp.zeros_like(ct)), _choose(condition, jnp.zeros_like(ct), ct)),
-)
-
-
 def _bubble_like(x: TreeT) -> TreeT:
-  return jax.tree.map(lambda v: jnp.full_like(v, BUBBLE if _is_float(v) else 0), x)
+  return jax.tree.map(lambda v: jnp.full_like(v, BUBBLE if is_float(v) else 0), x)
 
-
-def _unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
-  """`jax.tree.map` of a function that returns pairs: a tree of the first, and one of the second ones."""
-  pairs = jax.tree.leaves(jax.tree.map(fn, tree, *trees), is_leaf=lambda x: isinstance(x, tuple))
-  first, second = (jax.tree.unflatten(jax.tree.structure(tree), [pair[i] for pair in pairs]) for i in (0, 1))
-  return first, second
-
-
-def _entry(stack: TreeT, index: jax.Array) -> TreeT:
-  """The entry at an index of dimension 0 of each array; of one entry, that one, which JAX then knows not to change."""
-  return jax.tree.map(
-    lambda x: x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack
-  )
-
-
-def _with_entry(stack: TreeT, entry: TreeT, index: jax.Array) -> TreeT:
-  return jax.tree.map(
-    lambda x, e: e[None] if x.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(x, e, index, 0), stack, entry
-  )
-
-
-@jax.custom_vjp
-def _read(stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-  del real
-  return _entry(stack, index), gradients
-
-
-def _read_forward(
-  stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  return (_entry(stack, index), gradients), (index, real)
-
-
-def _read_backward(
-  residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[None, jax.Array, None, None]:
-  (index, real), (entry, gradients) = residuals, cotangents
-  # A gradient of a bubble is 0 times what may be NaN.
-  total = _entry(gradients, index) + jnp.where(real, entry, jnp.zeros_like(entry))
-  return None, _with_entry(gradients, total, index), None, None
-
-
-_read.defvjp(_read_forward, _read_backward)
-
-
-def _shift(x: jax.Array) -> jax.Array:
-  """Returns for each stage the entry of the one before it, for the first that of the last."""
-  return _shift_float(x) if _is_float(x) else jnp.roll(x, 1, axis=0)
-
-
-@jax.custom_vjp
-def _shift_float(x: jax.Array) -> jax.Array:
-  return jnp.roll(x, 1, axis=0)
-
-
-# Transposed, a roll would be two permutes.
-_shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
-
-
-def _take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns entry `index` of dimension 1, and the queue, to whose gradient that of the entry is added in place."""
-  return _take_float(queue, index) if _is_float(queue) else (_at(queue, index), queue)
-
-
-def _at(queue: jax.Array, index: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_index_in_dim(queue, index, axis=1, keepdims=False)
-
-
-@jax.custom_vjp
-def _take_float(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return _at(queue, index), queue
-
-
-def _take_backward(index: jax.Array, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-  entry, queue = cotangents
-  return jax.lax.dynamic_update_index_in_dim(queue, _at(queue, index) + entry, index, 1), None
-
-
-_take_float.defvjp(lambda queue, index: (_take_float(queue, index), index), _take_backward)
 
 _MOVES = {
   *('broadcast_in_dim', 'concatenate', 'convert_element_type', 'copy', 'dynamic_slice', 'gather', 'name', 'reshape'),

@@ -10,7 +10,8 @@ A rematerialisation policy names what of a layer's forward pass is kept for its 
     save_names                         values tagged with one of the given names
 
 A layer tags a value with `jax.ad_checkpoint.checkpoint_name(x, name)`, which costs nothing. Tags of this package's
-layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward). Names
+layers: query_proj, key_proj, value_proj, context, out_proj (attention); ffn_gate, ffn_up, ffn_out (feed-forward, also
+of experts); router_logits (experts). Names
 given with another policy are saved in addition. Names to offload are moved to the memory of the host after the forward
 pass, and back in the backward pass, if the devices have such a memory (`partitioning/host_memory.py`).
 

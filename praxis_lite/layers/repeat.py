@@ -98,6 +98,10 @@ class Repeat(Layer):
       self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
       self._left = self.create_children('rest', templates=configs[:left])
 
+  def in_turn(self) -> list[Layer]:
+    """Returns the layer that is applied at each of the `num_layers` turns."""
+    return [*self._blocks * self._rounds, *self._left]
+
   def abstract_init(self) -> NestedDict:
     split = (self._stack_mapping or (None,))[0]
     tree: NestedDict = {}

@@ -191,6 +191,13 @@ class FullSoftmax(Layer):
     """How the cross entropy of these labels cuts the classes; None if it takes all at once."""
     if self.chunk_size is None:
       return None
+    if type(self).get_logits is not FullSoftmax.get_logits:  # Chunks would know nothing of it.
+      if self.chunk_size == 'auto':
+        return None
+      raise ConfigError(
+        f'{self.path_name}.chunk_size: {type(self).__name__} has a get_logits of its own, so its logits cannot be '
+        'computed in chunks; set it to None'
+      )
     rank, wt = class_ids.ndim + 1, self.weight_split_dims_mapping.wt
     out, out_field = self.activation_split_dims_mapping.out, f'{self.path_name}.activation_split_dims_mapping.out'
     logits = self._resolve(out, out_field, rank=rank)

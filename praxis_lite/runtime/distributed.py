@@ -24,6 +24,14 @@ from praxis_lite.errors import ConfigError
 _MIN_CACHED_COMPILE_SECONDS = 0.1
 
 
+# Seconds that a simulated device waits for others in a collective. By default XLA ends the process after 40, which on a
+# busy machine is too soon: each device is a thread.
+_PATIENCE = {
+  'xla_cpu_collective_call_warn_stuck_timeout_seconds': 120,
+  'xla_cpu_collective_call_terminate_timeout_seconds': 1200,
+}
+
+
 def simulate_cpu_devices(count: int) -> None:
   """Makes JAX run on `count` simulated CPU devices, even if there is an accelerator.
 
@@ -39,6 +47,9 @@ def simulate_cpu_devices(count: int) -> None:
       f'cannot simulate {count} CPU devices: JAX already runs on {jax.device_count()} {jax.default_backend()} devices; '
       'call simulate_cpu_devices before anything that uses a device'
     )
+  given = os.environ.get('XLA_FLAGS', '')
+  flags = (f'--{name}={seconds}' for name, seconds in _PATIENCE.items() if name not in given)
+  os.environ['XLA_FLAGS'] = ' '.join([*given.split(), *flags])
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', count)
 

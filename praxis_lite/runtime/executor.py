@@ -22,6 +22,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
@@ -172,6 +173,10 @@ def run_train(
     available = jax.device_count() if devices is None else len(devices)
     if available > tasks.mesh.size:
       console.line(_unused_devices(task, tasks.mesh.size, available))
+    ids = batch_struct.get('ids')
+    if isinstance(ids, jax.ShapeDtypeStruct) and len(ids.shape) > 1:
+      for line in describe_attention(task.model, ids.shape[1], packed='segment_ids' in batch_struct):
+        console.line(line)
     for line in describe_pipelines(task.model, partitioned.rows_of_microbatch):
       console.line(line)
     for line in warm_start.report() if warm_start else ():

@@ -15,14 +15,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.call import Constraint
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.batch import batch_size, padded_batch_shape, padded_rows
+from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.partitioning.batch import batch_size, padded_batch_shape, padded_rows, row_axes
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.rules import LogicalAxisRules
-from praxis_lite.partitioning.specs import get_input_partition_specs
+from praxis_lite.partitioning.specs import get_input_partition_specs, infer_partition_spec_based_on_rank_fn
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
 from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
@@ -85,6 +85,7 @@ class PartitionedTask:
     inputs_partition_spec: specs of the inputs.
     train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled at their first use.
     batch_size: rows of a global batch, without those that fill up the mesh.
+    row_parts: into how many parts the rows are split where a batch enters a step.
     total_num_params: number of model parameters, without padding, moving statistics included.
     active_num_params: how many of these one token uses: less than all with experts.
   """
@@ -114,9 +115,22 @@ class PartitionedTask:
     self.state_specs: TrainState[PartitionSpec] = self.layout.specs
     self.state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.padded_shapes
     self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
-    self.inputs_shape = padded_batch_shape(inputs_shape, self.mesh.size)
-    self.inputs_partition_spec = get_input_partition_specs(self.mesh.axis_names, self.inputs_shape)
+    axes = self._row_axes(inputs_shape)
+    self.row_parts = math.prod(self.mesh.shape[axis] for axis in axes)
+    self.inputs_shape = padded_batch_shape(inputs_shape, self.row_parts)
+    self.inputs_partition_spec = get_input_partition_specs(axes, self.inputs_shape)
     self.batch_size = batch_size(inputs_shape)
+
+  def _row_axes(self, inputs_shape: NestedDict) -> tuple[str, ...]:
+    """The mesh axes that split the rows of a batch where it enters a step."""
+    mapping, names = self.jax_task.train.inputs_split_mapping, self.mesh.axis_names
+    if self.jax_task.partitioning != 'auto':  # Each device takes whole rows.
+      return tuple(names)
+    try:
+      specs = [infer_partition_spec_based_on_rank_fn(mapping, names, x) for x in jax.tree.leaves(inputs_shape)]
+    except ShardingError:  # Raised again, with its path, where the step is traced.
+      return tuple(names)
+    return row_axes(self.mesh, specs)
 
   @property
   def total_num_params(self) -> int:
@@ -126,7 +140,7 @@ class PartitionedTask:
   def rows_of_microbatch(self) -> int:
     """Rows that the model sees at once in training, with those that fill up the mesh."""
     microbatches = self.jax_task.learner.num_microbatches
-    return padded_rows(self.batch_size, self.mesh.size * microbatches) // microbatches
+    return padded_rows(self.batch_size, self.row_parts * microbatches) // microbatches
 
   @property
   def active_num_params(self) -> int:
@@ -225,7 +239,7 @@ class PartitionedTask:
         out = steps.TrainStepOutput(*step(state, prng_key, inputs))
       return out._replace(per_example_out=self._true_rows(out.per_example_out))
 
-    rows = self.mesh.size * self.jax_task.learner.num_microbatches
+    rows = self.row_parts * self.jax_task.learner.num_microbatches
     return train_step, (self.state_shapes, *self._placed_shapes(padded_batch_shape(self.inputs_shape, rows)))
 
   def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:

@@ -261,6 +261,15 @@ def test_a_large_slot_of_no_weight() -> None:
   assert problems[0].path.endswith('flat')
 
 
+def test_stages_that_do_not_divide_their_axis() -> None:
+  config = configure(registry.get('pipelines.SyntheticLmCircular'))
+  config.task.model.num_layers = 6
+  config.task.model.lm_tpl.transformer_tpl.num_stages = 3
+  (problem,) = [p for p in check(config) if p.kind == 'uneven stages']
+  assert problem.path == 'lm.transformer.num_stages' and '3 stages over 4 devices' in problem.message
+  assert problem.remedy == 'make it a multiple of 4, or the mesh axis a divisor of 3'
+
+
 # ---------------------------------------------------------------- registered experiments
 
 

@@ -13,7 +13,7 @@ from praxis_lite.errors import UserError
 from praxis_lite.hf import export_run, import_run, read_model, write_model
 from praxis_lite.hf.files import read_folder
 from praxis_lite.inputs import SyntheticLMInput
-from praxis_lite.models import transformer_lm
+from praxis_lite.models import set_pipeline, transformer_lm
 from praxis_lite.runtime.executor import run_train
 from praxis_lite.runtime.inference import decode_prompts
 from praxis_lite.runtime.record import read_record
@@ -98,6 +98,15 @@ def test_a_model_in_python_there_and_back(tmp_path):
   ids = np.arange(5, dtype=np.int32)[None]
   expected, _ = model.lm.apply(variables['lm'], ids, method='logits')
   np.testing.assert_array_equal(back.model.lm.apply(back.variables['lm'], ids, method='logits')[0], expected)
+
+
+def test_stages_in_rounds_are_written_in_the_order_of_their_layers(tmp_path):
+  config = transformer_lm(vocab_size=16, model_dims=8, num_layers=4, num_heads=2, hidden_dims=12)
+  staged = set_pipeline(config.clone(), num_stages=2, num_microbatches=2, circular_repeat=2).instantiate()
+  variables = staged.init(jax.random.key(0))
+  write_model(tmp_path, staged, variables)
+  back = read_model(tmp_path)
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.reshape(a.shape)), back.variables, variables)
 
 
 def test_sampling_is_as_generation_config_says(tmp_path):

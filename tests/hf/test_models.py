@@ -98,6 +98,14 @@ def test_a_model_that_was_not_imported_is_of_the_family_that_computes_the_same(s
   assert described(model.instantiate())[0].model_type == style
 
 
+def test_how_a_model_was_trained_and_decodes_is_not_part_of_it():
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
+  attention = model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl
+  attention.set(context_axis='context', context_method='all_to_all', block_size=64, dropout_rate=0.1)
+  attention.set(implementation='blockwise', cache_dtype='int8', cache_page_size=128)
+  assert described(model.instantiate())[0].model_type == 'llama'
+
+
 def test_what_no_family_computes_is_named():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
   model.lm_tpl.transformer_tpl.layers_tpl.norm_policy = 'post'

@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from praxis_lite.config import Config
+from praxis_lite.hf.families import FAMILIES
 from praxis_lite.hf.files import Declared, read_folder, write_folder
-from praxis_lite.hf.tensors import Part, View, parse_axes
+from praxis_lite.hf.tensors import Part, View, parse_axes, pieces
+from praxis_lite.layers import RepeatedTransformer, StackedTransformer, TransformerBlock, TransformerLm
 
 AXES = {
   'D N H -> (N H) D': lambda x: x.transpose(1, 2, 0).reshape(12, 5),
@@ -64,3 +67,24 @@ def test_files_are_those_of_the_package_safetensors(dtype, tmp_path):
     np.testing.assert_array_equal(tensor.read((slice(None), slice(None))), tensors[name])
     if dtype != 'bfloat16':
       np.testing.assert_array_equal(library.load_file(tensor.file)[name], tensors[name])
+
+
+@pytest.mark.parametrize(
+  ('cls', 'pattern'), [(StackedTransformer, 1), (RepeatedTransformer, 1), (RepeatedTransformer, 2)]
+)
+@pytest.mark.parametrize('num_layers', [1, 5])
+def test_layers_have_the_numbers_of_their_turns(cls, pattern, num_layers):
+  """Of each layer's own variables the tensors are named by its turn, however the layers are stacked."""
+  layers = (Config(TransformerBlock),) * pattern if pattern > 1 else Config(TransformerBlock)
+  config = Config(TransformerLm, vocab_size=7, model_dims=4, num_layers=num_layers, num_heads=2)
+  lm = config.set(transformer_tpl=Config(cls, layers_tpl=layers)).instantiate()
+  found = {}
+  for path, of_variable in pieces(FAMILIES['llama'].table(tied=True), lm.abstract_init()).items():
+    for piece in of_variable:
+      if 'q_proj' in piece.name:
+        found[piece.name] = path[1], piece.at
+  assert sorted(found) == [f'model.layers.{i}.self_attn.q_proj.weight' for i in range(num_layers)]
+  if pattern == 2 and num_layers == 5:
+    assert [found[name] for name in sorted(found)] == [
+      *[('layers_0', (0,)), ('layers_1', (0,)), ('layers_0', (1,)), ('layers_1', (1,)), ('rest_0', ())]
+    ]

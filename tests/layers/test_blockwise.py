@@ -151,7 +151,7 @@ def test_batch_and_heads_that_are_split_stay_where_they_are():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-5), jitted(*placed), expected)
 
 
-CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, Visibility(causal=True))
+CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, causal=True)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,7 @@ CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, Visibility(c
     ({'arrays': True}, 'dense', 'as an array'),
     ({'soft_cap': True}, 'blockwise', 'has no logit_soft_cap'),
     ({'dtype': jnp.dtype('float32')}, 'blockwise', 'not in float32'),
+    ({'by_rows': True}, 'blockwise', 'would need the mask or the bias as an array'),
     ({'logit_bias': True}, 'blockwise', 'would need the mask or the bias as an array'),
     ({'split': True, 'query_len': 64}, 'blockwise', 'split over a mesh axis'),
   ],
@@ -178,7 +179,7 @@ def test_auto_says_what_it_chooses_and_why(change, name, reason):
     ('cudnn', {'platform': 'cpu'}, "lm.implementation: 'cudnn' needs an NVIDIA GPU, and the platform is 'cpu'"),
     ('cudnn', {'soft_cap': True}, 'has no logit_soft_cap'),
     ('cudnn', {'dims_per_head': 20}, 'multiple of 8'),
-    ('cudnn', {'visible': Visibility(window=8)}, 'sliding_window with causal attention alone'),
+    ('cudnn', {'causal': False, 'window': True}, 'sliding_window with causal attention alone'),
     ('blockwise', {'arrays': True}, "lm.implementation: 'blockwise' makes the mask of a block from rules"),
     ('flash', {}, "lm.implementation: .*'blockwise'"),
   ],

@@ -12,8 +12,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.layers import FeedForward, GatedFeedForward, MoeFeedForward, RotaryPositions, TransformerBlock
+from praxis_lite.layers import (
+  FeedForward,
+  GatedFeedForward,
+  MoeFeedForward,
+  RepeatedTransformer,
+  RotaryPositions,
+  TransformerBlock,
+)
 from praxis_lite.layers.transformer import token_paddings
+from praxis_lite.models import transformer_lm
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import assert_collectives, collectives
 from praxis_lite.partitioning.specs import to_partition_spec
@@ -178,11 +186,27 @@ def test_tokens_are_padding_by_segment_and_after_the_last_weight():
   assert token_paddings(None, None) is None
 
 
-def test_a_block_decodes_step_by_step_as_in_one_pass():
+def test_padding_of_a_language_model_takes_no_slots():
+  # First choices of padding at the end would come before second choices of real tokens.
+  experts = Config(MoeFeedForward, num_experts=4, dispatch='capacity', capacity_factor=0.5)
+  lm = transformer_lm(vocab_size=9, model_dims=D, num_layers=2, num_heads=2, hidden_dims=F, experts=experts).lm_tpl
+  lm.set(vocab_size=9, model_dims=D, num_layers=2, num_heads=2, hidden_dims=F)
+  lm = lm.instantiate()
+  variables = lm.init(jax.random.key(0))
+  weights = np.array([[0, 1, 1, 0, 1, 0, 0, 0]], np.float32)  # The first token is a prompt, the last three are padding.
+  segments = np.array([[1, 1, 0, 1, 1, 1, 1, 1]], np.int32)
+  real = np.array([[True, True, False, True, True, False, False, False]])
+  losses = jax.jit(lambda ids: lm.apply(variables, ids, ids, weights, segment_ids=segments)[0].xent)
+  ids = np.arange(8)[None]
+  for other in range(9):
+    np.testing.assert_array_equal(losses(ids)[real], losses(np.where(real, ids, other))[real])
+
+
+def test_blocks_decode_step_by_step_as_in_one_pass():
   block = Config(TransformerBlock, input_dims=D, hidden_dims=F, num_heads=2)
   block.attention_tpl.set(causal=True, rotary_tpl=Config(RotaryPositions))
   block.ff_tpl = Config(MoeFeedForward, num_experts=E)
-  block = block.instantiate()
+  block = Config(RepeatedTransformer, layers_tpl=block, num_layers=2).instantiate()
   variables = block.init(jax.random.key(0))
 
   @jax.jit
@@ -347,7 +371,5 @@ def test_mistakes_in_axes():
     config(expert_axis='dat', mesh_axis_names=AXES).instantiate()
   moe = config(expert_axis='data', mesh_axis_names=AXES)
   moe.weight_split_dims_mapping.wt = ('mdl', None, None)
-  with pytest.raises(
-    ConfigError, match=r"wt: .* splits the experts over 'mdl'; with expert_axis='data' its first entry"
-  ):
+  with pytest.raises(ConfigError, match=r"wt: .* over 'mdl', and expert_axis='data' exchanges tokens over 'data'"):
     moe.instantiate()

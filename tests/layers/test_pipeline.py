@@ -68,7 +68,7 @@ def sequential(L, M, variables, x, shift, key, **sub):
 
 
 # layers, stages, microbatches, rounds, rows: even; uneven layers; circular, even and not; few microbatches
-CASES = [(4, 2, 4, 1, 8), (7, 3, 4, 1, 8), (8, 4, 4, 2, 8), (14, 3, 5, 2, 10), (9, 8, 2, 1, 2), (6, 2, 3, 3, 6)]
+CASES = [(4, 2, 4, 1, 8), (7, 3, 4, 1, 8), (8, 4, 4, 2, 8), (14, 3, 5, 2, 10), (9, 8, 2, 1, 2)]
 
 
 @pytest.mark.parametrize('L, S, M, R, B', CASES)
@@ -120,6 +120,30 @@ def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_thei
     return jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(variables, x)
 
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(staged), loss(repeated))
+
+
+def test_blocks_decode_through_the_stages():
+  repeated, staged = blocks(RepeatedTransformer), blocks(PipelinedTransformer, num_stages=3, microbatch_size=1)
+  variables, x = repeated.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+  def decoded(layer):
+    _, side = layer.apply(variables, 2, 5, method='init_decode_state')
+    prompt_pos, pos = jnp.tile(jnp.arange(4), (2, 1)), jnp.full((2, 1), 4)
+    first, side = layer.apply(variables, x[:, :4], prompt_pos, decode_state=side.decode_state, method='extend_step')
+    second, side = layer.apply(variables, x[:, 4:], pos, decode_state=side.decode_state, method='extend_step')
+    return first, second, side.decode_state
+
+  got, expected = decoded(staged), decoded(repeated)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+def test_a_stage_may_repeat_a_layer():
+  stage = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=2)
+  layer = Config(Pipelined, layers_tpl=stage, num_layers=3, num_stages=3, num_microbatches=2).instantiate()
+  whole = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=6).instantiate()
+  variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, D))
+  flat = {'layers': jax.tree.map(lambda v: v.reshape(6, *v.shape[2:]), variables['layers']['layers'])}
+  np.testing.assert_allclose(layer.apply(variables, x)[0], whole.apply(flat, x)[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize('R', [1, 2])

@@ -14,7 +14,6 @@ from praxis_lite.layers.dispatch import (
   capacity_plan,
   combine,
   dispatch,
-  exchange_plan,
   expert_choice_plan,
   plan_of_rows,
   sorted_plan,
@@ -28,7 +27,7 @@ REAL = np.array([True, True, True, False])
 
 def combine_weights(plan: Plan, weights, num_experts, num_tokens):
   """[N, E, C]: the weight of each slot in the sum of each token."""
-  slots = np.asarray(plan.weights_of_slots(jnp.asarray(weights)))
+  slots = np.asarray(plan.of_slots(jnp.asarray(weights)))
   out = np.zeros((num_tokens, plan.choice_of_slot.size))
   for slot, token in enumerate(np.asarray(plan.token_of_slot)):
     if token < num_tokens:
@@ -131,7 +130,6 @@ EXPERTS = np.array([[0, 1], [0, 2], [1, 2], [3, 3], [0, 3], [2, 0]], np.int32)
 PLANS = {
   'capacity': lambda: capacity_plan(jnp.asarray(EXPERTS), 3, 2),
   'sorted': lambda: sorted_plan(jnp.asarray(EXPERTS), 3)[0],
-  'exchange': lambda: exchange_plan(jnp.asarray(EXPERTS), 2, 2, 4)[0],
   'experts choose': lambda: expert_choice_plan(jnp.array([[0, 5], [2, 0], [6, 6]])),
 }
 
@@ -151,17 +149,14 @@ def test_dispatch_and_combine_are_the_products_with_a_matrix_and_its_transpose(n
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_sorted_and_exchanged_rows_are_grouped_by_expert_and_counted():
+def test_sorted_rows_are_grouped_by_expert_and_counted():
   experts = np.array([[0, 1], [0, 2], [1, 2], [4, 4], [0, 3], [2, 0]], np.int32)  # 4 is none.
-  plan, sizes, exchanged, counts = jax.jit(lambda e: (*sorted_plan(e, 4), *exchange_plan(e, 2, 2, 5)))(experts)
+  plan, sizes = jax.jit(lambda e: sorted_plan(e, 4))(experts)
   np.testing.assert_array_equal(sizes, [4, 2, 3, 1])
   of_slot = np.append(experts.reshape(-1), 4)[plan.choice_of_slot]
   np.testing.assert_array_equal(of_slot, [0] * 4 + [1] * 2 + [2] * 3 + [3] + [4] * 2)
-  # Six choices for the first device: one is too many.
-  np.testing.assert_array_equal(counts, [[4, 1], [3, 1]])
-  of_slot = np.append(experts.reshape(-1), 4)[exchanged.choice_of_slot].reshape(2, 5)
-  np.testing.assert_array_equal(of_slot, [[0, 0, 0, 0, 1], [2, 2, 2, 3, 4]])
-  assert np.sum(exchanged.has_slot()) == 9
+  np.testing.assert_array_equal(plan.of_slots(jnp.asarray(experts), empty=4), of_slot)
+  np.testing.assert_array_equal(plan.has_slot(), experts < 4)
 
 
 def call(router, *args, do_eval=False):

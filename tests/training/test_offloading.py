@@ -47,27 +47,36 @@ def memories(tree):
   return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+@pytest.fixture(scope='module')
+def plain():
+  built = partitioned((1, 1, 1), False)
+  state, loss = two_steps(built)
+  assert memories(state) == {'device'}
+  return built, built.unpadded(state), loss
+
+
 WAYS = {'compiler': ((2, 2, 2), {}), 'explicit collectives': ((1, 3, 1), {'partitioning': 'shard_map'})}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('way', WAYS)
-def test_a_step_with_everything_offloaded_is_the_step_without(way, tmp_path):
+def test_a_step_with_everything_offloaded_is_the_step_without(way, plain, tmp_path):
   """Uneven dimensions; the optimizer's state is in the memory of the host before and after a step, and is restored
   there or on the devices from one checkpoint."""
   mesh, fields = WAYS[way]
-  plain, offloading = partitioned(mesh, False, **fields), partitioned(mesh, True, ('context', 'ffn_up'), **fields)
-  (expected, expected_loss), (state, loss) = two_steps(plain), two_steps(offloading)
+  without, expected, expected_loss = plain
+  offloading = partitioned(mesh, True, ('context', 'ffn_up'), **fields)
+  state, loss = two_steps(offloading)
   assert memories(state.opt_states) == {'pinned_host'}
-  assert memories((state.mdl_vars, expected)) == {'device'}
-  np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+  assert memories(state.mdl_vars) == {'device'}
+  np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
   values = offloading.unpadded(state)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), values, plain.unpadded(expected))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), values, expected)
   if fields:
     return
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(2, state, offloading.unpadded_state_shapes, None)
-  for built, memory in ((plain, 'device'), (offloading, 'pinned_host')):
+  for built, memory in ((without, 'device'), (offloading, 'pinned_host')):
     restored = checkpointer.restore(built.state_shapes, built.unpadded_state_shapes)
     assert memories(restored.opt_states) == {memory}
     jax.tree.map(np.testing.assert_array_equal, built.unpadded(restored), values)

@@ -1,0 +1,164 @@
+"""Arrays of a pipeline: microbatches in queues, stacks of which each stage reads an entry, the shift by a stage.
+
+Some are read with gradients of their own: what `jax.grad` would make of them adds arrays as large as what is read from,
+keeps masks of that size, or communicates twice.
+
+M microbatches, mb rows in each, S stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+TreeT = TypeVar('TreeT')
+
+
+class Stacks(NamedTuple):
+  """Stacks of arrays of which a stage reads an entry at each tick, and their gradients, which are added up in place.
+
+  Were the gradient left to `jax.grad`, each tick would add an array as large as the whole stack.
+
+  Attributes:
+    values: tree of arrays [n, ...].
+    gradients: the same values again, through which gradients flow; None for arrays that have none.
+  """
+
+  values: Any
+  gradients: Any
+
+  def read(self, index: jax.Array, real: jax.Array) -> tuple[Any, Any]:
+    """Returns the entries at an index, and `gradients` to read by next; no gradient flows where `real` is False."""
+
+    def one(value: jax.Array, gradient: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+      return (entry_at(value, index), None) if gradient is None else _read(value, gradient, index, real)
+
+    return unzip(one, self.values, self.gradients)
+
+
+def is_float(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def microbatches(x: jax.Array, M: int, fill: str) -> jax.Array:
+  """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own."""
+  missing = -x.shape[0] % M
+  if missing:
+    more = x[:missing] if fill == 'rows' else jnp.zeros((missing, *x.shape[1:]), x.dtype)
+    x = jnp.concatenate([x, more])
+  return jnp.swapaxes(x.reshape(-1, M, *x.shape[1:]), 0, 1)
+
+
+def batch(x: jax.Array) -> jax.Array:
+  """The inverse of `microbatches`, but for the rows that it has added."""
+  return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def of_last(queue: jax.Array) -> jax.Array:
+  """Entry S - 1 of dimension 0, as a sum: one all-reduce where the dimension is split."""
+  is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
+  return jnp.sum(where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
+
+
+def for_stages(x: jax.Array, S: int) -> jax.Array:
+  return jnp.broadcast_to(x[None], (S, *x.shape))
+
+
+def where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:
+  return jax.tree.map(lambda a, b: _select(condition, a, b) if is_float(a) else _choose(condition, a, b), x, y)
+
+
+def _choose(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+  """`jnp.where` with a condition for the first dimensions."""
+  return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
+
+
+# Of `jnp.where`, a mask as large as the arrays would be kept for the backward pass.
+_select = jax.custom_vjp(_choose)
+_select.defvjp(
+  lambda condition, x, y: (_choose(condition, x, y), condition),
+  lambda condition, ct: (None, _choose(condition, ct, jnp.zeros_like(ct)), _choose(condition, jnp.zeros_like(ct), ct)),
+)
+
+
+def unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
+  """`jax.tree.map` of a function that returns pairs: a tree of the first, and one of the second ones."""
+  pairs = jax.tree.leaves(jax.tree.map(fn, tree, *trees), is_leaf=lambda x: isinstance(x, tuple))
+  first, second = (jax.tree.unflatten(jax.tree.structure(tree), [pair[i] for pair in pairs]) for i in (0, 1))
+  return first, second
+
+
+def entry_at(stack: TreeT, index: jax.Array) -> TreeT:
+  """The entry at an index of dimension 0 of each array; of one entry, that one, which JAX then knows not to change."""
+  return jax.tree.map(
+    lambda x: x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack
+  )
+
+
+def with_entry(stack: TreeT, entry: TreeT, index: jax.Array) -> TreeT:
+  return jax.tree.map(
+    lambda x, e: e[None] if x.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(x, e, index, 0), stack, entry
+  )
+
+
+@jax.custom_vjp
+def _read(stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+  del real
+  return entry_at(stack, index), gradients
+
+
+def _read_forward(
+  stack: jax.Array, gradients: jax.Array, index: jax.Array, real: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  return (entry_at(stack, index), gradients), (index, real)
+
+
+def _read_backward(
+  residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[None, jax.Array, None, None]:
+  (index, real), (entry, gradients) = residuals, cotangents
+  # A gradient of a bubble is 0 times what may be NaN.
+  total = entry_at(gradients, index) + jnp.where(real, entry, jnp.zeros_like(entry))
+  return None, with_entry(gradients, total, index), None, None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def shift(x: jax.Array) -> jax.Array:
+  """Returns for each stage the entry of the one before it, for the first that of the last."""
+  return _shift_float(x) if is_float(x) else jnp.roll(x, 1, axis=0)
+
+
+@jax.custom_vjp
+def _shift_float(x: jax.Array) -> jax.Array:
+  return jnp.roll(x, 1, axis=0)
+
+
+# Transposed, a roll would be two permutes.
+_shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient: (jnp.roll(gradient, -1, axis=0),))
+
+
+def take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns entry `index` of dimension 1, and the queue, to whose gradient that of the entry is added in place."""
+  return _take_float(queue, index) if is_float(queue) else (_at(queue, index), queue)
+
+
+def _at(queue: jax.Array, index: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(queue, index, axis=1, keepdims=False)
+
+
+@jax.custom_vjp
+def _take_float(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return _at(queue, index), queue
+
+
+def _take_backward(index: jax.Array, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+  entry, queue = cotangents
+  return jax.lax.dynamic_update_index_in_dim(queue, _at(queue, index) + entry, index, 1), None
+
+
+_take_float.defvjp(lambda queue, index: (_take_float(queue, index), index), _take_backward)
