@@ -138,6 +138,8 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
+# What a loop over layers stacks, by its phase; in one that recomputes, it is used at once.
+_FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
@@ -221,8 +223,14 @@ class _Liveness:
       return
     for element, held in zip(body.operands(body.root), carried):
       if isinstance(held, _Buffer) and _updated_in_place(element, self._program) is not None:
-        held.op_name = element.op_name
-        held.kind = 'gradients' if LayerNames.phase(element.op_name) == 'backward' else 'saved activations'
+        held.op_name = name_of(element, body) or loop.op_name
+        held.kind = _FILLED_IN.get(_phase_of(body), held.kind)
+
+
+def _phase_of(body: Computation) -> str:
+  """The phase of a loop: a backward one may compute again what the forward one did."""
+  phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}
+  return next((phase for phase in ('backward', 'recomputed', 'forward') if phase in phases), '')
 
 
 def _updated_in_place(instruction: Instruction, program: Program) -> int | None:
