@@ -28,13 +28,28 @@ def _run(values: flags.FlagValues) -> int:
     simulate_cpu_devices(topology.num_devices)
   else:
     leave_accelerators_alone()
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # The compilers look for drivers, and say that there are none.
+    _start_quietly()
   config = configured_experiment(values)
   cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
   with _live_line(topology.name) as report:
     found = plan(config, None, topology, compile=values.compile, cache=cache if values.cache else None, report=report)
   print(format_plan(found))
   return 0 if found.fits else 1
+
+
+def _start_quietly() -> None:
+  """Starts JAX. Its plugins look for drivers, and say on stderr, below Python, that there are none."""
+  import jax
+
+  sys.stderr.flush()
+  kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 2)
+  try:
+    jax.devices()
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ _INSTRUCTION = re.compile(
 )
 _OPERAND = re.compile(r'%([\w.\-]+)')
 _CALLED = re.compile(
-  r'(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=\{?([^,}]+(?:, %[^,}]+)*)'
+  r'(?:calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation)'
+  r'=\{?([^,}]+(?:, %[^,}]+)*)'
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*|c\d+|token)\[([\d,]*)\](?:\{([^}]*)\})?')
@@ -38,6 +39,7 @@ _SPACE = re.compile(r'S\((\d+)\)')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
+_MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}')
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -270,6 +272,11 @@ def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ..
     if iota[3]:
       ids = ids.transpose([int(n) for n in iota[3].split(',')])
     return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
+  if named := _MESH_GROUPS.search(instruction.attributes):
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
+    over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", named[2]) if name in sizes]
+    ids = np.moveaxis(np.arange(math.prod(sizes.values())).reshape(*sizes.values()), over, range(-len(over), 0))
+    return tuple(map(tuple, ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(over) :])).tolist()))
   listed = _LISTED_GROUPS.search(instruction.attributes)
   found = re.findall(r'\{([\d,]+)\}', listed[1]) if listed else []
   return tuple(tuple(int(n) for n in group.split(',')) for group in found) or (tuple(range(num_devices)),)

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -36,6 +37,7 @@ _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these, the compilers look for the machine that they are made for.
 _ENVIRONMENT = {
   'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Several plans at a time.
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
 }
@@ -123,6 +125,9 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
 def _tpu_devices(topology: Topology) -> list[jax.Device]:
   target = topology.target
   prefix = 'tpu' if target.name[0].isdigit() else ''
+  cores = topology.num_chips * (2 if target.torus == 3 else 1)  # As Cloud TPU counts those of v4, v5p and 7x.
+  kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
+  os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
   options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
   # A host has 2 x 2 chips, where a slice has so many in both directions.
   if any(size % 2 for size in topology.shape[:2]):
@@ -175,8 +180,7 @@ def compile_step(
   report('compiling')
   start = time.perf_counter()
   try:
-    compiled = lowered.compile()
-    text = _text(lowered, compiled)
+    compiled, text = _compiled(lowered, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
     raise CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}') from error
   found: Any = compiled.memory_analysis()
@@ -209,12 +213,16 @@ def _as_if_with_cudnn() -> Iterator[None]:
     module.check_cudnn_version = ask
 
 
-def _text(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> str:
-  try:
-    return compiled.as_text() or ''
-  except RuntimeError:  # Of TPU programs in which a fusion carries a collective on.
-    options: dict[str, str | bool] = {'xla_tpu_enable_async_collective_fusion': 'false'}
-    return lowered.compile(compiler_options=options).as_text() or ''
+def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:
+  """Returns a compiled program and its text."""
+  if topology.target.kind != 'tpu':
+    compiled = lowered.compile()
+    return compiled, compiled.as_text() or ''
+  # A TPU program with collectives that several operations carry on cannot be read back; its compiler writes it down.
+  with tempfile.TemporaryDirectory() as folder:
+    compiled = lowered.compile(compiler_options={'xla_dump_to': folder, 'xla_dump_hlo_as_text': True})
+    texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
+  return compiled, max(texts, key=len, default='') or compiled.as_text() or ''
 
 
 def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:

@@ -262,6 +262,10 @@ class _CostModel:
       if instruction.collective:
         overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
         start(instruction.name, self._communication(instruction, computation), overlapped)
+      elif instruction.opcode == 'async-update':
+        for operand in instruction.operands[:1]:
+          if operand in started:
+            started[instruction.name] = started.pop(operand)
       elif instruction.opcode.endswith('-done'):
         for operand in instruction.operands[:1]:
           finish(operand)
@@ -331,12 +335,14 @@ class _CostModel:
     """The collectives in the computation of a fusion, or of a generic asynchronous start."""
     if instruction.opcode not in ('fusion', 'async-start'):
       return []
-    return [
-      (found, called)
-      for called in self._program.called(instruction)
-      for found in called.instructions
-      if found.collective
-    ]
+    return self._collectives_below(instruction)
+
+  def _collectives_below(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
+    found = []
+    for called in self._program.called(instruction):
+      for inner in called.instructions:
+        found += [(inner, called)] if inner.collective else self._collectives_below(inner)
+    return found
 
   def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
     groups = groups_of(instruction, self._program.num_devices)

@@ -174,9 +174,52 @@ def test_a_gpu_start_counts_its_result_and_library_calls_their_flops():
   assert 0 < gather.exposed < gather.seconds
 
 
-def test_groups_in_both_spellings():
+_OFFLOADED = """HloModule step, is_scheduled=true, num_partitions=8
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%called (p: bf16[64,256]) -> bf16[8,256] {
+  %p = bf16[64,256]{1,0} parameter(0)
+  ROOT %r = bf16[8,256]{1,0} reduce-scatter(%p), channel_id=3, replica_groups=mesh['x'=8] {'x'}, dimensions={0}, to_apply=%sum
+}
+
+%wrapped (q: bf16[64,256]) -> bf16[8,256] {
+  %q = bf16[64,256]{1,0} parameter(0)
+  ROOT %c = bf16[8,256]{1,0} custom-call(%q), custom_call_target="offloaded", called_computations={%called}
+}
+
+ENTRY %main (a: bf16[64,256], m: bf16[512,512]) -> bf16[8,256] {
+  %a = bf16[64,256]{1,0} parameter(0)
+  %m = bf16[512,512]{1,0} parameter(1)
+  %s = ((), (), (s32[16]{0})) async-start(), calls=%wrapped
+  %u = ((bf16[64,256]{1,0}), bf16[8,256]{1,0}, (s32[16]{0})) async-update(%s, %a)
+  %d = bf16[512,512]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %e = bf16[8,256]{1,0} async-done(%u)
+}
+"""  # noqa: E501
+
+
+def test_a_collective_that_other_cores_of_a_tpu_run_is_overlapped():
+  assert collectives(_OFFLOADED)['reduce-scatter'].count == 1
+  (found,) = cost(_OFFLOADED, '7x:2x2x1', mesh={'data': 8}).collectives
+  assert (found.kind, found.axes, found.fast_bytes) == ('reduce-scatter', ('data',), 2 * 64 * 256 * 7 / 8)
+  assert found.exposed < found.seconds
+
+
+def test_groups_in_all_spellings():
   listed, iota = parse(_GPU).entry.instructions[2], parse(_FUSIONS).computations['start'].instructions[1]
   assert groups_of(listed, 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+  def named(axes):
+    text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4] {axes}")
+    return parse(text).entry.instructions[2]
+
+  assert groups_of(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
+  assert groups_of(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
   assert groups_of(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or groups_of(iota, 8) == (
     (0, 2),
     (4, 6),
