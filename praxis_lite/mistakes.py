@@ -45,6 +45,10 @@ class TracedValueError(ConfigError, TypeError):
   """Python code needs the value of an array, which is known only when the compiled step runs."""
 
 
+class NotAnArrayError(DataError, AttributeError):
+  """A layer is called with a dict, a list or a tuple where it takes an array."""
+
+
 class NotALayerError(ConfigError, TypeError):
   """What is called as a layer is something else."""
 
@@ -114,8 +118,8 @@ _TRACED = (
 def explained(error: Exception, layer: object, path: str, weights: Mapping[str, tuple[int, ...]]) -> UserError | None:
   """Returns the error that explains one raised in a method of a layer; None if it is about something else.
 
-  What is explained: an entry that a dict lacks, shapes and dtypes that do not fit, values that Python needs while a
-  step is traced, and what is called but is not a layer.
+  What is explained: an entry that a dict lacks, shapes and dtypes that do not fit, a dict in place of an array, values
+  that Python needs while a step is traced, and what is called but is not a layer.
 
   Args:
     error: the exception, while it is handled.
@@ -135,6 +139,9 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
   where, name = _where(own, lines), whose(layer, path, methods[-1] if methods else '')
   if isinstance(error, KeyError):
     return _missing_entry(error, name, own[-1], lines) if own[-1] is frames[-1] else None
+  if isinstance(error, AttributeError):
+    found = _no_array(error, own)
+    return NotAnArrayError(f'{name}: {found}{where}') if found else None
   message = str(error)
   for needs in _TRACED:
     if isinstance(error, needs.error) and re.search(needs.message, message, re.DOTALL):
@@ -180,6 +187,18 @@ def _missing_entry(error: KeyError, whose: str, frame: FrameType, lines: dict[Fr
         f'{did_you_mean(str(key), map(str, value))}{remedy}{_where([frame], lines)}'
       )
   return None
+
+
+def _no_array(error: AttributeError, own: list[FrameType]) -> str | None:
+  """What an argument is in place of an array, whose attribute the code of a layer reads; None if there is none."""
+  value = error.obj
+  if not isinstance(value, dict | list | tuple) or not hasattr(jax.Array, error.name or ''):
+    return None
+  argument = next((n for frame in reversed(own) for n, v in frame.f_locals.items() if v is value), 'its input')
+  entries = [f'{argument}[{key!r}]' for key, x in value.items() if _is_array(x)] if isinstance(value, dict) else []
+  entries.sort(key=lambda entry: 'weights' in entry)  # Those of the rows are in all batches, and hardly meant.
+  remedy = f'; pass one of its entries, such as {entries[0]}' if entries else ''
+  return f'{argument} is a {type(value).__name__}, where an array is expected{remedy}'
 
 
 def _not_callable(kind: str, frame: FrameType, lines: Mapping[FrameType, int]) -> str | None:

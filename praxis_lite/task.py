@@ -175,7 +175,11 @@ class SingleTask(Configurable):
   def __post_init__(self) -> None:
     check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
-      raise ConfigError('task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name')
+      names = ('replica', 'data', 'mdl')[-len(self.ici_mesh_shape) :] if len(self.ici_mesh_shape) > 1 else ('data',)
+      raise ConfigError(
+        'task.mesh_axis_names: ici_mesh_shape is set, so each of its axes needs a name, as in '
+        f'--set "task.mesh_axis_names={names}"'
+      )
     for section in ('train', 'evaluate', 'decode'):
       config = getattr(self, section)
       if not isinstance(config, Config):

@@ -7,6 +7,8 @@ import pytest
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, UnknownFieldError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.models import BaseModel
+from praxis_lite.task import SingleTask
 
 
 def a_config() -> ExperimentConfig:
@@ -45,3 +47,9 @@ def test_what_is_no_config_is_told(name, value, message):
 def test_a_misspelt_name_is_told():
   with pytest.raises(UnknownFieldError, match=r"no 'dataset'\. Did you mean 'datasets'\?"):
     a_config().dataset = []
+
+
+def test_a_mesh_without_names_is_told_with_an_example():
+  for shape, names in (((4,), r"\('data',\)"), ((2, 2), r"\('data', 'mdl'\)")):
+    with pytest.raises(ConfigError, match=rf'needs a name, as in --set "task\.mesh_axis_names={names}"$'):
+      Config(SingleTask, model=Config(BaseModel), ici_mesh_shape=shape).instantiate()

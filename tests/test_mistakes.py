@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite import Config, Layer, WeightHParams
 from praxis_lite.errors import UserError
-from praxis_lite.mistakes import MissingEntryError, NotALayerError, ShapesError, TracedValueError
+from praxis_lite.mistakes import MissingEntryError, NotALayerError, NotAnArrayError, ShapesError, TracedValueError
 
 
 class Product(Layer):
@@ -130,3 +130,35 @@ def test_what_is_called_and_is_no_layer_keeps_its_type(call):
     with pytest.raises(TypeError, match=rf"'{kind}' object is not callable") as wrong:
       call(method, jnp.ones((5, 3)))
     assert not isinstance(wrong.value, NotALayerError)
+
+
+class Casts(Layer):
+  def __call__(self, x_BD):
+    return x_BD.astype('float32')
+
+
+class Casting(Layer):
+  def setup(self):
+    self.create_child('inner', Config(Casts))
+
+  def __call__(self, batch):
+    return self.inner(batch)
+
+  def misses(self, batch):
+    return batch['x'].no_such_attribute
+
+
+def test_a_dict_in_place_of_an_array():
+  layer, batch = Config(Casting).instantiate(), {'x': jnp.ones(3)}
+  with pytest.raises(
+    NotAnArrayError, match=r"^inner \(Casts\.__call__\): x_BD is a dict, .* such as x_BD\['x'\] \("
+  ) as told:
+    layer.apply({}, batch)
+  assert isinstance(told.value.__cause__, AttributeError)
+  with pytest.raises(AttributeError, match='no_such_attribute') as own:  # Of an array: left as it is.
+    layer.apply({}, batch, method='misses')
+  assert not isinstance(own.value, UserError)
+  with pytest.raises(UserError, match=r'^Casting\.apply\(variables, \*args\): .* got ndarray'):
+    layer.apply(np.ones(3), {})
+  with pytest.raises(UserError, match=r'^Casting\.init\(0\): expected a key, such as jax\.random\.key\(0\)'):
+    layer.init(0)

@@ -139,11 +139,12 @@ def _recorded(values: flags.FlagValues) -> ExperimentConfig:
       'Or name the directory of a run, as in --job_log_dir=runs/1'
     )
   from praxis_lite.runtime.record import has_record, read_record
+  from praxis_lite.runtime.runs import runs_near
 
   if not has_record(values.job_log_dir):
     raise UserError(
       f'--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
-      f'{values.job_log_dir} records none'
+      f'{values.job_log_dir} records none{runs_near(values.job_log_dir)}'
     )
   record = read_record(values.job_log_dir, trusted=values.trust)
   for path, reason in record.lost.items():

@@ -42,4 +42,4 @@ def _flags() -> flags.FlagValues:
 
 
 _DOES = 'list the registered experiments'
-COMMAND = Command('list', _DOES, f'{_DOES}.', 'praxis-lite list --match=lm', _flags(), _run)
+COMMAND = Command('list', _DOES, f'{_DOES}.', 'praxis-lite list --match=lm', _flags(), _run, bare='match')

@@ -31,7 +31,7 @@ from praxis_lite.cli import (
   train,
   verify,
 )
-from praxis_lite.cli.command import help_text
+from praxis_lite.cli.command import Command, help_text
 from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.importing import own_failure
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if rest and command.bare and not values[command.bare].present:
       values[command.bare].parse(rest.pop(0))
     if rest:
-      raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value')
+      raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value{_meant_by(rest[0], command)}')
     return command.run(values)
   except (UserError, flags.Error) as error:
     if is_traced:
@@ -136,6 +136,18 @@ def run() -> None:
 def _failed(command: str, message: str) -> int:
   print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
   return 2
+
+
+def _meant_by(argument: str, command: Command) -> str:
+  """Returns the flag that an argument without one seems to belong to, as the end of a message; '' if none does."""
+  path = argument.partition(':')[0]
+  if os.path.isdir(argument):
+    flag = 'job_log_dir'
+  elif path.endswith('.py') or re.fullmatch(r'\w+(\.\w+)+', argument):
+    flag = 'exp'
+  else:
+    flag = 'set' if re.match(r'[\w.\[\]*]+=', argument) else ''
+  return f', as in --{flag}={argument}' if flag in command.flags else ''
 
 
 def _one_line(error: Exception, command: str) -> str:

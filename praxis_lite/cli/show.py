@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 from absl import flags
 
@@ -68,7 +69,10 @@ def _text_of(name: str) -> str:
   from praxis_lite.config.text import to_text
   from praxis_lite.experiment import configure
   from praxis_lite.runtime.record import has_record, read_record
+  from praxis_lite.runtime.runs import runs_near
 
+  if not has_record(name) and '.py' not in name and ('/' in name or os.path.isdir(name)):
+    raise UserError(f'--diff: there is no experiment {name!r}, and no run{runs_near(name)}')
   return read_record(name).text if has_record(name) else to_text(configure(registry.get(name)).roots())
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import numbers
 import re
 import sys
@@ -51,13 +52,40 @@ def fit(value: object, hint: object, current: object) -> object:
   text = str(value) if isinstance(value, Text) else None
   if text is not None:
     value = _read(text, [kind for kind in (*members_of(hint), type(current)) if _is_value_class(kind)])
+    if isinstance(value, float) and 'e' in text.lower() and value.is_integer() and _only_int(hint):
+      value = int(value)  # `num_train_steps=1e5`
   try:
     return _fit(value, hint, current)
   except MismatchError as mismatch:
     if text is not None and value is not text:  # `name=123` where a string belongs
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
-    raise ConfigError(f'expected {mismatch}, got {describe(value)}') from None
+    raise ConfigError(f'expected {mismatch}, got {describe(value)}{_meant(value, hint, current)}') from None
+
+
+def _only_int(hint: object) -> bool:
+  members = members_of(hint)
+  return int in members and not {float, Any} & set(members)
+
+
+def _meant(value: object, hint: object, current: object) -> str:
+  """Returns what was meant by a value that does not fit, as the end of a message; '' if that is not known."""
+  if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
+    # A class beside the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
+    for package in itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format):
+      if is_named(getattr(sys.modules.get(package), value, None)):
+        return f'. Did you mean {package}.{value}?'
+    return ''
+  with contextlib.suppress(MismatchError, ConfigError):
+    if tuple in [typing.get_origin(member) for member in members_of(hint)]:
+      _convert((value,), hint)
+      return f'; a tuple of one is written ({format_value(value)},)'
+  if isinstance(value, tuple) and value:
+    with contextlib.suppress(MismatchError, ConfigError):
+      for each in value:
+        _convert(each, hint)
+      return '; `praxis-lite sweep` tries several values'
+  return ''
 
 
 def check_types(cls: type[Configurable], values: Mapping[str | int, object], path: str) -> None:
@@ -76,7 +104,9 @@ def check_types(cls: type[Configurable], values: Mapping[str | int, object], pat
       _convert(value, hint)
     except MismatchError as mismatch:
       given = f'{_given(value)}, the default of {cls.__qualname__}' if is_default else _given(value)
-      if is_named(value):
+      if type(value).__name__.startswith('GradientTransformation') and _takes_config(hint):
+        given = f'{given}, which optax returns; write the function, as in Config(optax.adam)'
+      elif is_named(value) and _takes_config(hint):
         write = f'{name}: Config = template({value.__name__})' if is_default else f'Config({value.__name__}, ...)'
         given = f'{given}; write {write}'
       raise ConfigError(f'{path}.{name}: expected {mismatch}, got {given}') from None
@@ -318,7 +348,7 @@ def describe_hint(hint: object) -> str:
   if hint is types.NoneType:
     return 'None'
   if _is_configurable(hint):
-    return f'the config of a {hint.__qualname__}'
+    return f'the config of {"an" if hint.__qualname__[0] in "AEIOU" else "a"} {hint.__qualname__}'
   if hint is Config:
     return 'a Config'
   if _is_callable_hint(hint):
@@ -335,6 +365,10 @@ def _is_config(hint: object) -> bool:
 
 def _is_configurable(hint: object) -> TypeGuard[type[Configurable]]:
   return isinstance(hint, type) and issubclass(hint, Configurable)
+
+
+def _takes_config(hint: object) -> bool:
+  return any(_is_config(member) or _is_configurable(member) for member in members_of(hint))
 
 
 def _is_callable_hint(hint: object) -> bool:

@@ -101,7 +101,11 @@ def import_run(
   kinds = ', '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}))
   lines = [f'{checkpoint.folder}: {checkpoint.family.model_type}, {size:,} parameters in {kinds}']
   if config.datasets[0].tokenizer_tpl == Config(HfTokenizer, path=REQUIRED):
-    lines.append('there is no tokenizer beside it; set datasets[*].tokenizer_tpl to decode and train on text')
+    lines.append(
+      'there is no tokenizer beside it; to decode and train on text, set that of a folder by --set '
+      "'datasets[*].tokenizer_tpl.path=DIR', or bytes by "
+      "--set 'datasets[*].tokenizer_tpl=praxis_lite.inputs.ByteTokenizer'"
+    )
   return [*lines, f'step 0: saved in {directory / "checkpoints"}']
 
 

@@ -301,6 +301,8 @@ class Layer(InCall, Configurable):
 
   def init(self, key: jax.Array) -> NestedDict:
     """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
+    if isinstance(key, int):
+      raise ConfigError(f'{self.path_name}.init({key}): expected a key, such as jax.random.key({key})')
     return map_with_path(lambda path, w: init_weight(w, call.fold_in_path(key, path)), self.abstract_init())
 
   # ---------------------------------------------------------------- the pure call
@@ -335,6 +337,11 @@ class Layer(InCall, Configurable):
     Raises:
       ConfigError: a variable has another shape than the layer declares; checked where a user calls, not within a call.
     """
+    if not isinstance(variables, dict):
+      raise ConfigError(
+        f'{self.path_name}.apply(variables, *args): the first argument is the variables, a dict as init() returns; '
+        f'got {type(variables).__name__}'
+      )
     outer = call.current_frame()
     if outer is None and surroundings is None:
       self._check_shapes(variables)

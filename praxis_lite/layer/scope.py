@@ -34,7 +34,7 @@ def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     try:
       with jax.named_scope(self.name or type(self).__name__):
         result = method(self, *args, **kwargs)
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
       if isinstance(error, UserError) and type(error) is not DataError:
         raise  # It says where already.
       weights = {name: weight.shape for name, weight in self._weights.items()}

@@ -31,7 +31,7 @@ from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
-from praxis_lite.runtime.nonfinite import hints_in
+from praxis_lite.runtime.nonfinite import Hints, hints_in
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
@@ -106,6 +106,9 @@ def run_train(
       the others return, with ended_by='SIGTERM'.
   """
   startup = StartupTimes()
+  if not isinstance(config, ExperimentConfig):
+    experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
+    raise ConfigError(f'run_train(config, job_log_dir): expected configure({experiment}), got {type(config).__name__}')
   with contextlib.ExitStack() as to_close:
     # ---- what is trained, where, and on which data; errors of the user are raised before anything is compiled or saved
     directory = to_close.enter_context(job_directory(job_log_dir))
@@ -188,7 +191,11 @@ def run_train(
     if is_restored and first_step < total:
       console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
     if is_primary_process():
-      for line in write_record(directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step):
+      # A run that takes no step keeps its record: nothing in it was made with what this call asks for.
+      is_finished = is_restored and first_step >= total
+      for line in write_record(
+        directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step, keeps_record=is_finished
+      ):
         console.line(line)
 
     def save() -> None:
@@ -263,7 +270,7 @@ def run_train(
     if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
       checkpointer.wait()
       is_on_this_host = batch is not None and jax.process_count() == 1
-      raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else '')
+      raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else Hints())
     if not stop.requested:
       programs.run(evaluation, run.step, run.state)
       if settings.decode_interval_steps is not None:

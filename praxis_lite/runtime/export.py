@@ -80,6 +80,8 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
   """Raises a UserError if these settings are not valid for the model, or the directory exists and is not empty."""
   check_choice('what', settings.what, KINDS)
   for name, values, choices in (('format', settings.formats, FORMATS), ('platforms', settings.platforms, PLATFORMS)):
+    if isinstance(values, str):
+      raise ConfigError(f'{name}: expected a tuple, such as ({values!r},), got {values!r}')
     for value in values:
       if value == 'gpu':
         raise ConfigError("platforms: 'gpu' is two platforms here, 'cuda' (NVIDIA) and 'rocm' (AMD)")
@@ -100,6 +102,7 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
     length, tokens = settings.prompt_length, _max_tokens(model, settings)
     most = positions + 1 - length
     remedy = f'pass max_tokens (--max_tokens) of at most {most}, or' if most >= 1 else 'pass'
+    remedy = 'pass a smaller max_tokens (--max_tokens) and' if tokens > positions else remedy
     which = '' if settings.max_tokens else ', which is task.model.decoder_tpl.max_decode_steps'
     raise ConfigError(
       f'max_tokens: prompts of {length} tokens (prompt_length) and {tokens} tokens after them (max_tokens{which}) need '

@@ -19,6 +19,7 @@ import jax
 
 from praxis_lite.errors import CheckpointError, ConfigError, did_you_mean, located
 from praxis_lite.runtime.checkpoints import Checkpointer, Record, Step, castable, records_of
+from praxis_lite.runtime.runs import runs_near
 from praxis_lite.task import InitFromParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
@@ -56,7 +57,8 @@ class WarmStart:
         )
       self._partitioned = partitioned
       self._checkpointer = Checkpointer(os.path.expanduser(settings.path), read_only=True)
-      self._step = self._checkpointer.existing_step(cast(Step, settings.step), remedy='path is the directory of a run')
+      remedy = f'path is the directory of a run{runs_near(settings.path)}'
+      self._step = self._checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
       self._where = os.path.join(self._checkpointer.directory, str(self._step))
       self._saved: dict[str, Record] = self._checkpointer.about(self._step)['variables']
       self._wanted = records_of(partitioned.unpadded_state_shapes.mdl_vars)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
@@ -169,6 +170,7 @@ class SummaryWriter:
     if split not in self._event_writers:
       import tensorboardX
 
+      logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
       # TensorBoard hides the entries of earlier files from purge_step on. File names contain whole seconds: without the
       # suffix, a run that resumes at once would overwrite the previous file.
       self._event_writers[split] = tensorboardX.SummaryWriter(

@@ -8,7 +8,8 @@ step 15: finite again, after 12 updates in a row were skipped
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +27,19 @@ _LIMIT = 'task.train.max_skipped_steps'
 
 class NonFiniteError(UserError):
   """Losses or gradients are not finite: of one step, where the learner is set to raise, or of too many in a row."""
+
+
+class Hints(NamedTuple):
+  """What a batch says of why a step was not finite.
+
+  Attributes:
+    found: what is wrong with it, a sentence without a full stop; '' if nothing is known to be.
+    integers: the ranges of its integers, where labels among them may be of classes that do not exist; '' where they
+      are known to exist, or there are none.
+  """
+
+  found: str = ''
+  integers: str = ''
 
 
 class SkippedSteps:
@@ -95,20 +109,21 @@ class SkippedSteps:
     """The first of the steps skipped in a row."""
     return self._step - self.in_a_row + 1
 
-  def error(self, hints: str) -> NonFiniteError:
+  def error(self, hints: Hints) -> NonFiniteError:
     """Returns the error that ends the run, once its state is saved; `hints` say what is known of the cause."""
     since, untrained = self._since, self._since == 1
+    labels = f'labels out of range of the classes (the last batch has {hints.integers}), ' if hints.integers else ''
     if untrained:
       kept = 'the variables are still those that the run started from'
-      likely = 'labels out of range of the classes, data that is not finite, or a loss that is not finite for it'
+      likely = f'{labels}data that is not finite, or a loss that is not finite for it'
     else:
       kept = f'the variables are still those of step {since - 1}'
-      likely = 'a learning rate that is too high, or data that is not finite'
+      likely = f'a learning rate that is too high, {labels}or data that is not finite'
     rate = 'lower task.train.learner.learning_rate, or set task.train.learner.clip_gradient_norm_to_value'
     remedy = 'correct the data or the loss' if untrained else f'{rate}; to begin anew, name another --job_log_dir'
     return NonFiniteError(
       f'from step {since} on, the loss or a gradient was not finite{self._cause}, so all {self.in_a_row} updates '
-      f'up to step {self._step} were skipped. {hints or f"Likely causes: {likely}"}. What to do: {remedy}. '
+      f'up to step {self._step} were skipped. {hints.found or f"Likely causes: {likely}"}. What to do: {remedy}. '
       f'Step {self._step} is saved, and {kept}. {_LIMIT} = {self._limit} says how many steps in a row may be skipped; '
       'None: any number'
     )
@@ -121,8 +136,8 @@ def _not_finite(metrics: DeviceMetrics) -> Iterator[str]:
       yield f'{name} {float(np.ravel(value)[0])}' if value.ndim == 0 else name
 
 
-def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> str:
-  """Returns what is wrong with a batch, as far as it can be known: a sentence without a full stop, or ''.
+def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
+  """Returns what is wrong with a batch, as far as it can be known.
 
   Args:
     batch: of a step that was not finite, on the host.
@@ -131,28 +146,25 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> str:
   arrays = {path_name(path): np.asarray(x) for path, x in leaves(batch).items()}
   bad = [name for name, x in arrays.items() if x.dtype.kind == 'f' and not np.isfinite(x).all()]
   if bad:
-    return f'The last batch has values in {", ".join(map(repr, bad))} that are not finite'
+    return Hints(f'The last batch has values in {", ".join(map(repr, bad))} that are not finite')
   try:
     model.check_input(data, {name: np.asarray(x) for name, x in batch.items()})
   except UserError as error:
-    return f'The last batch does not fit the model: {error}'
+    return Hints(f'The last batch does not fit the model: {error}')
   except Exception:  # A user's own check, of which only the message would matter.
     pass
-  return _labels_out_of_range(arrays, model) or _ranges(arrays)
-
-
-def _labels_out_of_range(arrays: Mapping[str, np.ndarray], model: BaseModel) -> str:
-  """Labels that none of the layers with `num_classes` has a class for."""
+  integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
+  labels = {name: x for name, x in integers.items() if name == 'y' or 'label' in name or 'target' in name}
+  # The layer of a classifier with the most classes: what it has no class for, none has.
   classes = {layer.path_name: layer.num_classes for layer in model.descendants() if _num_classes(layer) is not None}
-  if not classes:
-    return ''
+  if not (classes and labels):
+    return Hints(integers=', '.join(_range(name, x) for name, x in integers.items()))
   where = max(classes, key=lambda name: classes[name])
-  for name, x in arrays.items():
-    is_label = name == 'y' or 'label' in name or 'target' in name
-    if is_label and x.dtype.kind in 'iu' and x.size and not (x.min() >= 0 and x.max() < classes[where]):
-      there = f'from {x.min()} to {x.max()}'
-      return f'The last batch has {name!r} {there}, and {where} has {classes[where]} classes, 0 to {classes[where] - 1}'
-  return ''
+  for name, x in labels.items():
+    if not (x.min() >= 0 and x.max() < classes[where]):
+      has = f'{where} has {classes[where]} classes, 0 to {classes[where] - 1}'
+      return Hints(f'The last batch has {_range(name, x)}, and {has}')
+  return Hints()
 
 
 def _num_classes(layer: object) -> int | None:
@@ -160,7 +172,5 @@ def _num_classes(layer: object) -> int | None:
   return value if isinstance(value, int) else None
 
 
-def _ranges(arrays: Mapping[str, np.ndarray]) -> str:
-  """The integers of a batch: labels among them may be out of range of classes that are not known here."""
-  found = [f'{name!r} from {x.min()} to {x.max()}' for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size]
-  return f'Likely causes: labels out of range of the classes (the last batch has {", ".join(found)})' if found else ''
+def _range(name: str, x: np.ndarray) -> str:
+  return f'{name!r} from {x.min()} to {x.max()}'

@@ -63,9 +63,14 @@ def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
-  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises ConfigError if a prompt has no token."""
+  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises UserError if a prompt has no token, or is bytes."""
+  if not len(prompts):
+    raise ConfigError('there are no prompts; expected a list with at least one')
+  for prompt in prompts:
+    if isinstance(prompt, bytes):
+      raise DataError(f'a prompt is bytes; expected a text, such as {prompt.decode(errors="replace")!r}, or tokens')
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not lengths.size or not lengths.all():
+  if not lengths.all():
     raise ConfigError('a prompt is empty; it needs at least one token')
   width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
   ids = np.stack([np.pad(np.asarray(p, np.int32), (0, width - len(p))) for p in prompts])

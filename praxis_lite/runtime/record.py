@@ -135,6 +135,7 @@ def write_record(
   command: str | None = None,
   mesh: Mapping[str, int] | None = None,
   step: int = 0,
+  keeps_record: bool = False,
 ) -> list[str]:
   """Records the config of a run, and this process as one more launch, beside those recorded before.
 
@@ -145,6 +146,7 @@ def write_record(
     config: configs of the run.
     seed, mesh, step: as in `Launch`.
     command: the command line; None uses that of this process.
+    keeps_record: leave a record that there is as it is, and say how the config differs from it.
 
   Returns:
     Lines to print: how the config and the seed differ from those recorded before; empty if they do not.
@@ -156,6 +158,8 @@ def write_record(
     before = read_record(directory)
     launches, changes = before.launches, diff_texts(before.text, text)
     changes += [f'seed: {before.seed} -> {seed}'] if before.seed != seed else []
+    if keeps_record:
+      return _lines_about(changes, ', which is kept')
   launch = Launch(
     started=round(time.time(), 3),
     command=_command_line() if command is None else command,
@@ -177,7 +181,12 @@ def write_record(
   }
   replace_file(directory / _TEXT, text)
   replace_file(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
-  return ['the config differs from the recorded one:', *(f'  {line}' for line in shortened(changes))] if changes else []
+  return _lines_about(changes)
+
+
+def _lines_about(changes: Sequence[str], kept: str = '') -> list[str]:
+  differs = f'the config differs from the recorded one{kept}:'
+  return [differs, *(f'  {line}' for line in shortened(changes))] if changes else []
 
 
 def shortened(lines: Sequence[str], most: int = 20) -> list[str]:

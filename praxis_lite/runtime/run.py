@@ -24,6 +24,7 @@ from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.runtime.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import RunRecord, has_record, read_record
+from praxis_lite.runtime.runs import runs_near
 from praxis_lite.runtime.trained import TrainedModel, restore_model
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.task import SingleTask
@@ -119,7 +120,7 @@ def open_run(
   job_log_dir: str | os.PathLike[str],
   exp: str | type[BaseExperiment] | ExperimentConfig | None = None,
   *,
-  trusted: Collection[str] = (),
+  trusted: str | Collection[str] = (),
 ) -> SavedRun:
   """Opens a run directory. Nothing is restored or compiled before it is needed.
 
@@ -129,21 +130,26 @@ def open_run(
     trusted: modules, packages or Python files whose code the recorded config may name too, as for --trust.
 
   Raises:
-    UserError: there is no such directory or experiment.
+    UserError: there is no such directory or experiment, or the directory is no run but has runs in it, or is in one.
   """
   directory = Path(job_log_dir).expanduser()
   if not directory.is_dir():
     raise UserError(f'there is no run in {directory}: it is not a directory')
+  is_run = has_record(directory) or any((directory / name).exists() for name in ('checkpoints', 'metrics.jsonl'))
+  if exp is None and not is_run and (near := runs_near(directory)):
+    raise UserError(f'{directory} is no run{near}')
   if isinstance(exp, str):
     exp = registry.get(exp)
   if isinstance(exp, type):
     exp = configure(exp)
-  return SavedRun(directory, exp, trusted)
+  return SavedRun(directory, exp, (trusted,) if isinstance(trusted, str) else trusted)
 
 
 def _mesh_for(task: SingleTask, mesh: Mesh | Sequence[int] | None) -> Mesh:
   """The mesh of a loaded model, with Auto axes named as those of the task."""
   names = task.mesh_axis_names or ('data',)
+  if isinstance(mesh, int):
+    raise ShardingError(f'load: mesh = {mesh}: expected the size along each of the axes {names}, such as ({mesh},)')
   if not isinstance(mesh, Mesh):
     return create_device_mesh((1,) * len(names) if mesh is None else tuple(mesh), None, names)
   if set(mesh.axis_names) != set(names):

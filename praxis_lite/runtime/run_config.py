@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.config import Config
+from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.text import to_text
 from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
@@ -100,7 +100,14 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
     ConfigError: two evaluation inputs have one name, or one of them is named as the training input.
   """
   inputs: list[BaseInput] = []
+  missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
   for i, config in enumerate(configs):
+    if missing[i] is not None:
+      every = '*' if len(configs) > 1 and len(set(missing)) == 1 else i
+      raise ConfigError(
+        f'{name}[{i}].{missing[i]}: a value is required and none is set (a field of {target(config).__qualname__}), '
+        f"as in --set '{name}[{every}].{missing[i]}=...'"
+      )
     with located(f'{name}[{i}]'):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
   labels = [i.label for i in inputs if not i.is_training]

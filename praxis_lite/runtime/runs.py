@@ -80,6 +80,24 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
   return found
 
 
+def runs_near(directory: str | os.PathLike[str]) -> str:
+  """Returns which runs are meant by a directory that is none, as the end of a message; '' if there are none near."""
+  path = Path(directory).expanduser()
+  path = Path(os.path.abspath(path)) if '..' in path.parts else path
+  for folder in path.parents:
+    if has_record(folder):
+      return f'; it is a part of the run {folder}'
+  if path.is_dir():
+    found = [str(run) for run in find_runs(path)]
+    more = f' and {len(found) - _MOST_NEAR} more' if len(found) > _MOST_NEAR else ''
+    return f'; the runs below it are {", ".join(found[:_MOST_NEAR])}{more}' if found else ''
+  beside = [other.name for other in path.parent.iterdir() if has_record(other)] if path.parent.is_dir() else []
+  return f'; there is no such directory.{did_you_mean(path.name, beside)}'
+
+
+_MOST_NEAR = 3
+
+
 def read_run(directory: Path) -> RunState:
   """Returns what a run has come to; a record that cannot be read counts as none."""
   fields: dict[str, str] = {}

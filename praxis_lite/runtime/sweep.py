@@ -44,17 +44,23 @@ def grid(overrides: Sequence[str]) -> list[Point]:
   """Returns the points of overrides of which some have several values; see `overrides.alternatives`.
 
   Raises:
-    ConfigError: none has several values, or two of those are of one path.
+    ConfigError: none has several values, one of them twice, or two of those are of one path.
   """
   options = [alternatives(override) for override in overrides]
   varied = [choices[0].partition('=')[0] for choices in options if len(choices) > 1]
   if not varied:
+    bracketed = ' without brackets' if any(choice.endswith((')', ']')) for (choice,) in options) else ''
     raise ConfigError(
-      'nothing is varied: give a --set several values, as in --set task.train.learner.learning_rate=1e-3,3e-3'
+      f'nothing is varied: give a --set several values, with commas between them{bracketed}, as in '
+      '--set task.train.learner.learning_rate=1e-3,3e-3'
     )
   twice = [path for path in varied if varied.count(path) > 1]
   if twice:
     raise ConfigError(f'{twice[0]} is varied twice; write all of its values in one --set')
+  for path, choices in zip((choices[0].partition('=')[0] for choices in options), options):
+    for choice, count in collections.Counter(choices).items():
+      if count > 1:
+        raise ConfigError(f'{path}: the value {choice.partition("=")[2]} is given {count} times')
   names = short_names(varied)
   points = []
   for chosen in itertools.product(*options):

@@ -42,6 +42,9 @@ COMMAND_LINES = {
   'no experiment': (['train', '--job_log_dir=x'], r'--exp is missing: .*--exp=lm\.StdlibLm; `praxis-lite list`'),
   'no directory': (['train', TINY], r'--job_log_dir is missing: .*--job_log_dir=runs/1'),
   'no name': (['train', '--job_log_dir=x', 'lm.StdlibLm'], r"unexpected argument 'lm.StdlibLm'; .* --name=value"),
+  'no exp': (['train', '--job_log_dir=x', 'my.py:Mine'], r'--name=value, as in --exp=my.py:Mine$'),
+  'no set': (['train', TINY, 'task.name=a'], r'--name=value, as in --set=task.name=a$'),
+  'no job_log_dir': (['eval', '.'], r'--name=value, as in --job_log_dir=\.$'),
   'no devices': (['train', TINY, '--job_log_dir=x', '--devices=0'], r'--devices=0: 0 is not a positive integer'),
   'some devices': (['train', TINY, '--job_log_dir=x', '--devices=some'], r'--devices=some: expected an integer'),
   'temperature': (['decode', TINY, '--job_log_dir=x', '--temperature=hot'], r'--temperature=hot: expected a number'),
@@ -91,6 +94,7 @@ OVERRIDES = {
   'rate': ("task.train.learner.learning_rate='abc'", r"task\.train\.learner\.learning_rate: expected float, got 'abc'"),
   'dtype': ('task.model.fprop_dtype=float33', r'task\.model\.fprop_dtype: expected the name of a dtype'),
   'optimizer': ('task.train.learner.optimizer=optax.adamm', r"optimizer: optax has no 'adamm'\. Did you mean 'adam'"),
+  'name of an optimizer': ('task.train.learner.optimizer=adam', r"got 'adam' \(str\)\. Did you mean optax\.adam\?$"),
   'steps': ('task.train.num_train_steps=-1', r'task\.train\.num_train_steps = -1: expected an integer of at least 1'),
   'warm-up': ('task.train.learner.schedule.warmup_steps=-3', r'task\.train: .*\.warmup_steps: expected at least 0'),
   'accumulation': (
@@ -189,8 +193,10 @@ def train_text(capsys, directory, *overrides):
 
 def test_a_required_field_that_is_not_set_is_told(capsys, tmp_path):
   run = tmp_path / 'run'
-  assert train_text(capsys, run) == 'datasets[0]: TextInput.path: a value is required and none is set'
-  assert train_text(capsys, run, 'datasets[0].path=x').startswith('datasets[1]: TextInput.path: a value is required')
+  told = 'datasets[{}].path: a value is required and none is set (a field of TextInput), as in --set '
+  assert train_text(capsys, run) == told.format(0) + "'datasets[*].path=...'"
+  assert train_text(capsys, run, 'datasets[0].path=x') == told.format(1) + "'datasets[1].path=...'"
+  assert 'Did you mean datasets[0].path, datasets[1].path' in train_text(capsys, run, 'path=x')
   assert not run.exists()
 
 

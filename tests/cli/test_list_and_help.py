@@ -46,7 +46,7 @@ def test_the_example_of_a_command_parses(capsys, monkeypatch, name):
 
 
 def test_flags_of_one_call_are_not_left_for_the_next(capsys):
-  assert main(['list', '--match=StdlibLmTiny']) == 0
+  assert main(['list', 'StdlibLmTiny']) == 0
   assert len(capsys.readouterr().out.splitlines()) == 1
   assert main(['list']) == 0
   assert len(capsys.readouterr().out.splitlines()) > 10

@@ -145,3 +145,13 @@ def test_a_directory_that_records_nothing(tmp_path, capsys):
   for command in ('show', 'check', 'eval', 'train', 'verify', 'decode'):
     assert re.search('--exp is missing: .*nothing records none', call(capsys, command, tmp_path / 'nothing', code=2))
   assert not (tmp_path / 'nothing').exists()
+
+
+def test_the_runs_near_a_directory_that_is_none_are_named(run, capsys):
+  told = call(capsys, 'eval', run.parent, code=2)
+  assert 'the runs below it are ' in told and str(run) in told
+  assert f'it is a part of the run {run}' in call(capsys, 'eval', run / 'checkpoints', code=2)
+  assert f"no such directory. Did you mean '{run.name}'?" in call(capsys, 'eval', f'{run}s', code=2)
+  assert f"', and no run; there is no such directory. Did you mean '{run.name}'?" in call(
+    capsys, 'show', run, f'--diff={run}s', code=2
+  )

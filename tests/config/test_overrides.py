@@ -101,6 +101,7 @@ def after(*overrides: str) -> Any:
     ('num_layers', '6', 6),
     ('num_layers', '1_000', 1000),
     ('num_layers', ' -3 ', -3),
+    ('num_layers', '1e5', 100_000),
     ('rate', '1', 1.0),
     ('rate', '1e-3', 1e-3),
     ('rate', 'inf', float('inf')),
@@ -166,6 +167,15 @@ def test_value_is_read_by_the_annotation(field, text, value):
   [
     ('task.model.num_layers=six', "task.model.num_layers: expected int, got 'six' (str)"),
     ('task.model.num_layers=6.0', 'task.model.num_layers: expected int, got 6.0 (float)'),
+    ('task.model.num_layers=1e-3', 'task.model.num_layers: expected int, got 0.001 (float)'),
+    (
+      'task.model.num_layers=1,2',
+      'task.model.num_layers: expected int, got (1, 2) (tuple); `praxis-lite sweep` tries several values',
+    ),
+    (
+      'task.model.shape=4',
+      'task.model.shape: expected tuple[int, ...] | None, got 4 (int); a tuple of one is written (4,)',
+    ),
     ('task.model.num_layers=True', 'task.model.num_layers: expected int, got True (bool)'),
     ('task.model.num_layers=none', 'task.model.num_layers: expected int, got None'),
     ('task.model.rate=fast', "task.model.rate: expected float, got 'fast' (str)"),
@@ -188,6 +198,11 @@ def test_value_is_read_by_the_annotation(field, text, value):
     ('task.model.activation=jax.nn.gelo', "task.model.activation: jax.nn has no 'gelo'. Did you mean 'gelu'?"),
     ('task.model.activation=jax.version.__version__', 'task.model.activation: expected a function or class, got '),
     ('task.model.norm_tpl=3', 'task.model.norm_tpl: expected the name of a class or function, such as package.module'),
+    (
+      'task.model.norm_tpl=Model',
+      'task.model.norm_tpl: expected the name of a class or function, such as package.module.Class, '
+      f"got 'Model' (str). Did you mean {__name__}.Model?",
+    ),
     ('task.model.norm_tpl=none', 'task.model.norm_tpl: expected the name of a class or function'),
     ('task.model.norm_tpl=nowhere.Norm', "task.model.norm_tpl: there is no module 'nowhere'"),
     ('task.model=7', 'task.model: expected the name of a class or function'),

@@ -15,6 +15,7 @@ from tiny_runs import ArrayInput, Config, examples, expected_loss, open_gate, ti
 from praxis_lite.config import config_values
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
 from praxis_lite.runtime import Checkpointer, NonFiniteError, executor, run_decode, run_eval, run_train
+from praxis_lite.runtime.record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
@@ -198,6 +199,12 @@ def test_advice_is_printed_before_the_first_step(tmp_path, capsys):
   assert lines == ['warning: one', 'warning: two']
 
 
+def test_an_experiment_in_place_of_its_config(tmp_path):
+  with pytest.raises(ConfigError, match=r'expected configure\(BreakingInput\), got ABCMeta'):
+    run_train(BreakingInput, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   config = tiny_run(1)
   config.datasets[0].num_epochs = 1
@@ -208,7 +215,10 @@ def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):
   assert type(result.metrics['eval/valid']['loss']) is float
   again = run_train(tiny_run(1, num_train_steps=5), tmp_path)  # A shorter run than it was.
   assert again.step == 9 and again.metrics == result.metrics
-  assert 'step 9, past the 5 of task.train.num_train_steps, so no step was taken: saved in' in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert 'step 9, past the 5 of task.train.num_train_steps, so no step was taken: saved in' in out
+  assert 'the recorded one, which is kept:\n  task.train.num_train_steps: 20 -> 5' in out
+  assert read_record(tmp_path).config.task.train.num_train_steps == 20
 
 
 class BreakingInput(ArrayInput):

@@ -172,7 +172,9 @@ def test_what_does_not_fit_is_told_before_anything_is_written(trained, tmp_path,
   assert not (tmp_path / 'run').exists()
 
 
-def test_without_a_checkpoint_it_is_told(tmp_path):
+def test_without_a_checkpoint_it_is_told(trained, tmp_path):
   with pytest.raises(UserError, match=r'^task\.train\.init_from: there is no checkpoint in .*/nothing/checkpoints'):
     run_train(other_run(1, tmp_path / 'nothing'), tmp_path / 'run')
+  with pytest.raises(UserError, match='path is the directory of a run; it is a part of the run '):
+    run_train(other_run(1, trained[0] / 'checkpoints' / '5'), tmp_path / 'run')
   assert list(tmp_path.iterdir()) == []

@@ -88,7 +88,8 @@ def test_a_table_keeps_what_was_not_finite_and_skips_a_line_that_is_being_writte
   table = praxis_lite.open_run(tmp_path).metrics
   assert list(table.steps) == [1, 2] and list(table) == ['train/a', 'train/loss']
   assert table.curve('train/loss').steps == [1] and np.isnan(table.curve('train/loss').values[0])
-  assert len(praxis_lite.open_run(tmp_path / '..').metrics) == 0
+  (tmp_path / 'empty').mkdir()
+  assert len(praxis_lite.open_run(tmp_path / 'empty').metrics) == 0
 
 
 def test_a_run_that_records_its_config_needs_no_experiment(lm):
@@ -184,9 +185,14 @@ def test_texts_in_and_texts_out(lm):
 # -------------------------------------------------------------------- mistakes
 
 
+def open_beside(run, name):
+  return praxis_lite.open_run(run.directory / name)
+
+
 def mistakes():
   yield lambda run, model: run.load(step=7), CheckpointError, r'there is no checkpoint of step 7 in .*; there are \[10'
   yield lambda run, model: run.load(mesh=(2, 2)), ShardingError, r'has 2 sizes, but mesh_axis_names'
+  yield lambda run, model: run.load(mesh=2), ShardingError, r'^load: mesh = 2: expected the size .*, such as \(2,\)'
   wrong = jax.make_mesh((2,), ('mdl',), devices=jax.devices()[:2])
   told = r"^load: the mesh has the axes \('mdl',\); those of the task are \('data',\)"
   yield lambda run, model: run.load(mesh=wrong), ShardingError, told
@@ -199,6 +205,11 @@ def mistakes():
   yield lambda run, model: model.decode('def'), UserError, r"expected a list of prompts, got one text; pass \['def'\]"
   yield lambda run, model: model.decode(['def']), UserError, r'texts need a dataset with a tokenizer, and there is none'
   yield lambda run, model: model.decode([[1]], top_k=1), ConfigError, r'^prompt needs a language model'
+  yield lambda run, model: model.decode([]), ConfigError, r'^there are no prompts'
+  yield lambda run, model: model.decode([b'def']), DataError, r"^a prompt is bytes; expected a text, such as 'def', or"
+  yield lambda run, model: model.export('x', formats='stablehlo'), ConfigError, r"^format: expected a tuple, .*lo',\)"
+  yield lambda run, model: open_beside(run, '..'), UserError, 'is no run; the runs below it are '
+  yield lambda run, model: open_beside(run, 'checkpoints'), UserError, 'is no run; it is a part of the run '
   yield lambda run, model: model.predict({'x': np.zeros((0, 10))}), DataError, r'^batch: there are no examples'
   yield lambda run, model: model.predict(np.zeros((2, 10))), DataError, r'^batch: expected a dict of arrays, got ndarr'
 

@@ -188,7 +188,13 @@ def test_a_grid_is_all_combinations_with_names_that_say_which():
 
 @pytest.mark.parametrize(
   ('overrides', 'message'),
-  [(['a=1'], 'nothing is varied'), ([], 'nothing is'), (['a=1,2', 'a=3,4'], 'a is varied twice')],
+  [
+    (['a=1'], 'nothing is varied: give a --set several values, with commas between them, as'),
+    (['a=[1,2]'], 'nothing is varied: .* commas between them without brackets'),
+    ([], 'nothing is'),
+    (['a=1,2', 'a=3,4'], 'a is varied twice'),
+    (['a=1,2', 'b=3,3'], 'b: the value 3 is given 2 times'),
+  ],
 )
 def test_grids_that_are_none(overrides, message):
   with pytest.raises(ConfigError, match=message):

@@ -14,7 +14,7 @@ from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.runtime import console
 from praxis_lite.runtime.console import TrainLog
-from praxis_lite.runtime.nonfinite import SKIPPED, NonFiniteError, hints_in
+from praxis_lite.runtime.nonfinite import SKIPPED, Hints, NonFiniteError, hints_in
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.training.steps import TrainStepOutput
 
@@ -118,12 +118,16 @@ def test_steps_skipped_in_a_row_are_a_few_lines_and_end_the_run():
     'steps 3 to 12: 10 updates in a row were skipped',
     'steps 3 to 102: 100 updates in a row were skipped',
   ]
-  message = str(log.skipped.error(''))
+  message = str(log.skipped.error(Hints()))
   assert message.startswith(
     'from step 3 on, the loss or a gradient was not finite (loss nan), so all 102 updates up to '
   )
   for part in ('a learning rate that is too high', 'Step 104 is saved', 'those of step 2', 'max_skipped_steps = 100'):
     assert part in message
+  assert 'labels' not in message
+  assert "too high, labels out of range of the classes (the last batch has 'y' from 0 to 9), or" in str(
+    log.skipped.error(Hints(integers="'y' from 0 to 9"))
+  )
 
 
 def test_a_step_that_is_finite_again_ends_the_count_and_the_limit_may_be_off():
@@ -144,15 +148,17 @@ def test_a_step_that_is_finite_again_ends_the_count_and_the_limit_may_be_off():
 def test_what_may_be_wrong_with_a_batch():
   model = Config(TinyModel).instantiate()
   ok, labels = np.ones(3, np.float32), np.array([0, 3, 9], np.int32)
-  assert hints_in({'x': ok}, None, model) == ''
-  assert hints_in({'x': ok, 'z': ok * np.nan}, None, model) == "The last batch has values in 'z' that are not finite"
-  assert "'label' from 0 to 9" in hints_in({'x': ok, 'label': labels}, None, model)
+  assert hints_in({'x': ok}, None, model) == Hints()
+  bad = hints_in({'x': ok, 'z': ok * np.nan}, None, model)
+  assert bad.found == "The last batch has values in 'z' that are not finite"
+  assert hints_in({'x': ok, 'label': labels}, None, model).integers == "'label' from 0 to 9"
   network = Config(Mlp, input_dims=2, hidden_dims=(2,))
   classifier = Config(ClassificationModel, num_classes=5, network_tpl=network).instantiate()
-  found = hints_in({'label': labels}, types.SimpleNamespace(label='train'), classifier)
+  found = hints_in({'label': labels}, types.SimpleNamespace(label='train'), classifier).found
   assert 'does not fit the model: train: found label 9, but task.model.num_classes is 5' in found
   found = hints_in({'target': labels}, None, classifier)
-  assert found == "The last batch has 'target' from 0 to 9, and ClassificationModel has 5 classes, 0 to 4"
+  assert found.found == "The last batch has 'target' from 0 to 9, and ClassificationModel has 5 classes, 0 to 4"
+  assert hints_in({'target': labels % 5}, None, classifier) == Hints()  # Labels are not to blame.
 
 
 def test_a_learner_that_raises_does_so_before_a_save_of_that_step():
