@@ -48,7 +48,13 @@ class MissingCompilerError(UserError):
 
 
 class CompileError(UserError):
-  """The compiler of a target refuses a step."""
+  """The compiler of a target refuses a step.
+
+  Attributes:
+    does_not_fit: whether that is because it needs more memory than a device has.
+  """
+
+  does_not_fit = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +188,9 @@ def compile_step(
   try:
     compiled, text = _compiled(lowered, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
-    raise CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}') from error
+    refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}')
+    refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
+    raise refused from error
   found: Any = compiled.memory_analysis()
   sizes = {
     'arguments': found.argument_size_in_bytes,

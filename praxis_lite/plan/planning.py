@@ -70,6 +70,7 @@ class Plan:
     work: what it computes for the model.
     compile_seconds: of the compiler; 0 if it was not asked.
     is_cached: whether that was an earlier plan.
+    is_refused: whether the compiler refused the step because it needs more memory than there is.
     notes: what is uncertain, and why.
   """
 
@@ -82,11 +83,12 @@ class Plan:
   work: ModelWork
   compile_seconds: float
   is_cached: bool
+  is_refused: bool
   notes: tuple[str, ...]
 
   @property
   def fits(self) -> bool:
-    return self.memory.room >= 0
+    return self.memory.room >= 0 and not self.is_refused
 
   @property
   def step_seconds(self) -> float:
@@ -148,6 +150,7 @@ def plan(
   layers = [layer.path for layer in jax_task.model.descendants()]
   names = LayerNames(layers)
   notes: list[str] = []
+  is_refused = False
   if compile and not missing:
     devices = devices_of(topology)
     partitioned = PartitionedTask(jax_task, dict(struct), mesh=jax_task.create_mesh(devices))
@@ -157,6 +160,7 @@ def plan(
         partitioned.train_step, topology, layers=[*map(path_name, layers)], cache=cache, report=report
       )
     except CompileError as error:
+      is_refused = error.does_not_fit
       notes.append(f'{error}; the numbers are analytic')
     else:
       program = parse(step.text)
@@ -175,7 +179,7 @@ def plan(
   jaxpr, links = partitioned.trace_train_step(lambda constraint: None), Links(topology)
   memory = analytic_memory(partitioned, state_bytes(partitioned), topology.target, jaxpr)
   cost = analytic_cost(partitioned, topology.target, links, jaxpr, _compute_dtype(jax_task))
-  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN])
+  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
 
 
 def _planned(
@@ -185,6 +189,7 @@ def _planned(
   memory: Memory,
   cost: Cost,
   reasons: list[str],
+  is_refused: bool = False,
 ) -> Plan:
   target = topology.target
   notes = [*reasons, *_padding(partitioned)]
@@ -198,7 +203,7 @@ def _planned(
   mesh = dict(partitioned.mesh.shape)
   compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
   mode, seconds, is_cached = compiler
-  return Plan(name, topology, mesh, mode, memory, cost, work, seconds, is_cached, tuple(notes))
+  return Plan(name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes))
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:

@@ -171,6 +171,8 @@ def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):
   found = plan(small_lm(), None, 'cpu:8')
   assert found.mode == 'analytic'
   assert found.notes[0].startswith('cpu: the compiler refuses the step: RESOURCE_EXHAUSTED: Used 33G of 15.75G hbm;')
+  assert not found.fits and found.memory.room > 0  # The compiler knows better than formulas.
+  assert 'does not fit' in format_plan(found)
 
 
 def test_what_does_not_fit_says_by_how_much():
