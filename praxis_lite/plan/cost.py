@@ -228,11 +228,13 @@ class _CostModel:
   def __init__(self, program: Program, target: Target, links: Links, mesh: dict[str, int], names: LayerNames):
     self._program, self._target, self._links, self._mesh, self._names = program, target, links, mesh, names
     self._done: dict[str, _Timeline] = {}
+    self._within: dict[str, str] = {}
     self.unknown_loops: list[str] = []
 
-  def timeline(self, computation: Computation) -> _Timeline:
-    """What a computation runs, once."""
+  def timeline(self, computation: Computation, within: str = '') -> _Timeline:
+    """What a computation runs, once; `within` is the name of the loop that it is of."""
     if computation.name not in self._done:
+      self._within[computation.name] = within
       self._done[computation.name] = self._run(computation)
     return self._done[computation.name]
 
@@ -290,13 +292,16 @@ class _CostModel:
         if trips is None:
           self.unknown_loops.append(instruction.name)
         for called in self._program.called(instruction):
-          line.append(self.timeline(called), 1 if trips is None else trips)
+          within = instruction.op_name or self._within[computation.name]
+          line.append(self.timeline(called, within), 1 if trips is None else trips)
       elif instruction.opcode == 'conditional':
-        branches = [self.timeline(called) for called in self._program.called(instruction)]
+        branches = [
+          self.timeline(called, self._within[computation.name]) for called in self._program.called(instruction)
+        ]
         line.append(max(branches, key=lambda branch: branch.seconds, default=_Timeline()))
       elif instruction.opcode == 'call':
         for called in self._program.called(instruction):
-          line.append(self.timeline(called))
+          line.append(self.timeline(called, self._within[computation.name]))
       else:
         line.seconds += self._compute(instruction, computation, line)
     for key in list(started):
@@ -315,7 +320,7 @@ class _CostModel:
     computes = sum(p.flops / (target.peak(p.dtype) * efficiency.compute) for p in products)
     seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
     # A fusion has the name of its last operation; what is most expensive in it is what it is for.
-    name = max(products, key=lambda p: p.flops).op_name if products else instruction.op_name
+    name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
     flops = sum(p.flops for p in products)
     line.operations.append(
       Operation(
@@ -330,6 +335,12 @@ class _CostModel:
       )
     )
     return seconds
+
+  def _name(self, instruction: Instruction, computation: Computation) -> str:
+    """The name of an operation, or where XLA dropped it that of what it is computed from, if of the same loop."""
+    name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
+    of_loop = not loop or name.startswith(loop.rpartition('/')[0])
+    return name if instruction.op_name or of_loop else loop
 
   def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
     """The collectives in the computation of a fusion, or of a generic asynchronous start."""
@@ -350,7 +361,7 @@ class _CostModel:
     operands = sum(a.bytes for operand in computation.operands(instruction) for a in operand.arrays)
     size = sum(a.bytes for a in result)
     traffic = self._links.traffic(instruction.collective, groups, operands or size, size)
-    name = name_of(instruction, computation)
+    name = self._name(instruction, computation)
     return Communication(
       instruction.name,
       instruction.collective,

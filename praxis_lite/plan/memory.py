@@ -224,11 +224,13 @@ class _Liveness:
     for element, held in zip(body.operands(body.root), carried):
       if isinstance(held, _Buffer) and _updated_in_place(element, self._program) is not None:
         held.op_name = name_of(element, body) or loop.op_name
-        held.kind = _FILLED_IN.get(_phase_of(body), held.kind)
+        held.kind = _FILLED_IN.get(_phase_of(loop, body), held.kind)
 
 
-def _phase_of(body: Computation) -> str:
-  """The phase of a loop: a backward one may compute again what the forward one did."""
+def _phase_of(loop: Instruction, body: Computation) -> str:
+  """The phase of a loop; where XLA dropped its name, that of its body, which may compute again what is of another."""
+  if loop.op_name:
+    return LayerNames.phase(loop.op_name)
   phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}
   return next((phase for phase in ('backward', 'recomputed', 'forward') if phase in phases), '')
 
