@@ -109,6 +109,10 @@ def check_types(cls: type[Configurable], values: Mapping[str | int, object], pat
       elif is_named(value) and _takes_config(hint):
         write = f'{name}: Config = template({value.__name__})' if is_default else f'Config({value.__name__}, ...)'
         given = f'{given}; write {write}'
+      elif isinstance(value, str) and _takes_config(hint):
+        given = f'{given}; write Config(...) of the function or class, as in Config(optax.adam)'
+      elif inspect.isfunction(value):
+        given = f'{given}; a function of the step belongs in a field that takes one, such as learner.schedule'
       raise ConfigError(f'{path}.{name}: expected {mismatch}, got {given}') from None
 
 

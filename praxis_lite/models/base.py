@@ -82,7 +82,8 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
     if jnp.shape(x)[:1] != (rows,):
       raise ConfigError(
         f'task.model: of {rows} examples, {type(model).__name__} predicts {path_name(path) or "an array"} of shape '
-        f'{jnp.shape(x)}; define predict(batch) to return only arrays with the batch as dimension 0'
+        f'{jnp.shape(x)}; predict(batch) returns only arrays with the batch as dimension 0, and takes whole batches, '
+        'never one example alone'
       )
   return predictions
 

@@ -172,6 +172,14 @@ MISTAKES = {
     TASK.format('task.train.learner.optimizer = optax.adam'),
     r'^task\.train: learner\.optimizer: expected a Config, got optax.*adam \(function\); write Config\(adam, \.\.\.\)$',
   ),
+  'name of an optimizer': (
+    TASK.format("task.train.learner.optimizer = 'adam'"),
+    r"^task\.train: learner\.optimizer: expected a Config, got 'adam' \(str\); write Config\(\.\.\.\) of the function",
+  ),
+  'schedule for a rate': (
+    TASK.format('task.train.learner.learning_rate = optax.cosine_decay_schedule(1e-3, 100)'),
+    r'^task\.train: learner\.learning_rate: expected float, got .*; a function of the step belongs in ',
+  ),
   'text for a rate': (
     TASK.format("task.train.learner.learning_rate = '1e-3'"),
     r"^task\.train: learner\.learning_rate: expected float, got '1e-3' \(str\)$",
