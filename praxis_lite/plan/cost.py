@@ -201,11 +201,6 @@ class LayerNames:
 
 # ---------------------------------------------------------------- schedule
 
-# These cost nothing themselves.
-_FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
-_FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
-_FREE |= {'call', 'while', 'conditional', 'async-update'}
-
 
 @dataclasses.dataclass
 class _Timeline:
@@ -307,8 +302,6 @@ class _CostModel:
 
   def _compute(self, instruction: Instruction, computation: Computation, line: _Timeline) -> float:
     """Adds an operation, and returns its seconds."""
-    if instruction.opcode in _FREE:
-      return 0.0
     products = list(products_of(instruction, computation, self._program))
     moved = bytes_of(instruction, computation, self._program)
     if not products and not moved:

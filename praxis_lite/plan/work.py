@@ -142,6 +142,10 @@ _FLOPS = {
 
 # ---------------------------------------------------------------- bytes
 
+# These cost nothing themselves.
+_FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
+_FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
+_FREE |= {'call', 'while', 'conditional', 'async-update'}
 _SLICES = ('slice', 'dynamic-slice', 'gather')
 
 
