@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 ROOMS = [
   *('errors', 'importing', 'trees', 'config', 'mistakes', 'weighted', 'weights', 'partitioning'),
   *('call', 'layer', 'layers', 'inputs', 'decoding', 'learning', 'models', 'task'),
-  *('training', 't5x', 'experiment', 'registry', 'explain', 'verification', 'runtime', 'hf', 'cli', '__main__'),
+  *('training', 't5x', 'experiment', 'registry', 'explain', 'verification', 'plan', 'runtime', 'hf', 'cli', '__main__'),
 ]
 # A room below another that it must not know all the same.
 NEVER = {
@@ -21,8 +21,9 @@ NEVER = {
   't5x': {'layers', 'models', 'inputs'},
   'explain': {'inputs'},
   'verification': {'inputs', 't5x'},
-  'runtime': {'explain', 'verification', 't5x'},
-  'hf': {'explain', 'verification', 't5x'},
+  'plan': {'inputs', 'verification', 't5x'},
+  'runtime': {'explain', 'verification', 'plan', 't5x'},
+  'hf': {'explain', 'verification', 'plan', 't5x'},
 }
 
 

@@ -24,6 +24,7 @@ from praxis_lite.cli import (
   export_hf,
   import_hf,
   list_experiments,
+  plan,
   runs,
   show,
   sweep,
@@ -35,7 +36,7 @@ from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.importing import own_failure
 
 _MODULES = (
-  *(list_experiments, show, check, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
+  *(list_experiments, show, check, plan, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
   completion,
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}

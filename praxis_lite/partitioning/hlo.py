@@ -1,31 +1,330 @@
-"""Reads the collectives of a compiled program, counted with the trip counts of the loops that contain them.
+"""Reads compiled programs: XLA's HLO text as instructions, with the trip counts of the loops that contain them.
 
     counts = collectives(step.compiled)
     counts['all-reduce'].count, counts['all-reduce'].bytes
     assert_collectives(step.compiled, {'all-reduce': 2, 'all-gather': 0})
 
-The program is parsed as XLA's HLO text. `bytes` is the size of the results on one device, summed over all executions of
-the operation in one run of the program.
+    program = parse(step.compiled)
+    for instruction, times in program.executed(): ...
+
+A `Collective` counts the size of the results on one device, summed over all executions in one run of the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
+import numpy as np
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute', 'collective-broadcast')
 
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
-_INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(')
+_INSTRUCTION = re.compile(
+  r'^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(([^()]*(?:\((?:[^()]|\([^()]*\))*\)[^()]*)*)\)(.*)$'
+)
+_OPERAND = re.compile(r'%([\w.\-]+)')
 _CALLED = re.compile(
-  r'(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=\{?([^,}]+(?:, %[^,}]+)*)'
+  r'(?:calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation)'
+  r'=\{?([^,}]+(?:, %[^,}]+)*)'
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*|c\d+)\[([\d,]*)\]')
+_ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*|c\d+|token)\[([\d,]*)\](?:\{([^}]*)\})?')
+_SHAPE_TOKEN = re.compile(r'[()]|' + _ARRAY.pattern)
+_SPACE = re.compile(r'S\((\d+)\)')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_CHANNEL = re.compile(r'channel_id=(\d+)')
+_IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
+_MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}')
+_LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
+
+
+# ---------------------------------------------------------------- programs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+  """An array in a program on one device; `space` is its memory, 0 the main one, others as the target numbers them."""
+
+  dtype: str
+  dims: tuple[int, ...]
+  space: int = 0
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.dims)
+
+  @property
+  def bytes(self) -> int:
+    if self.dtype == 'token':
+      return 0
+    bits = 8 if self.dtype == 'pred' else int(re.sub(r'\D*(\d+).*', r'\1', self.dtype))
+    return self.size * bits // 8
+
+
+Shape = Array | tuple['Shape', ...]
+
+
+def arrays_of(shape: Shape) -> list[Array]:
+  """The arrays of a shape, which may be a tuple of tuples."""
+  return [shape] if isinstance(shape, Array) else [array for part in shape for array in arrays_of(part)]
+
+
+class Instruction:
+  """One instruction of a computation.
+
+  Attributes:
+    name, opcode: as in the text.
+    operands: names of instructions of the same computation.
+    literal: what stands between the parentheses: the value of a constant, the number of a parameter.
+    attributes: the text after the operands.
+    is_root: whether it is the result of its computation.
+  """
+
+  __slots__ = ('__dict__', '_result', 'attributes', 'is_root', 'literal', 'name', 'opcode')
+
+  def __init__(self, name: str, result: str, opcode: str, literal: str, attributes: str, is_root: bool):
+    self.name, self.opcode, self.literal, self.attributes, self.is_root = name, opcode, literal, attributes, is_root
+    self._result = result
+
+  @functools.cached_property
+  def operands(self) -> tuple[str, ...]:
+    return tuple(_OPERAND.findall(self.literal))
+
+  @functools.cached_property
+  def shape(self) -> Shape:
+    """The shape of its result."""
+    return _shape(self._result)
+
+  @functools.cached_property
+  def arrays(self) -> list[Array]:
+    return arrays_of(self.shape)
+
+  @property
+  def op_name(self) -> str:
+    """The name that JAX gave the operation: scopes and primitive; '' if it has none."""
+    found = _OP_NAME.search(self.attributes)
+    return found[1] if found else ''
+
+  @property
+  def collective(self) -> str:
+    """Its kind of collective, of `KINDS`; '' if it is none, or the end of one."""
+    kind = self.opcode.removesuffix('-start')
+    return kind if kind in KINDS else ''
+
+  @property
+  def collective_result(self) -> list[Array]:
+    """The results of a collective: an asynchronous start returns them beside its operands."""
+    if self.opcode.endswith('-start') and self.opcode != 'all-reduce-start' and not isinstance(self.shape, Array):
+      return arrays_of(self.shape[1])
+    return self.arrays
+
+  @property
+  def called(self) -> list[str]:
+    """Names of the computations that it runs; not those that it applies to elements."""
+    if self.collective or self.opcode in _APPLIES_TO_ELEMENTS or self.opcode.endswith(('-done', '-update')):
+      return []
+    groups = _CALLED.findall(self.attributes)
+    return [name.strip().lstrip('%') for group in groups for name in group.split(',')]
+
+  def attribute(self, name: str) -> str:
+    """The value of an attribute without commas or spaces, or in braces; '' if there is none."""
+    found = re.search(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attributes)
+    return found[1].strip('{}') if found else ''
+
+  def integers(self, name: str) -> list[int]:
+    """The value of an attribute such as `dimensions={0,2}`."""
+    return [int(n) for n in self.attribute(name).split(',') if n]
+
+
+# Their computations are of scalars: a sum, a comparison.
+_APPLIES_TO_ELEMENTS = ('reduce', 'reduce-window', 'scatter', 'sort', 'map', 'select-and-scatter', 'reduce-scatter')
+
+
+class Computation:
+  """A list of instructions, in the order in which they run if the program is scheduled."""
+
+  def __init__(self, name: str):
+    self.name = name
+    self.instructions: list[Instruction] = []
+
+  @functools.cached_property
+  def by_name(self) -> dict[str, Instruction]:
+    return {i.name: i for i in self.instructions}
+
+  @functools.cached_property
+  def root(self) -> Instruction:
+    return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+  @functools.cached_property
+  def parameters(self) -> dict[int, Instruction]:
+    return {int(i.literal): i for i in self.instructions if i.opcode == 'parameter'}
+
+  def operands(self, instruction: Instruction) -> list[Instruction]:
+    """The instructions whose results are the operands of one."""
+    return [self.by_name[name] for name in instruction.operands if name in self.by_name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A compiled program on one device.
+
+  Attributes:
+    computations, entry: by name, and that which runs.
+    num_devices: devices that run it together.
+  """
+
+  computations: Mapping[str, Computation]
+  entry: Computation
+  num_devices: int = 1
+
+  def called(self, instruction: Instruction) -> list[Computation]:
+    """The computations that an instruction runs."""
+    return [self.computations[name] for name in instruction.called if name in self.computations]
+
+  def origin(self, instruction: Instruction, computation: Computation) -> Instruction:
+    """What an instruction only renames, seen through bitcasts, and copies that TPU fusions make in place."""
+    while self.is_view(instruction) and (operands := computation.operands(instruction)):
+      instruction = operands[0]
+    return instruction
+
+  def is_view(self, instruction: Instruction) -> bool:
+    """Whether an instruction is another name for its operand."""
+    if instruction.opcode == 'fusion' and 'output_to_operand_aliasing={{}: (0,' in instruction.attributes:
+      return all(called.root.opcode == 'copy' for called in self.called(instruction))
+    return instruction.opcode == 'bitcast'
+
+  def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
+    """How often the body of a `while` runs; None if the program does not say.
+
+    XLA notes it on GPU and CPU. On TPU it is read from the condition, `counter < constant`, and the counter's start.
+    """
+    if known := _TRIP_COUNT.search(loop.attributes):
+      return int(known[1])
+    name = loop.attribute('condition').lstrip('%')
+    compared = _comparison(self, self.computations[name]) if name in self.computations else None
+    if compared is None:
+      return None
+    index, bound = compared
+    operand = next(iter(computation.operands(loop)), None)
+    start = 0
+    if operand is not None and operand.opcode == 'tuple' and index < len(operand.operands):
+      start = _constant(computation.by_name.get(operand.operands[index]), computation) or 0
+    return max(bound - start, 0)
+
+  def executed(self) -> Iterator[tuple[Instruction, int]]:
+    """Yields each instruction that runs, and how often; of a conditional, those of all branches.
+
+    A loop whose count is not known runs once. A collective that several fusions carry forward counts where it starts.
+    """
+    yield from self._executed(self.entry, 1, set())
+
+  def _executed(self, computation: Computation, times: int, started: set[str]) -> Iterator[tuple[Instruction, int]]:
+    for instruction in computation.instructions:
+      if instruction.collective and (channel := channel_of(instruction)):
+        if channel in started:
+          continue
+        started.add(channel)
+      yield instruction, times
+      trips = (self.trip_count(instruction, computation) or 1) if instruction.opcode == 'while' else 1
+      for called in self.called(instruction):
+        yield from self._executed(called, times * trips, started if instruction.opcode == 'fusion' else set())
+
+
+def parse(compiled: jax.stages.Compiled | str) -> Program:
+  """Returns a compiled program, or one given as HLO text.
+
+  Raises:
+    ValueError: the text has no entry computation.
+  """
+  text = compiled if isinstance(compiled, str) else compiled.as_text() or ''
+  computations: dict[str, Computation] = {}
+  entry, current = None, Computation('')
+  for line in text.splitlines():
+    if found := _INSTRUCTION.match(line):
+      root, name, result, opcode, literal, attributes = found.groups()
+      current.instructions.append(Instruction(name, result, opcode, literal, attributes, bool(root)))
+    elif header := _COMPUTATION.match(line):
+      current = computations.setdefault(header[2], Computation(header[2]))
+      entry = current if header[1] else entry
+  if entry is None:
+    raise ValueError('not HLO text: there is no ENTRY computation')
+  head = text[: text.find('\n')]
+  counts = [re.search(rf'{name}=(\d+)', head) for name in ('replica_count', 'num_partitions')]
+  return Program(computations, entry, math.prod(int(n[1]) for n in counts if n))
+
+
+def channel_of(instruction: Instruction) -> str:
+  """The channel of a collective, which is the same in all parts of one; '' if it has none."""
+  found = _CHANNEL.search(instruction.attributes)
+  return found[1] if found else ''
+
+
+def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
+  """The groups of devices that a collective communicates in; pairs (from, to) of a collective-permute."""
+  if iota := _IOTA_GROUPS.search(instruction.attributes):
+    shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    if iota[3]:
+      ids = ids.transpose([int(n) for n in iota[3].split(',')])
+    return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
+  if named := _MESH_GROUPS.search(instruction.attributes):
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
+    over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", named[2]) if name in sizes]
+    ids = np.moveaxis(np.arange(math.prod(sizes.values())).reshape(*sizes.values()), over, range(-len(over), 0))
+    return tuple(map(tuple, ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(over) :])).tolist()))
+  listed = _LISTED_GROUPS.search(instruction.attributes)
+  found = re.findall(r'\{([\d,]+)\}', listed[1]) if listed else []
+  return tuple(tuple(int(n) for n in group.split(',')) for group in found) or (tuple(range(num_devices)),)
+
+
+def _shape(text: str) -> Shape:
+  stack: list[list[Shape]] = [[]]
+  for token in _SHAPE_TOKEN.finditer(text):
+    if token[0] == '(':
+      stack.append([])
+    elif token[0] == ')':
+      parts = tuple(stack.pop())
+      stack[-1].append(parts)
+    else:
+      space = _SPACE.search(token[3] or '')
+      dims = tuple(int(d) for d in token[2].split(',') if d)
+      stack[-1].append(Array(token[1], dims, int(space[1]) if space else 0))
+  return stack[0][0] if stack[0] else ()
+
+
+def _comparison(program: Program, condition: Computation) -> tuple[int, int] | None:
+  """(index, bound) of a condition `element index < bound`; None if it is another one."""
+  root, compared = condition.root, condition
+  given = condition.operands(root)
+  if root.opcode == 'fusion' and (called := program.called(root)):
+    compared, root = called[0], called[0].root
+  if root.opcode != 'compare' or root.attribute('direction') not in ('LT', 'LE', 'NE'):
+    return None
+  sides = compared.operands(root)
+  if compared is not condition:
+    sides = [given[int(s.literal)] if s.opcode == 'parameter' else s for s in sides]
+  owners = [condition if s.name in condition.by_name else compared for s in sides]
+  bound = _constant(sides[1], owners[1]) if len(sides) == 2 else None
+  if bound is None or sides[0].opcode != 'get-tuple-element':
+    return None
+  return int(sides[0].attribute('index')), bound + (root.attribute('direction') == 'LE')
+
+
+def _constant(instruction: Instruction | None, computation: Computation) -> int | None:
+  """The value of an integer constant, also a copied one."""
+  while instruction is not None and instruction.opcode in ('copy', 'bitcast', 'convert'):
+    instruction = next(iter(computation.operands(instruction)), None)
+  if instruction is None or instruction.opcode != 'constant':
+    return None
+  return int(instruction.literal) if re.fullmatch(r'-?\d+', instruction.literal) else None
+
+
+# ---------------------------------------------------------------- collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,38 +341,11 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
   Raises:
     ValueError: the program is given as HLO text, and this has no entry computation.
   """
-  text = compiled if isinstance(compiled, str) else compiled.as_text() or ''
-  bodies: dict[str, list[str]] = {}
-  entry, body = None, []
-  for line in text.splitlines():
-    header = _COMPUTATION.match(line)
-    if header:
-      body = bodies.setdefault(header[2], [])
-      entry = header[2] if header[1] else entry
-    body.append(line)
-  if entry is None:
-    raise ValueError('not HLO text: there is no ENTRY computation')
   totals = {kind: [0, 0] for kind in KINDS}
-
-  def run(computation: str, times: int) -> None:
-    """Adds what a computation, run so many times, executes: its own instructions and those of what it calls."""
-    for line in bodies.get(computation, ()):
-      instruction = _INSTRUCTION.match(line)
-      if not instruction:
-        continue
-      result, opcode = instruction.groups()
-      kind = opcode.removesuffix('-start')
-      if kind in totals:
-        # The result of an asynchronous start is a pair of operands and results.
-        halves = 2 if opcode != kind and kind != 'all-reduce' else 1
-        totals[kind][0] += times
-        totals[kind][1] += times * (_bytes(result) // halves)
-      elif opcode != 'reduce':
-        trips = _TRIP_COUNT.search(line)
-        for called in (name for group in _CALLED.findall(line) for name in group.split(',')):
-          run(called.strip().lstrip('%'), times * int(trips[1]) if trips else times)
-
-  run(entry, 1)
+  for instruction, times in parse(compiled).executed():
+    if kind := instruction.collective:
+      totals[kind][0] += times
+      totals[kind][1] += times * sum(array.bytes for array in instruction.collective_result)
   return {kind: Collective(*total) for kind, total in totals.items()}
 
 
@@ -99,11 +371,3 @@ def assert_collectives(compiled: jax.stages.Compiled | str, expected: Mapping[st
   if wrong:
     lines = [f'  {kind}: {c.count} times, {c.bytes} bytes' for kind, c in found.items() if c.count]
     raise AssertionError(f'expected {dict(wrong)}; the program has\n' + ('\n'.join(lines) or '  no collectives'))
-
-
-def _bytes(shape: str) -> int:
-  total = 0
-  for dtype, dims in _ARRAY.findall(shape):
-    bits = 8 if dtype == 'pred' else int(re.sub(r'\D*(\d+).*', r'\1', dtype))
-    total += math.prod(int(d) for d in dims.split(',') if d) * bits // 8
-  return total

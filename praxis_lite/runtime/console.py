@@ -11,14 +11,12 @@ so that the devices always have work. Reading them also bounds how far the host 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple, TextIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -26,9 +24,10 @@ from praxis_lite.call import Summary
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runtime.nonfinite import SkippedSteps
-from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, count_flops, peak_flops
+from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, peak_flops
+from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.steps import TrainStepOutput, eval_step_single_learner
+from praxis_lite.training.steps import TrainStepOutput
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
@@ -236,12 +235,6 @@ class TrainLog:
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:
-  """Operations of a training step: the forward pass, and twice that backward; None if a device's peak is unknown."""
+  """Operations of a training step; None if a device's peak is unknown."""
   # Counting needs a trace, so it is done only if the count will be compared to a peak.
-  if not all(peak_flops(device) for device in partitioned.mesh.devices.flat):
-    return None
-  # Traced without the mesh: on it, what is exchanged between devices has places for more than there is.
-  evaluate = functools.partial(eval_step_single_learner, partitioned.jax_task)
-  key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros((), jnp.int32)))
-  variables = partitioned.unpadded_state_shapes.mdl_vars
-  return 3 * count_flops(jax.make_jaxpr(evaluate)(variables, key, step, partitioned.inputs_shape))
+  return model_flops(partitioned) if all(map(peak_flops, partitioned.mesh.devices.flat)) else None

@@ -1,13 +1,4 @@
-"""Where the time goes: the start-up, then steps, examples and tokens per second, and the used share of the peak (MFU).
-
-Model operations are counted in the jaxpr, since XLA's count for a compiled program includes the body of a loop once and
-skips library kernels:
-
-    dot_general             2 * batch * M * N * K
-    ragged_dot_general      2 * M * N * K: each row by the weights of its group
-    conv_general_dilated    2 * output elements * kernel elements per output channel
-    fused attention         4 * B * N * T * S * H, the two products that it computes
-"""
+"""Where the time goes: the start-up, then steps, examples and tokens per second, and the used share of the peak."""
 
 from __future__ import annotations
 
@@ -17,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
 
 class StartupTimes:
@@ -50,46 +40,6 @@ class StartupTimes:
     """Returns one line; phases of less than 0.05 s are left out."""
     shown = ', '.join(f'{name} {seconds:.1f}' for name, seconds in self._seconds.items() if seconds >= 0.05)
     return f'first step after {sum(self._seconds.values()):.1f} s: {shown}'
-
-
-def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
-  """Returns the operations of one call: of the most expensive branch of a `cond`, and of one round of a `while`."""
-  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
-
-
-def _equation_flops(equation: core.JaxprEqn) -> float:
-  name, params = equation.primitive.name, equation.params
-  shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
-  elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0
-  if name == 'dot_general':
-    (contracting, _), _ = params['dimension_numbers']
-    return 2.0 * elements * math.prod(shapes[0][d] for d in contracting)
-  if name == 'ragged_dot_general':
-    numbers = params['ragged_dot_dimension_numbers']
-    (contracting, _), _ = numbers.dot_dimension_numbers
-    # Where groups are of the dimension summed over, there is a result for each, summed over its part.
-    summed_in_groups = set(numbers.lhs_ragged_dimensions) <= set(contracting)
-    groups = shapes[2][-1] if summed_in_groups else 1
-    return 2.0 * elements * math.prod(shapes[0][d] for d in contracting) / groups
-  if name == 'conv_general_dilated':
-    out_channels = shapes[1][params['dimension_numbers'].rhs_spec[0]]
-    return 2.0 * elements * math.prod(shapes[1]) / out_channels
-  if name.startswith('dot_product_attention_fwd'):
-    query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
-    return 4.0 * math.prod(query) * key[1]
-  if name == 'cond':
-    return max(count_flops(branch) for branch in params['branches'])
-  below = sum(count_flops(jaxpr) for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr))
-  if name == 'scan':
-    return below * params['length']
-  if name == 'shard_map':  # Inside, shapes are those of one device.
-    sizes, mapped = params['mesh'].shape, params['newly_manual_axes']
-    return below * math.prod(sizes[axis] for axis in mapped)
-  return below
-
-
-def _is_jaxpr(value: object) -> bool:
-  return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
 
 
 # Dense bfloat16 operations of one JAX device in 1e12 per second, from the data sheets (TPU v2 and v3: one core of two).

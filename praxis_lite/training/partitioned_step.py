@@ -39,7 +39,7 @@ class PartitionedStep(Generic[OutT]):
     donate_argnums: arguments whose memory the result may reuse.
 
   Attributes:
-    guarded: once it is compiled, the operations that XLA would have computed wrongly; see `partitioning/guards/`.
+    guarded: once it is lowered, the operations that XLA would have computed wrongly; see `partitioning/guards/`.
   """
 
   def __init__(
@@ -84,6 +84,16 @@ class PartitionedStep(Generic[OutT]):
       self._times = self._times._replace(trace=time.perf_counter() - start)
     return self._traced
 
+  def lower(self) -> jax.stages.Lowered:
+    """Traces and lowers from shapes alone, with the guards; what it returns is what `compiled` would compile."""
+    traced, start = self.trace(), time.perf_counter()
+    lowered, self._traced = traced.lower(), None
+    at_lowered = time.perf_counter()
+    self.guarded = guard(lowered)
+    # The guards belong to compiling: without them there would be nothing to guard.
+    self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
+    return lowered
+
   def compile(self) -> CompileTimes:
     """Traces, lowers and compiles from shapes alone; later calls run what was compiled."""
     _ = self.compiled
@@ -92,12 +102,10 @@ class PartitionedStep(Generic[OutT]):
   @functools.cached_property
   def compiled(self) -> jax.stages.Compiled:
     """The compiled program, for its text, cost and memory analysis."""
-    traced, start = self.trace(), time.perf_counter()
-    lowered = traced.lower()
-    at_lowered = time.perf_counter()
-    self.guarded = guard(lowered)
-    compiled, self._traced = lowered.compile(), None
-    self._times = self._times._replace(lower=at_lowered - start, compile=time.perf_counter() - at_lowered)
+    lowered = self.lower()
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    self._times = self._times._replace(compile=self._times.compile + time.perf_counter() - start)
     return compiled
 
   def __call__(self, *args: Any) -> OutT:

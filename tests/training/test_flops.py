@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from praxis_lite.runtime.throughput import count_flops
+from praxis_lite.training.flops import count_flops
 
 ROWS, DIMS, LAYERS = 32, 64, 7
 ONE_PRODUCT = 2 * ROWS * DIMS * DIMS

@@ -1,0 +1,268 @@
+"""The compilers of other machines: their devices, and a step compiled for them, or found in the cache.
+
+TPU programs are compiled by the package libtpu, GPU programs by JAX's plugin for CUDA; neither needs a chip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.plan.targets import gpu_target_config
+from praxis_lite.plan.topology import Topology
+from praxis_lite.training.partitioned_step import PartitionedStep
+
+# Of each kind of target: modules any of which compiles for it, and the packages that versions are asked of.
+_MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
+_PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
+_CUDNN_VERSION = 91000  # As in `gpu_target_config`.
+_INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
+# Without these, the compilers look for the machine that they are made for.
+_ENVIRONMENT = {
+  'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Several plans at a time.
+  'TPU_SKIP_MDS_QUERY': '1',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+}
+
+
+class MissingCompilerError(UserError):
+  """The compiler of a target is not installed."""
+
+
+class CompileError(UserError):
+  """The compiler of a target refuses a step.
+
+  Attributes:
+    does_not_fit: whether that is because it needs more memory than a device has.
+  """
+
+  does_not_fit = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """A compiled step, as text and numbers.
+
+  Attributes:
+    text: XLA's HLO, optimized.
+    arguments, outputs, aliased, temporaries, code: bytes on each device.
+    seconds: that compiling took.
+    is_cached: whether an earlier plan compiled it.
+  """
+
+  text: str
+  arguments: int
+  outputs: int
+  aliased: int
+  temporaries: int
+  code: int
+  seconds: float
+  is_cached: bool = False
+
+
+def missing_compiler(topology: Topology) -> str:
+  """What is missing to compile for a topology, as a sentence; '' if nothing is."""
+  kind = topology.target.kind
+  if kind == 'cpu' or any(importlib.util.find_spec(module) for module in _MODULES[kind]):
+    return ''
+  return f"compiling for {topology.target.name} takes {_INSTALL[kind]}: pip install 'praxis_lite[plan]'"
+
+
+def devices_of(topology: Topology) -> list[jax.Device]:
+  """Returns the devices of a topology, for a mesh that steps are compiled on.
+
+  Raises:
+    MissingCompilerError: its compiler is not installed.
+    ConfigError: there are not so many simulated devices, or the compiler knows no such topology.
+  """
+  if missing := missing_compiler(topology):
+    raise MissingCompilerError(missing)
+  target, count = topology.target, topology.num_devices
+  if target.kind == 'cpu':
+    devices = jax.devices('cpu')
+    if len(devices) < count:
+      raise ConfigError(
+        f'topology {topology.name}: there are {len(devices)} CPU devices; call simulate_cpu_devices({count}) of '
+        'praxis_lite.runtime.distributed before anything uses a device'
+      )
+    return devices[:count]
+  for name, value in _ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+  try:
+    return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
+  except (RuntimeError, ValueError, NotImplementedError) as error:
+    raise ConfigError(f'topology {topology.name}: {_first_line(error)}') from error
+
+
+def _gpu_devices(topology: Topology) -> list[jax.Device]:
+  domains, per_domain = topology.shape
+  per_host = topology.target.chips_per_host
+  # Domains of fast links, hosts of each, GPUs of each.
+  sizes = (1, domains, per_domain)
+  if per_domain > per_host and per_domain % per_host == 0:
+    sizes = (domains, per_domain // per_host, per_host)
+  description = topologies.get_topology_desc(
+    platform='cuda',
+    topology_name=topology.name,
+    target_config=gpu_target_config(topology.target),
+    topology='x'.join(map(str, sizes)),
+  )
+  return list(description.devices)
+
+
+def _tpu_devices(topology: Topology) -> list[jax.Device]:
+  target = topology.target
+  prefix = 'tpu' if target.name[0].isdigit() else ''
+  cores = topology.num_chips * (2 if target.torus == 3 else 1)  # As Cloud TPU counts those of v4, v5p and 7x.
+  kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
+  os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
+  options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
+  # A host has 2 x 2 chips, where a slice has so many in both directions.
+  if any(size % 2 for size in topology.shape[:2]):
+    options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
+  name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
+  devices = topologies.get_topology_desc(platform='tpu', topology_name=name, **options).devices
+  if target.devices_per_chip == 1:  # The two cores of a chip of v4 are one device.
+    return [d for d in devices if getattr(d, 'core_on_chip', 0) == 0]
+  return list(devices)
+
+
+def places_of(topology: Topology, devices: Iterable[jax.Device]) -> np.ndarray:
+  """Where devices are, in their order: see `Topology.places`."""
+  target = topology.target
+  if target.kind == 'tpu':
+    coordinates: list[Any] = [d.coords for d in devices]
+    slices = [getattr(d, 'slice_index', None) or 0 for d in devices]
+    return np.column_stack([slices, np.array(coordinates)[:, : target.torus]])
+  return topology.places[[d.id for d in devices]]
+
+
+def compile_step(
+  step: PartitionedStep,
+  topology: Topology,
+  *,
+  layers: Sequence[str] = (),
+  cache: Path | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> CompiledStep:
+  """Returns a step, compiled for the devices of its mesh, or as an earlier plan compiled it.
+
+  Args:
+    step: on a mesh of the devices of `topology`.
+    layers: paths of the layers of the model.
+    cache: a directory of programs; None keeps none.
+    report: called with what begins: 'tracing', 'compiling'.
+
+  Raises:
+    CompileError: the compiler refuses it, or has not enough memory.
+  """
+  report('tracing')
+  with _as_if_with_cudnn():
+    lowered = step.lower()
+  file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
+  if file is not None and file.is_file():
+    try:
+      return CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
+    except (OSError, ValueError, TypeError):
+      pass  # It is compiled again, and replaced.
+  report('compiling')
+  start = time.perf_counter()
+  try:
+    compiled, text = _compiled(lowered, topology)
+  except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
+    refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}')
+    refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
+    raise refused from error
+  found: Any = compiled.memory_analysis()
+  sizes = {
+    'arguments': found.argument_size_in_bytes,
+    'outputs': found.output_size_in_bytes,
+    'aliased': found.alias_size_in_bytes,
+    'temporaries': found.temp_size_in_bytes,
+    'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
+  }
+  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start)
+  if file is not None:
+    _write(file, result)
+  return result
+
+
+@contextlib.contextmanager
+def _as_if_with_cudnn() -> Iterator[None]:
+  """Lets fused attention be lowered without cuDNN: JAX asks for its version, and the compiler needs nothing of it."""
+  name = 'jax._src.cudnn.fused_attention_stablehlo'
+  module: Any = importlib.import_module(name) if importlib.util.find_spec(name) else None
+  ask = getattr(module, 'check_cudnn_version', None)
+  if ask is None:
+    yield
+    return
+  module.check_cudnn_version = lambda: _CUDNN_VERSION
+  try:
+    yield
+  finally:
+    module.check_cudnn_version = ask
+
+
+def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:
+  """Returns a compiled program and its text."""
+  if topology.target.kind != 'tpu':
+    compiled = lowered.compile()
+    return compiled, compiled.as_text() or ''
+  # A TPU program with collectives that several operations carry on cannot be read back; its compiler writes it down.
+  with tempfile.TemporaryDirectory() as folder:
+    compiled = lowered.compile(compiler_options={'xla_dump_to': folder, 'xla_dump_hlo_as_text': True})
+    texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
+  return compiled, max(texts, key=len, default='') or compiled.as_text() or ''
+
+
+def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
+  """What a compiled program is a function of, and the layers that its operations are named after."""
+  digest = hashlib.sha256()
+  versions = [f'{name} {_version(name)}' for name in _PACKAGES]
+  order = [d.id for d in step.mesh.devices.flat]
+  for part in (topology.name, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
+    digest.update(part.encode() + b'\0')
+  digest.update(lowered.as_text().encode())
+  return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return ''
+
+
+def _write(file: Path, step: CompiledStep) -> None:
+  """Keeps a program; a cache that cannot be written is none."""
+  fields = {name: value for name, value in dataclasses.asdict(step).items() if name != 'is_cached'}
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f'.{os.getpid()}')
+    part.write_bytes(gzip.compress(json.dumps(fields).encode(), compresslevel=3))
+    part.replace(file)
+  except OSError:
+    pass
+
+
+def _first_line(error: BaseException) -> str:
+  lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+  return lines[0][:400].rstrip('.')

@@ -1,0 +1,390 @@
+"""What a compiled step costs on each device: operations, bytes of memory, communication, and the time of all of it.
+
+The cost of an instruction, times the trip counts of the loops that contain it:
+
+    FLOPs        dot, convolution (a multiplication and an addition for each pair of elements that meet), ragged-dot,
+                 and library calls for products and attention; all else is limited by memory and counts none
+    bytes        operands and results in main memory; of a slice, of what a fusion slices, and of an update in place
+                 only that part
+    seconds      the longer of both at the efficiency of the target, and at least its time of an operation
+    collectives  see `links.py`
+
+Instructions run in the order of the schedule. A collective between its start and its end is overlapped with what runs
+there; what it takes beyond that is exposed. Collectives wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from praxis_lite.partitioning.hlo import (
+  Computation,
+  Instruction,
+  Program,
+  channel_of,
+  groups_of,
+  scopes,
+)
+from praxis_lite.plan.links import Links
+from praxis_lite.plan.targets import Target
+from praxis_lite.plan.work import bytes_of, products_of
+
+LayerPaths = Iterable[tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """An instruction of one device, or a fusion of several.
+
+  Attributes:
+    name, opcode: as in the program.
+    layer: path of the layer that it belongs to; '' if none.
+    phase: 'forward', 'backward', 'recomputed' (again, in the backward pass) or 'update'.
+    count: executions in a step.
+    flops, bytes, seconds: of one execution.
+  """
+
+  name: str
+  opcode: str
+  layer: str
+  phase: str
+  count: int
+  flops: float
+  bytes: float
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+  """A collective of a step.
+
+  Attributes:
+    name, kind, layer, phase, count: as of an `Operation`; the layer that several share if it combines those of several.
+    dtype: of the first array.
+    axes: mesh axes that it communicates over.
+    group_size: devices of a group.
+    result_bytes: on one device.
+    fast_bytes, network_bytes: what a device sends over fast links, and between domains of fast links.
+    seconds, exposed: of one execution, and the part of them in which nothing else runs.
+  """
+
+  name: str
+  kind: str
+  layer: str
+  phase: str
+  count: int
+  dtype: str
+  axes: tuple[str, ...]
+  group_size: int
+  result_bytes: float
+  fast_bytes: float
+  network_bytes: float
+  seconds: float
+  exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """The cost of one run of a program.
+
+  Attributes:
+    operations, collectives: in the order of the schedule.
+    seconds: of a step.
+    unknown_loops: names of loops whose trip count the program does not say; they count once.
+  """
+
+  operations: tuple[Operation, ...]
+  collectives: tuple[Communication, ...]
+  seconds: float
+  unknown_loops: tuple[str, ...] = ()
+
+  @property
+  def flops(self) -> float:
+    return sum(op.count * op.flops for op in self.operations)
+
+  @property
+  def bytes(self) -> float:
+    return sum(op.count * op.bytes for op in self.operations)
+
+  @property
+  def communicated_bytes(self) -> float:
+    return sum(c.count * (c.fast_bytes + c.network_bytes) for c in self.collectives)
+
+  @property
+  def exposed_seconds(self) -> float:
+    return sum(c.count * c.exposed for c in self.collectives)
+
+  def seconds_by_limit(self, target: Target) -> dict[str, float]:
+    """Seconds of a step by what limits them: 'compute', 'memory', 'overhead' (many small operations), 'communication'.
+
+    Asynchronous copies are in 'memory', also where they are overlapped.
+    """
+    limits = dict.fromkeys(('compute', 'memory', 'overhead', 'communication'), 0.0)
+    for op in self.operations:
+      at_memory = op.bytes / (target.device_bandwidth * target.efficiency.memory)
+      kind = 'memory' if op.seconds <= at_memory else 'overhead'
+      if op.seconds > max(at_memory, target.efficiency.seconds_per_operation):
+        kind = 'compute'
+      limits[kind] += op.count * op.seconds
+    limits['communication'] = self.exposed_seconds
+    return limits
+
+
+def cost_of(
+  program: Program,
+  target: Target,
+  links: Links,
+  *,
+  mesh: Mapping[str, int] | None = None,
+  layers: LayerNames | None = None,
+) -> Cost:
+  """Returns the cost of a program.
+
+  Args:
+    program: a compiled step, read by `partitioning.hlo.parse`.
+    target, links: of the chips that run it.
+    mesh: the size of each mesh axis; the devices of the program are in its order.
+    layers: the names of the model's layers.
+  """
+  model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()))
+  step = model.timeline(program.entry)
+  return Cost(tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops))
+
+
+# ---------------------------------------------------------------- layers
+
+
+class LayerNames:
+  """Finds the layer, and the phase, of an operation by the name that JAX gave it."""
+
+  def __init__(self, paths: LayerPaths):
+    self._tree: dict[str, dict] = {}
+    for path in paths:
+      below = self._tree
+      for part in path:
+        below = below.setdefault(part, {})
+
+  @functools.cache  # noqa: B019 - as long as a plan.
+  def layer(self, op_name: str) -> str:
+    """'lm.transformer.layers.ff' of 'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general'.
+
+    XLA joins the names of operations that it combines, as in 'layers/(ff/up/dot:ff/gate/dot)': they share 'layers.ff'.
+    """
+    head, _, joined = scopes(op_name).partition('/(')
+    if not joined:
+      return '.'.join(self._walk(head.split('/')))
+    paths = [self._walk([*head.split('/'), *name.split('/')]) for name in joined.split(')')[0].split(':')]
+    same = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
+    return '.'.join(same)
+
+  def _walk(self, parts: Sequence[str]) -> list[str]:
+    below, path = self._tree, []
+    for part in parts:
+      if part in below:
+        below = below[part]
+        path.append(part)
+    return path
+
+  @staticmethod
+  def phase(op_name: str) -> str:
+    if 'rematted_computation' in op_name:
+      return 'recomputed'
+    if 'transpose(' in op_name:
+      return 'backward'
+    return 'forward' if 'jvp(' in op_name else 'update'
+
+
+# ---------------------------------------------------------------- schedule
+
+
+@dataclasses.dataclass
+class _Timeline:
+  """What a computation runs, and its seconds."""
+
+  operations: list[Operation] = dataclasses.field(default_factory=list)
+  collectives: list[Communication] = dataclasses.field(default_factory=list)
+  seconds: float = 0.0
+
+  def append(self, other: _Timeline, times: int = 1) -> None:
+    self.operations += [dataclasses.replace(op, count=op.count * times) for op in other.operations]
+    self.collectives += [dataclasses.replace(c, count=c.count * times) for c in other.collectives]
+    self.seconds += other.seconds * times
+
+
+class _CostModel:
+  def __init__(self, program: Program, target: Target, links: Links, mesh: dict[str, int], names: LayerNames):
+    self._program, self._target, self._links, self._mesh, self._names = program, target, links, mesh, names
+    self._done: dict[str, _Timeline] = {}
+    self._within: dict[str, str] = {}
+    self.unknown_loops: list[str] = []
+
+  def timeline(self, computation: Computation, within: str = '') -> _Timeline:
+    """What a computation runs, once; `within` is the name of the loop that it is of."""
+    if computation.name not in self._done:
+      self._within[computation.name] = within
+      self._done[computation.name] = self._run(computation)
+    return self._done[computation.name]
+
+  def _run(self, computation: Computation) -> _Timeline:
+    line, links_free, copies_free = _Timeline(), 0.0, 0.0
+    started, copying = dict[str, tuple[int, float]](), dict[str, float]()
+
+    def start(key: str, collective: Communication, overlapped: bool) -> None:
+      nonlocal links_free
+      links_free = max(links_free, line.seconds) + collective.seconds
+      line.collectives.append(collective)
+      started[key] = (len(line.collectives) - 1, links_free)
+      if not overlapped:
+        finish(key)
+
+    def finish(key: str) -> None:
+      if key in copying:
+        line.seconds = max(line.seconds, copying.pop(key))
+      if key in started:
+        index, ends = started.pop(key)
+        waits = max(ends - line.seconds, 0.0)
+        line.collectives[index] = dataclasses.replace(line.collectives[index], exposed=waits)
+        line.seconds += waits
+
+    for instruction in computation.instructions:
+      inside = self._collectives_inside(instruction)
+      if instruction.collective:
+        overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
+        start(instruction.name, self._communication(instruction, computation), overlapped)
+      elif instruction.opcode == 'async-update':
+        for operand in instruction.operands[:1]:
+          if operand in started:
+            started[instruction.name] = started.pop(operand)
+      elif instruction.opcode.endswith('-done'):
+        for operand in instruction.operands[:1]:
+          finish(operand)
+      elif instruction.opcode in ('copy-start', 'slice-start', 'dynamic-slice-start'):
+        copies_free = max(copies_free, line.seconds) + self._compute(instruction, computation, line)
+        copying[instruction.name] = copies_free
+      elif instruction.opcode == 'async-start' and inside:
+        start(instruction.name, self._communication(inside[0][0], inside[0][1]), overlapped=True)
+      elif inside and instruction.opcode == 'fusion':  # TPU: fusions start, carry forward and end collectives.
+        line.seconds += self._compute(instruction, computation, line)
+        marks = {i.attribute('custom_call_target').strip('"') for _, c in inside for i in c.instructions}
+        for found, where in inside:
+          key = f'channel {channel_of(found)}'
+          if 'AsyncCollectiveDone' in marks:
+            finish(key)
+          elif 'AsyncCollectiveStart' in marks:
+            start(key, self._communication(found, where), overlapped=True)
+          elif key not in started:
+            start(found.name, self._communication(found, where), overlapped=False)
+      elif instruction.opcode == 'while':
+        trips = self._program.trip_count(instruction, computation)
+        if trips is None:
+          self.unknown_loops.append(instruction.name)
+        for called in self._program.called(instruction):
+          within = instruction.op_name or self._within[computation.name]
+          line.append(self.timeline(called, within), 1 if trips is None else trips)
+      elif instruction.opcode == 'conditional':
+        branches = [
+          self.timeline(called, self._within[computation.name]) for called in self._program.called(instruction)
+        ]
+        line.append(max(branches, key=lambda branch: branch.seconds, default=_Timeline()))
+      elif instruction.opcode == 'call':
+        for called in self._program.called(instruction):
+          line.append(self.timeline(called, self._within[computation.name]))
+      else:
+        line.seconds += self._compute(instruction, computation, line)
+    for key in list(started):
+      finish(key)
+    return line
+
+  def _compute(self, instruction: Instruction, computation: Computation, line: _Timeline) -> float:
+    """Adds an operation, and returns its seconds."""
+    products = list(products_of(instruction, computation, self._program))
+    moved = bytes_of(instruction, computation, self._program)
+    if not products and not moved:
+      return 0.0
+    target, efficiency = self._target, self._target.efficiency
+    computes = sum(p.flops / (target.peak(p.dtype) * efficiency.compute) for p in products)
+    seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
+    # A fusion has the name of its last operation; what is most expensive in it is what it is for.
+    name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
+    flops = sum(p.flops for p in products)
+    line.operations.append(
+      Operation(
+        instruction.name,
+        instruction.opcode,
+        self._names.layer(name),
+        self._names.phase(name),
+        1,
+        flops,
+        moved,
+        seconds,
+      )
+    )
+    return seconds
+
+  def _name(self, instruction: Instruction, computation: Computation) -> str:
+    """The name of an operation, or where XLA dropped it that of what it is computed from, if of the same loop."""
+    name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
+    of_loop = not loop or name.startswith(loop.rpartition('/')[0])
+    return name if instruction.op_name or of_loop else loop
+
+  def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
+    """The collectives in the computation of a fusion, or of a generic asynchronous start."""
+    if instruction.opcode not in ('fusion', 'async-start'):
+      return []
+    return self._collectives_below(instruction)
+
+  def _collectives_below(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
+    found = []
+    for called in self._program.called(instruction):
+      for inner in called.instructions:
+        found += [(inner, called)] if inner.collective else self._collectives_below(inner)
+    return found
+
+  def _communication(self, instruction: Instruction, computation: Computation) -> Communication:
+    groups = groups_of(instruction, self._program.num_devices)
+    result = instruction.collective_result
+    operands = sum(a.bytes for operand in computation.operands(instruction) for a in operand.arrays)
+    size = sum(a.bytes for a in result)
+    traffic = self._links.traffic(instruction.collective, groups, operands or size, size)
+    name = self._name(instruction, computation)
+    return Communication(
+      instruction.name,
+      instruction.collective,
+      self._names.layer(name),
+      self._names.phase(name),
+      1,
+      result[0].dtype if result else '',
+      self._axes(groups),
+      len(groups[0]),
+      size,
+      traffic.fast_bytes,
+      traffic.network_bytes,
+      traffic.seconds,
+      traffic.seconds,
+    )
+
+  def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
+    """The mesh axes along which the members of a group differ."""
+    sizes = tuple(self._mesh.values())
+    if math.prod(sizes) != self._program.num_devices or not self._mesh:
+      return ()
+    differ = np.zeros(len(sizes), bool)
+    for group in groups:
+      at = np.stack(np.unravel_index(list(group), sizes))
+      differ |= (at != at[:, :1]).any(axis=1)
+    return tuple(name for name, is_used in zip(self._mesh, differ) if is_used)
+
+
+def name_of(instruction: Instruction, computation: Computation) -> str:
+  """The name of an operation, or where XLA dropped it that of what it is computed from."""
+  for _ in range(4):
+    operands = computation.operands(instruction)
+    if instruction.op_name or not operands:
+      break
+    instruction = operands[0]
+  return instruction.op_name

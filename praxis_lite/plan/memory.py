@@ -1,0 +1,276 @@
+"""What is in the memory of each device during a step: the state, which is exact, and what the compiler puts beside it.
+
+    peak = arguments + outputs + temporaries - outputs in the memory of donated arguments
+
+as XLA's `memory_analysis` says. What the temporaries are is estimated from the schedule: which results are live when
+they take most. Buffers that a loop fills layer by layer are saved activations in the forward pass, gradients in the
+backward pass.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from praxis_lite.partitioning.hlo import Array, Computation, Instruction, Program, Shape
+from praxis_lite.partitioning.host_memory import is_on_host
+from praxis_lite.plan.cost import LayerNames, name_of
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+  """Temporaries of one layer, phase and kind that are live at the peak.
+
+  Attributes:
+    kind: 'saved activations', 'gradients' or 'temporaries'.
+    layer, phase: as of an `Operation`.
+    bytes: on each device.
+    largest: shape of the largest of them, as 'bf16[4,512,128]'.
+  """
+
+  kind: str
+  layer: str
+  phase: str
+  bytes: int
+  largest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+  """Bytes on each device of what a step takes: exact, padding included."""
+
+  parameters: int
+  slots: int
+  averages: int
+  inputs: int
+
+  @property
+  def total(self) -> int:
+    return self.parameters + self.slots + self.averages + self.inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """The memory of a step on each device, in bytes.
+
+  Attributes:
+    capacity: of a device.
+    state: of what a step takes.
+    arguments, outputs, aliased, temporaries, code: what the compiler says; aliased outputs are in donated arguments.
+    live: what the temporaries are at their peak, the largest first; an estimate.
+  """
+
+  capacity: int
+  state: StateBytes
+  arguments: int
+  outputs: int
+  aliased: int
+  temporaries: int
+  code: int = 0
+  live: tuple[Live, ...] = ()
+
+  @property
+  def peak(self) -> int:
+    return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+  @property
+  def room(self) -> int:
+    """What is left; negative if the step does not fit."""
+    return self.capacity - self.peak
+
+  def by_kind(self) -> dict[str, int]:
+    """Bytes of the peak by what they are; 'other', what the schedule does not tell, may be negative."""
+    state = self.state
+    parts = {
+      'parameters': state.parameters,
+      'optimizer slots': state.slots,
+      'moving averages': state.averages,
+      'inputs': self.arguments - state.total + state.inputs,  # Those that the step uses.
+      'saved activations': 0,
+      'gradients': 0,
+      'temporaries': 0,
+      'program': self.code,
+    }
+    for live in self.live:
+      parts[live.kind] += live.bytes
+    return {name: size for name, size in parts.items() if size} | {'other': self.peak - sum(parts.values())}
+
+
+def state_bytes(task: PartitionedTask) -> StateBytes:
+  """Returns the bytes on each device of the arguments of a train step; those kept in the host's memory count none."""
+  state, _, inputs = task.train_step.arguments
+  return StateBytes(
+    _on_each(state.mdl_vars),
+    _on_each(state.opt_states),
+    _on_each(state.ema_vars),
+    _on_each(inputs),
+  )
+
+
+def _on_each(tree: Any) -> int:
+  total = 0
+  for struct in jax.tree.leaves(tree):
+    if not is_on_host(struct.sharding):
+      itemsize = 4 if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended) else struct.dtype.itemsize
+      total += math.prod(struct.sharding.shard_shape(struct.shape)) * itemsize
+  return total
+
+
+# ---------------------------------------------------------------- liveness
+
+
+@dataclasses.dataclass
+class _Buffer:
+  """Memory that the result of an instruction is in, and by which it is told: the instruction, or what fills it."""
+
+  array: Array
+  defined: int
+  op_name: str
+  kind: str = 'temporaries'
+  last_use: int = -1
+  given: bool = False  # By the caller, or as an argument or a result of the program: not a temporary.
+
+
+_Held = _Buffer | tuple['_Held', ...]
+# What a loop over layers stacks, by its phase; in one that recomputes, it is used at once.
+_FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
+_SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
+
+
+def live_at_peak(program: Program, names: LayerNames) -> tuple[Live, ...]:
+  """Returns what is live when the temporaries of a scheduled program take most, the largest first."""
+  totals: dict[tuple[str, str, str], int] = collections.Counter()
+  largest: dict[tuple[str, str, str], Array] = {}
+  for buffer in _Liveness(program).peak(program.entry, is_entry=True)[1]:
+    key = (buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name))
+    totals[key] += buffer.array.bytes
+    if key not in largest or buffer.array.bytes > largest[key].bytes:
+      largest[key] = buffer.array
+  found = [Live(*key, size, f'{largest[key].dtype}{list(largest[key].dims)}') for key, size in totals.items() if size]
+  return tuple(sorted(found, key=lambda live: -live.bytes))
+
+
+class _Liveness:
+  def __init__(self, program: Program):
+    self._program = program
+    self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
+
+  def peak(self, computation: Computation, is_entry: bool = False) -> tuple[int, list[_Buffer]]:
+    """Returns the most bytes that a computation needs beside what it is given, and the buffers that take them."""
+    if computation.name not in self._peaks:
+      self._peaks[computation.name] = self._find_peak(computation, is_entry)
+    return self._peaks[computation.name]
+
+  def _find_peak(self, computation: Computation, is_entry: bool) -> tuple[int, list[_Buffer]]:
+    held: dict[str, _Held] = {}
+    buffers: list[_Buffer] = []
+    inside: dict[int, tuple[int, list[_Buffer]]] = {}
+    for at, instruction in enumerate(computation.instructions):
+      used = [held[name] for name in instruction.operands if name in held]
+      for buffer in _flat(used):
+        buffer.last_use = at
+      held[instruction.name] = self._result(instruction, computation, used, at, buffers)
+      if instruction.opcode in ('while', 'conditional', 'call'):
+        below = [self.peak(called) for called in self._program.called(instruction)]
+        inside[at] = max(below, key=lambda peak: peak[0], default=(0, []))
+    for buffer in _flat([held[computation.root.name]]):
+      buffer.last_use = len(computation.instructions)
+      buffer.given |= True  # The caller has a place for results.
+    own = [b for b in buffers if not b.given and b.array.space == 0]
+    return _most(own, inside, len(computation.instructions))
+
+  def _result(
+    self, instruction: Instruction, computation: Computation, used: list[_Held], at: int, buffers: list[_Buffer]
+  ) -> _Held:
+    """Where the result of an instruction is: in new memory, or in that of its operands."""
+    opcode = instruction.opcode
+    if opcode == 'tuple':
+      return tuple(used)
+    if opcode == 'get-tuple-element' and used and isinstance(used[0], tuple):
+      return used[0][int(instruction.attribute('index'))]
+    if opcode == 'while' and used:
+      self._tell_loop(instruction, used[0])
+    if opcode in _SAME and used:
+      return used[0]
+    if opcode.endswith('-done') and used and isinstance(used[0], tuple) and len(used[0]) > 1:
+      return used[0][1]
+    if opcode.endswith('-done') and used:
+      return used[0]
+    if (position := _updated_in_place(instruction, self._program)) is not None and position < len(used):
+      return used[position]
+
+    def new(shape: Shape) -> _Held:
+      if not isinstance(shape, Array):
+        return tuple(map(new, shape))
+      buffer = _Buffer(shape, at, name_of(instruction, computation), given=opcode in ('parameter', 'constant', 'iota'))
+      buffers.append(buffer)
+      return buffer
+
+    if opcode.endswith('-start') and not isinstance(instruction.shape, Array) and len(used) == 1:
+      return (used[0], *map(new, instruction.shape[1:]))  # It returns its operands, too.
+    return new(instruction.shape)
+
+  def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
+    """Says of the buffers that a loop fills part by part what it fills them with."""
+    body = self._program.computations.get(loop.attribute('body').lstrip('%'))
+    if body is None or not isinstance(carried, tuple):
+      return
+    for element, held in zip(body.operands(body.root), carried):
+      if isinstance(held, _Buffer) and _updated_in_place(element, self._program) is not None:
+        held.op_name = name_of(element, body) or loop.op_name
+        held.kind = _FILLED_IN.get(_phase_of(loop, body), held.kind)
+
+
+def _phase_of(loop: Instruction, body: Computation) -> str:
+  """The phase of a loop; where XLA dropped its name, that of its body, which may compute again what is of another."""
+  if loop.op_name:
+    return LayerNames.phase(loop.op_name)
+  phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}
+  return next((phase for phase in ('backward', 'recomputed', 'forward') if phase in phases), '')
+
+
+def _updated_in_place(instruction: Instruction, program: Program) -> int | None:
+  """The number of the operand in whose memory the result is; None if it is in new memory."""
+  if instruction.opcode == 'dynamic-update-slice':
+    return 0
+  called = program.called(instruction) if instruction.opcode == 'fusion' else []
+  if not called:
+    return None
+  inside = called[0]
+  root = program.origin(inside.root, inside)
+  if root.opcode != 'dynamic-update-slice':
+    return None
+  operand = program.origin(inside.operands(root)[0], inside)
+  return int(operand.literal) if operand.opcode == 'parameter' else None
+
+
+def _flat(held: list[_Held] | tuple[_Held, ...]) -> Iterator[_Buffer]:
+  for part in held:
+    if isinstance(part, _Buffer):
+      yield part
+    else:
+      yield from _flat(part)
+
+
+def _most(
+  buffers: list[_Buffer], inside: dict[int, tuple[int, list[_Buffer]]], steps: int
+) -> tuple[int, list[_Buffer]]:
+  """The step at which the live buffers, and those of the computations that it runs, take most: bytes and buffers."""
+  change = [0] * (steps + 2)
+  for buffer in buffers:
+    change[buffer.defined] += buffer.array.bytes
+    change[max(buffer.last_use, buffer.defined) + 1] -= buffer.array.bytes
+  live, most, when = 0, -1, 0
+  for at in range(steps):
+    live += change[at]
+    total = live + inside.get(at, (0, []))[0]
+    if total > most:
+      most, when = total, at
+  at_peak = [b for b in buffers if b.defined <= when <= max(b.last_use, b.defined)]
+  return most, at_peak + inside.get(when, (0, []))[1]

@@ -1,0 +1,278 @@
+"""plan: what the train step of a task will need and take on chips that are not there.
+
+    found = plan(experiment, None, 'h100:8x8')
+    found.fits, found.memory.peak, found.step_seconds, found.bottleneck
+    print(format_plan(found))
+
+The step is compiled by the compiler of the target, and read: memory is what the compiler says, time is that of a cost
+model. Without the compiler, or where it refuses the step, formulas take its place; `Plan.mode` and `Plan.notes` say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.explain.report import Explained, task_and_inputs
+from praxis_lite.layers.attention import MultiHeadAttention
+from praxis_lite.layers.embeddings import Embedding
+from praxis_lite.layers.positions import LearnedPositions
+from praxis_lite.partitioning.hlo import parse
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory
+from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
+from praxis_lite.plan.cost import Cost, LayerNames, cost_of
+from praxis_lite.plan.links import Links
+from praxis_lite.plan.memory import Memory, live_at_peak, state_bytes
+from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
+from praxis_lite.task import SingleTask
+from praxis_lite.training.flops import model_flops
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.trees import leaves_by_path, path_name
+
+# What JAX takes of a GPU's memory by default.
+_DEFAULT_GPU_FRACTION = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWork:
+  """What a step computes for the model, whatever the program does; of all devices.
+
+  Attributes:
+    parameters, active_parameters: all, and those that one token uses.
+    tokens: of a step; None if the batch has no `ids` of shape [B, T].
+    flops: 6 N + 12 L d S for each token: N weights that are multiplied by, S keys, d = heads x dims of L layers.
+      Without tokens, three times those of the forward pass.
+    causal_flops: 6 N + 6 L d S: half of the attention, as a causal mask leaves.
+  """
+
+  parameters: int
+  active_parameters: int
+  tokens: int | None
+  flops: float
+  causal_flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What a train step needs and takes.
+
+  Attributes:
+    name: of the task.
+    topology, mesh: the chips, and the size of each mesh axis.
+    mode: 'compiled' or 'analytic'.
+    memory, cost: on each device.
+    work: what it computes for the model.
+    compile_seconds: of the compiler; 0 if it was not asked.
+    is_cached: whether that was an earlier plan.
+    is_refused: whether the compiler refused the step because it needs more memory than there is.
+    notes: what is uncertain, and why.
+  """
+
+  name: str
+  topology: Topology
+  mesh: Mapping[str, int]
+  mode: str
+  memory: Memory
+  cost: Cost
+  work: ModelWork
+  compile_seconds: float
+  is_cached: bool
+  is_refused: bool
+  notes: tuple[str, ...]
+
+  @property
+  def fits(self) -> bool:
+    return self.memory.room >= 0 and not self.is_refused
+
+  @property
+  def step_seconds(self) -> float:
+    return self.cost.seconds
+
+  @property
+  def tokens_per_second(self) -> float | None:
+    return None if self.work.tokens is None else self.work.tokens / self.cost.seconds
+
+  @property
+  def mfu(self) -> float:
+    """The used share of the bfloat16 peak, by `ModelWork.flops`."""
+    return self._share_of_peak(self.work.flops)
+
+  @property
+  def causal_mfu(self) -> float:
+    """The used share of the bfloat16 peak, by `ModelWork.causal_flops`."""
+    return self._share_of_peak(self.work.causal_flops)
+
+  def _share_of_peak(self, flops: float) -> float:
+    return flops / (self.cost.seconds * self.topology.target.peak('bf16') * self.topology.num_devices)
+
+  @property
+  def bottleneck(self) -> str:
+    """What takes most of a step, and where, in words."""
+    return _bottleneck(self.cost, self.topology)
+
+
+def plan(
+  task: Explained,
+  inputs: Mapping[str, object] | None,
+  topology: str | Topology,
+  *,
+  compile: bool = True,
+  cache: Path | None = None,
+  report: Callable[[str], object] = lambda stage: None,
+) -> Plan:
+  """Returns what the train step of a task needs and takes on a topology.
+
+  Args:
+    task: a task or its config, an experiment class, or what `configure` made of one.
+    inputs: shapes and dtypes of a global batch; None takes those of the experiment's data.
+    topology: the chips, such as 'v5p:4x4x4'; see `plan/topology.py`.
+    compile: False uses formulas alone, in a second.
+    cache: a directory for compiled programs.
+    report: called with what begins: 'tracing', 'compiling'.
+
+  Raises:
+    ConfigError: there is no such topology, or the shapes of a batch are not known.
+    ShardingError: the mesh of the task has another number of devices, or a mapping does not fit it.
+  """
+  topology = parse_topology(topology) if isinstance(topology, str) else topology
+  jax_task, struct = task_and_inputs(task, inputs)
+  if struct is None:
+    raise ConfigError('plan: the shapes of a batch take its data to know; pass them as inputs, or set datasets[*].path')
+  mesh = jax_task.mesh_sizes()
+  check_mesh(mesh, topology)
+  missing = missing_compiler(topology)
+  layers = [layer.path for layer in jax_task.model.descendants()]
+  names = LayerNames(layers)
+  notes: list[str] = []
+  is_refused = False
+  if compile and not missing:
+    devices = devices_of(topology)
+    partitioned = PartitionedTask(jax_task, dict(struct), mesh=jax_task.create_mesh(devices))
+    links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
+    try:
+      step = compile_step(
+        partitioned.train_step, topology, layers=[*map(path_name, layers)], cache=cache, report=report
+      )
+    except CompileError as error:
+      is_refused = error.does_not_fit
+      notes.append(f'{error}; the numbers are analytic')
+    else:
+      program = parse(step.text)
+      cost = cost_of(program, topology.target, links, mesh=mesh, layers=names)
+      memory = Memory(
+        int(topology.target.device_memory),
+        state_bytes(partitioned),
+        *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
+        live=live_at_peak(program, names),
+      )
+      return _planned(partitioned, topology, step, memory, cost, _doubts(cost))
+  elif compile:
+    notes.append(missing)
+  report('tracing')
+  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh))
+  jaxpr, links = partitioned.trace_train_step(lambda constraint: None), Links(topology)
+  memory = analytic_memory(partitioned, state_bytes(partitioned), topology.target, jaxpr)
+  cost = analytic_cost(partitioned, topology.target, links, jaxpr, _compute_dtype(jax_task))
+  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
+
+
+def _planned(
+  partitioned: PartitionedTask,
+  topology: Topology,
+  step: CompiledStep | None,
+  memory: Memory,
+  cost: Cost,
+  reasons: list[str],
+  is_refused: bool = False,
+) -> Plan:
+  target = topology.target
+  notes = [*reasons, *_padding(partitioned)]
+  if target.kind == 'cpu':
+    notes.append('times on cpu are of an imagined machine: orders of magnitude alone')
+  elif not target.efficiency.calibrated:
+    notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
+  if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
+    notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
+  name, work = partitioned.jax_task.name, model_work(partitioned)
+  mesh = dict(partitioned.mesh.shape)
+  compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
+  mode, seconds, is_cached = compiler
+  return Plan(name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes))
+
+
+def _padding(partitioned: PartitionedTask) -> list[str]:
+  microbatches = partitioned.jax_task.learner.num_microbatches
+  true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
+  multiple = partitioned.mesh.size * microbatches
+  if true == computed:
+    return []
+  return [
+    f'a batch of {true:,} rows is filled up to {computed:,} with rows of weight zero, which take as long as others: '
+    f'{1 - true / computed:.0%} of the work; batch_size should be a multiple of {multiple:,}'
+  ]
+
+
+def _doubts(cost: Cost) -> list[str]:
+  loops = ', '.join(cost.unknown_loops)
+  return [f'how often these loops run is not known; each counts once: {loops}'] if loops else []
+
+
+def model_work(partitioned: PartitionedTask) -> ModelWork:
+  """Returns what a step of a task computes for its model."""
+  jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
+  parameters, active = partitioned.total_num_params, partitioned.active_num_params
+  if ids is None or len(ids.shape) != 2:
+    flops = model_flops(partitioned)
+    return ModelWork(parameters, active, None, flops, flops)
+  length = ids.shape[1]
+  tokens = partitioned.batch_size * length
+  layers = {layer.path: layer for layer in jax_task.model.descendants()}
+  weights = leaves_by_path(jax_task.model.abstract_init())
+  # Tables that are looked up, gains and biases are not multiplied by.
+  multiplied = sum(
+    weight.num_active
+    for path, weight in weights.items()
+    if len(weight.shape) > 1 and not isinstance(layers.get(path[:-1]), Embedding | LearnedPositions)
+  )
+  attention = 0
+  for path, layer in layers.items():
+    if isinstance(layer, MultiHeadAttention):
+      repeats = next((math.prod(w.repeat_prefix) for p, w in weights.items() if p[: len(path)] == path), 1)
+      attention += repeats * layer.num_heads * (layer.dims_per_head or 0) * length
+  return ModelWork(parameters, active, tokens, *(tokens * (6.0 * multiplied + share * attention) for share in (12, 6)))
+
+
+def _compute_dtype(task: SingleTask) -> str:
+  dtype = jnp.dtype(task.model.fprop_dtype or jnp.float32)
+  return {'bfloat16': 'bf16', 'float16': 'f16'}.get(dtype.name, 'f32')
+
+
+def _bottleneck(cost: Cost, topology: Topology) -> str:
+  limits = cost.seconds_by_limit(topology.target)
+  limit = max(limits, key=lambda name: limits[name])
+  share = limits[limit] / max(cost.seconds, 1e-30)
+  if limit == 'communication':
+    waits = max(cost.collectives, key=lambda c: c.count * c.exposed)
+    over = f'over {"+".join(waits.axes)} ' if waits.axes else ''
+    kind = 'the network between hosts' if waits.network_bytes > waits.fast_bytes else 'fast links'
+    return (
+      f'communication: {share:.0%} of a step waits for it, most for {waits.kind} {over}in '
+      f'{waits.layer or "the update"} ({waits.phase}), on {kind}'
+    )
+  seconds: dict[str, float] = {}
+  for op in cost.operations:
+    seconds[op.layer] = seconds.get(op.layer, 0.0) + op.count * op.seconds
+  most = max(seconds, key=lambda layer: seconds[layer])
+  where = f'; {most} takes {seconds[most] / max(cost.seconds, 1e-30):.0%}' if most else ''
+  what = {
+    'compute': 'products of matrices',
+    'memory': 'reading and writing memory',
+    'overhead': 'starting many small operations',
+  }[limit]
+  return f'{limit}: {share:.0%} of a step is {what}{where}'

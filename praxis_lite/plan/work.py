@@ -1,0 +1,205 @@
+"""The work of one instruction of a compiled program: FLOPs of products, and bytes of main memory that it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from praxis_lite.partitioning.hlo import Array, Computation, Instruction, Program, arrays_of
+
+# ---------------------------------------------------------------- FLOPs
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """A matrix product, convolution or attention: its FLOPs, the dtype of its operands, and the name of its operation."""
+
+  flops: float
+  dtype: str
+  op_name: str
+
+
+def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
+  """Yields the products that an instruction computes, those of a fusion too."""
+  if instruction.opcode == 'fusion':
+    for called in program.called(instruction):
+      for inner in called.instructions:
+        yield from products_of(inner, called, program)
+  elif instruction.opcode in _FLOPS:
+    operands = [operand.arrays[0] for operand in computation.operands(instruction) if operand.arrays]
+    flops = _FLOPS[instruction.opcode](instruction, operands)
+    if flops:
+      algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
+      dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
+      yield Product(flops, dtype, instruction.op_name)
+
+
+def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  summed = math.prod(operands[0].dims[d] for d in instruction.integers('lhs_contracting_dims'))
+  return 2.0 * instruction.arrays[0].size * summed
+
+
+def _ragged_dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  """Each row meets the weights of its group; where the summed dimension is ragged, each group sums its part."""
+  summed = instruction.integers('lhs_contracting_dims')
+  groups = operands[2].dims[-1] if set(instruction.integers('lhs_ragged_dims')) & set(summed) else 1
+  return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in summed) / groups
+
+
+def _convolution_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  """Pairs of elements that meet: positions of the kernel over padding, or between dilated elements, count none."""
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
+  if labels is None or len(operands) < 2:
+    return 0.0
+  lhs, rhs, out = labels.groups()
+  (image, kernel), result = operands[:2], instruction.arrays[0]
+  window = dict(re.findall(r'(\w+)=([\dx_\-]+)', instruction.attribute('window')))
+  rank = len(lhs) - 2
+  per_dim = {name: window[name].split('x') if name in window else [None] * rank for name in _WINDOW}
+  met = 1
+  for dim in range(rank):
+    size, stride, pad, spread, apart = (per_dim[name][dim] for name in _WINDOW)
+    met *= _met(
+      image.dims[lhs.index(str(dim))],
+      result.dims[out.index(str(dim))],
+      int(size or 1),
+      int(stride or 1),
+      int((pad or '0_0').split('_')[0]),
+      int(spread or 1),
+      int(apart or 1),
+    )
+  batch_groups = int(instruction.attribute('batch_group_count') or 1)
+  features = kernel.dims[rhs.index('i')] * kernel.dims[rhs.index('o')]
+  return 2.0 * image.dims[lhs.index('b')] / batch_groups * features * met
+
+
+_WINDOW = ('size', 'stride', 'pad', 'lhs_dilate', 'rhs_dilate')
+
+
+@functools.cache
+def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
+  """Pairs (output, kernel position) of one dimension at which there is an element of the image."""
+  last = (image - 1) * spread
+  if spread == 1:  # Of each kernel position, the first and the last output that it meets the image at.
+    shift = pad - np.arange(kernel) * apart
+    first, end = -(-shift // stride), (last + shift) // stride
+    return int(np.maximum(np.minimum(end, out - 1) - np.maximum(first, 0) + 1, 0).sum())
+  at = np.arange(out) * stride - pad
+  ats = (at + k * apart for k in range(kernel))
+  return sum(int(((x >= 0) & (x <= last) & (x % spread == 0)).sum()) for x in ats)
+
+
+def _custom_call_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
+  """Those of cuBLAS and cuDNN on GPU, and of Pallas kernels that say what they cost."""
+  target = instruction.attribute('custom_call_target').strip('"')
+  config = _backend_config(instruction)
+  if target.startswith('__cublas$'):
+    numbers = _found(config, 'dot_dimension_numbers')
+    dims = [int(d) for d in numbers.get('lhs_contracting_dimensions', ())] if isinstance(numbers, dict) else []
+    return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in dims) if dims else 0.0
+  if target.startswith('__cudnn$fmha'):
+    logits = _found(config, 'intermediate_tensor_shape')
+    sizes = [int(n) for n in logits.get('dimensions', ())] if isinstance(logits, dict) else []
+    products = 5 if 'Backward' in target else 2  # The backward pass computes the logits again.
+    seen = 0.5 if 'CAUSAL' in str(_found(config, 'mask_type')) else 1.0
+    return 2.0 * products * seen * math.prod(sizes) * operands[0].dims[-1] if sizes else 0.0
+  estimate = _found(config, 'cost_estimate')
+  return float(estimate.get('flops', 0)) if isinstance(estimate, dict) else 0.0
+
+
+def _backend_config(instruction: Instruction) -> object:
+  found = instruction.attributes.find('backend_config={')
+  if found < 0:
+    return {}
+  try:
+    return json.JSONDecoder().raw_decode(instruction.attributes, found + len('backend_config='))[0]
+  except ValueError:
+    return {}
+
+
+def _found(config: object, name: str) -> object:
+  """The value of a name anywhere in a nested dict; None if it is nowhere."""
+  if not isinstance(config, dict):
+    return None
+  if name in config:
+    return config[name]
+  return next((value for inner in config.values() if (value := _found(inner, name)) is not None), None)
+
+
+_FLOPS = {
+  'dot': _dot_flops,
+  'ragged-dot': _ragged_dot_flops,
+  'convolution': _convolution_flops,
+  'custom-call': _custom_call_flops,
+}
+
+
+# ---------------------------------------------------------------- bytes
+
+# These cost nothing themselves.
+_FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
+_FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
+_FREE |= {'call', 'while', 'conditional', 'async-update'}
+_SLICES = ('slice', 'dynamic-slice', 'gather')
+
+
+def bytes_of(instruction: Instruction, computation: Computation, program: Program) -> float:
+  """Bytes of main memory that an instruction reads and writes."""
+  if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
+    return 0.0
+  operands = computation.operands(instruction)
+  if instruction.opcode == 'fusion' and (called := program.called(instruction)):
+    return _fusion_bytes(called[0], operands, program)
+  if instruction.opcode.endswith('-start') and not isinstance(instruction.shape, Array):  # (to, from, context)
+    return float(sum(array.bytes for part in instruction.shape[:2] for array in arrays_of(part) if array.space == 0))
+  result = _in_memory(instruction)
+  if instruction.opcode in _SLICES:
+    return 2.0 * result
+  if instruction.opcode == 'dynamic-update-slice' and len(operands) > 1:
+    return 2.0 * _in_memory(operands[1])
+  if instruction.opcode == 'scatter' and len(operands) > 2:
+    return 3.0 * _in_memory(operands[2])
+  return float(result + sum(map(_in_memory, operands)))
+
+
+def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: Program) -> float:
+  users: dict[str, list[Instruction]] = {}
+  for inner in inside.instructions:
+    for name in inner.operands:
+      users.setdefault(name, []).append(inner)
+
+  def uses(name: str) -> list[Instruction]:
+    """What uses a value, seen through what does not change it."""
+    found = []
+    for user in users.get(name, ()):
+      found += uses(user.name) if program.is_view(user) else [user]
+    return found
+
+  total = 0.0
+  for number, parameter in inside.parameters.items():
+    whole = _in_memory(operands[number]) if number < len(operands) else _in_memory(parameter)
+    parts = 0.0
+    for user in uses(parameter.name):
+      first = bool(user.operands) and program.origin(inside.by_name[user.operands[0]], inside) is parameter
+      if user.opcode in _SLICES and first:
+        parts += sum(a.bytes for a in user.arrays)
+      elif not (user.opcode == 'dynamic-update-slice' and first):  # It is updated in place.
+        parts += whole
+    total += min(parts, whole)
+  root = inside.root
+  results = inside.operands(root) if root.opcode == 'tuple' else [root]
+  for result in results:
+    result = program.origin(result, inside)
+    update = inside.operands(result)[1:2] if result.opcode == 'dynamic-update-slice' else []
+    total += _in_memory(update[0]) if update else _in_memory(result)
+  return total
+
+
+def _in_memory(instruction: Instruction) -> int:
+  return sum(array.bytes for array in arrays_of(instruction.shape) if array.space == 0)

@@ -1,0 +1,259 @@
+"""What compiled programs cost, against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from praxis_lite.partitioning.hlo import collectives, groups_of, parse
+from praxis_lite.plan.cost import LayerNames, cost_of
+from praxis_lite.plan.links import Links
+from praxis_lite.plan.topology import parse_topology
+
+
+def cost(program, topology='cpu:1', **more):
+  topology = parse_topology(topology)
+  return cost_of(parse(program), topology.target, Links(topology), **more)
+
+
+def compiled(fn, *shapes, dtype=jnp.float32):
+  return jax.jit(fn).lower(*[jax.ShapeDtypeStruct(s, dtype) for s in shapes]).compile()
+
+
+def test_nested_loops_run_as_often_as_their_counts_multiply():
+  def inner(x, w):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)[0], None
+
+  found = cost(compiled(lambda x, ws: jax.lax.scan(inner, x, ws)[0], (8, 16), (3, 16, 16)))
+  assert found.flops == 3 * 5 * 2 * 8 * 16 * 16
+  assert not found.unknown_loops
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+  program = compiled(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x), x), (16, 16))
+  found = cost(program)
+  assert found.flops == 2 * 16**3
+  assert len(found.unknown_loops) == 1
+
+
+def test_of_two_branches_the_longer_counts():
+  def fn(x):
+    return jax.lax.cond(x.sum() > 0, lambda: jnp.sin(x @ x) @ x, lambda: x)
+
+  assert cost(compiled(fn, (64, 64))).flops == 2 * 2 * 64**3
+
+
+def convolution(x, k, **options):
+  return jax.lax.conv_general_dilated(x, k, padding='SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'), **options)
+
+
+def test_convolutions_count_the_elements_that_meet():
+  x, k = (2, 8, 8, 4), (3, 3, 4, 6)
+  # At the border, a third of the kernel is over padding.
+  assert cost(compiled(lambda x, k: convolution(x, k, window_strides=(1, 1)), x, k)).flops == 2 * 2 * 22 * 22 * 4 * 6
+  strided = compiled(lambda x, k: convolution(x, k, window_strides=(2, 2)), x, k)
+  assert cost(strided).flops == 2 * 2 * 11 * 11 * 4 * 6
+  grouped = compiled(lambda x, k: convolution(x, k, window_strides=(1, 1), feature_group_count=2), x, (3, 3, 2, 6))
+  assert cost(grouped).flops == 2 * 2 * 22 * 22 * 2 * 6
+
+
+def test_bytes_of_a_slice_and_of_an_update_in_place_are_those_of_the_part():
+  n = 1 << 14
+
+  def scanned(x, ws):
+    return jax.lax.scan(lambda h, w: (h + w, h * 2), x, ws)
+
+  found = cost(compiled(scanned, (n,), (64, n)))
+  part = 4 * n  # Of each array, in a round; whole arrays would be 64 of them.
+  assert 64 * 5 * part <= found.bytes <= 64 * 9 * part
+  assert cost(compiled(lambda x: x + 1, (n,))).bytes == 2 * 4 * n
+
+
+# Parts of programs as the compilers of TPU and GPU print them; the machine of the tests has neither.
+
+_LOOP = """HloModule step, is_scheduled=true, num_partitions=8
+
+%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %p = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %x = f32[8,8]{1,0:T(8,128)S(1)} get-tuple-element(%p), index=1
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %y = f32[8,8]{1,0:T(8,128)} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)S(1)}) tuple(%next, %y)
+}
+
+%condition (p.1: (s32[], f32[8,8])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(7)
+  %p.1 = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)S(1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i.1, %bound), direction=LT
+}
+
+ENTRY %main (x.1: f32[8,8]) -> f32[8,8] {
+  %x.1 = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %two = s32[]{:T(128)} constant(2)
+  %start = s32[]{:T(128)} copy(%two)
+  %init = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)}) tuple(%start, %x.1)
+  %loop = (s32[]{:T(128)}, f32[8,8]{1,0:T(8,128)S(1)}) while(%init), condition=%condition, body=%body
+  ROOT %result = f32[8,8]{1,0:T(8,128)} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_tpu_loop_runs_from_its_start_to_the_bound_of_its_condition():
+  found = cost(_LOOP, 'v5e:2x4')
+  assert found.flops == (7 - 2) * 2 * 8**3
+  # What is in the vector memory is not read from the main one.
+  (product,) = (op for op in found.operations if op.flops)
+  assert (product.count, product.bytes) == (5, 4 * 8 * 8)
+
+
+_FUSIONS = """HloModule step, is_scheduled=true, num_partitions=8
+
+%start (a: bf16[4,8]) -> (bf16[4,8], bf16[8,8]) {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %g = bf16[8,8]{1,0} all-gather(%a), channel_id=7, replica_groups=[4,2]<=[4,2]T(1,0), dimensions={0}
+  ROOT %c = (bf16[4,8]{1,0}, bf16[8,8]{1,0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%carry (b: bf16[4,8], m: bf16[512,512]) -> bf16[512,512] {
+  %b = bf16[4,8]{1,0} parameter(0)
+  %m = bf16[512,512]{1,0} parameter(1)
+  %g.1 = bf16[8,8]{1,0} all-gather(%b), channel_id=7, replica_groups=[4,2]<=[4,2]T(1,0), dimensions={0}
+  ROOT %d = bf16[512,512]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%end (e: bf16[4,8]) -> bf16[8,8] {
+  %e = bf16[4,8]{1,0} parameter(0)
+  %g.2 = bf16[8,8]{1,0} all-gather(%e), channel_id=7, replica_groups=[4,2]<=[4,2]T(1,0), dimensions={0}
+  ROOT %f = bf16[8,8]{1,0} custom-call(%e, %g.2), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[4,8], y: bf16[512,512]) -> bf16[8,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %y = bf16[512,512]{1,0} parameter(1)
+  %s = (bf16[4,8]{1,0}, bf16[8,8]{1,0}) fusion(%x), kind=kCustom, calls=%start
+  %p = bf16[512,512]{1,0} fusion(%x, %y), kind=kOutput, calls=%carry
+  %z = bf16[4,8]{1,0} get-tuple-element(%s), index=0
+  ROOT %r = bf16[8,8]{1,0} fusion(%z), kind=kCustom, calls=%end
+}
+"""
+
+
+def test_a_collective_that_tpu_fusions_carry_on_counts_once_and_is_overlapped():
+  assert collectives(_FUSIONS)['all-gather'] == type(collectives(_FUSIONS)['all-gather'])(1, 128)
+  (gather,) = cost(_FUSIONS, 'v5e:2x4', mesh={'replica': 2, 'data': 2, 'mdl': 2}).collectives
+  assert (gather.count, gather.result_bytes, gather.axes, gather.group_size) == (1, 128, ('data',), 2)
+  assert gather.exposed < gather.seconds
+
+
+_GPU = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[64,32], w: bf16[32,128]) -> bf16[64,128] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[16,128]{1,0} parameter(1)
+  %s = ((bf16[16,128]{1,0}), (bf16[32,128]{1,0})) all-gather-start(%w), channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+  %n = bf16[64,32]{1,0} negate(%x)
+  %d = bf16[32,128]{1,0} all-gather-done(%s)
+  %g = (bf16[64,128]{1,0}, s8[4096]{0}) custom-call(%n, %d), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"alpha_real":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %q = bf16[2,64,8,16]{3,2,1,0} parameter(2)
+  %a = (bf16[2,64,8,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","8","64","64"]},"mask_type":"CAUSAL"}}
+  ROOT %r = bf16[64,128]{1,0} get-tuple-element(%g), index=0
+}
+"""  # noqa: E501
+
+
+def test_a_gpu_start_counts_its_result_and_library_calls_their_flops():
+  assert collectives(_GPU)['all-gather'].bytes == 2 * 32 * 128
+  found = cost(_GPU, 'h100:1x8')
+  product, attention = (op.flops for op in found.operations if op.flops)
+  assert product == 2 * 64 * 128 * 32
+  assert attention == 2 * 2 * (2 * 8 * 64 * 64 * 16) / 2  # Two products, of which a causal mask leaves half.
+  (gather,) = found.collectives
+  assert gather.fast_bytes == 2 * 32 * 128 / 2
+  assert 0 < gather.exposed < gather.seconds
+
+
+_OFFLOADED = """HloModule step, is_scheduled=true, num_partitions=8
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%called (p: bf16[64,256]) -> bf16[8,256] {
+  %p = bf16[64,256]{1,0} parameter(0)
+  ROOT %r = bf16[8,256]{1,0} reduce-scatter(%p), channel_id=3, replica_groups=mesh['x'=8] {'x'}, dimensions={0}, to_apply=%sum
+}
+
+%wrapped (q: bf16[64,256]) -> bf16[8,256] {
+  %q = bf16[64,256]{1,0} parameter(0)
+  ROOT %c = bf16[8,256]{1,0} custom-call(%q), custom_call_target="offloaded", called_computations={%called}
+}
+
+ENTRY %main (a: bf16[64,256], m: bf16[512,512]) -> bf16[8,256] {
+  %a = bf16[64,256]{1,0} parameter(0)
+  %m = bf16[512,512]{1,0} parameter(1)
+  %s = ((), (), (s32[16]{0})) async-start(), calls=%wrapped
+  %u = ((bf16[64,256]{1,0}), bf16[8,256]{1,0}, (s32[16]{0})) async-update(%s, %a)
+  %d = bf16[512,512]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %e = bf16[8,256]{1,0} async-done(%u)
+}
+"""  # noqa: E501
+
+
+def test_a_collective_that_other_cores_of_a_tpu_run_is_overlapped():
+  assert collectives(_OFFLOADED)['reduce-scatter'].count == 1
+  (found,) = cost(_OFFLOADED, '7x:2x2x1', mesh={'data': 8}).collectives
+  assert (found.kind, found.axes, found.fast_bytes) == ('reduce-scatter', ('data',), 2 * 64 * 256 * 7 / 8)
+  assert found.exposed < found.seconds
+
+
+def test_groups_in_all_spellings():
+  listed, iota = parse(_GPU).entry.instructions[2], parse(_FUSIONS).computations['start'].instructions[1]
+  assert groups_of(listed, 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+  def named(axes):
+    text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4] {axes}")
+    return parse(text).entry.instructions[2]
+
+  assert groups_of(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
+  assert groups_of(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+  assert groups_of(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or groups_of(iota, 8) == (
+    (0, 2),
+    (4, 6),
+    (1, 3),
+    (5, 7),
+  )
+
+
+_STEP, _MODEL = 'jit(step)', 'lm/stack/while/body/closed_call'
+
+
+@pytest.mark.parametrize(
+  ('name', 'layer', 'phase'),
+  [
+    (f'{_STEP}/jvp(Model)/{_MODEL}/layers/ff/up/dot_general', 'lm.stack.layers.ff.up', 'forward'),
+    (f'{_STEP}/transpose(jvp(Model))/{_MODEL}/layers/ff/up/dot_general', 'lm.stack.layers.ff.up', 'backward'),
+    (
+      f'{_STEP}/transpose(jvp(Model))/{_MODEL}/checkpoint/rematted_computation/layers/ff/mul',
+      *('lm.stack.layers.ff', 'recomputed'),
+    ),
+    (f'{_STEP}/jvp(Model)/{_MODEL}/layers/(ff/up/dot:ff/gate/dot:norm/mul)', 'lm.stack.layers', 'forward'),
+    (f'{_STEP}/jvp(Model)/{_MODEL}/layers/(ff/up/dot:ff/gate/dot)', 'lm.stack.layers.ff', 'forward'),
+    (f'{_STEP}/cond/branch_1_fun/add', '', 'update'),
+    ('', '', 'update'),
+  ],
+)
+def test_layers_and_phases_are_found_in_the_names_of_operations(name, layer, phase):
+  paths = [
+    'lm',
+    'lm.stack',
+    'lm.stack.layers',
+    'lm.stack.layers.ff',
+    'lm.stack.layers.ff.up',
+    'lm.stack.layers.ff.gate',
+  ]
+  names = LayerNames(tuple(p.split('.')) for p in [*paths, 'lm.stack.layers.norm'])
+  assert (names.layer(name), names.phase(name)) == (layer, phase)

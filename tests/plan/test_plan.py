@@ -1,0 +1,205 @@
+"""Plans of a small language model on simulated devices, against what is counted by hand and what its run compiles."""
+
+import re
+
+import jax
+import pytest
+from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED, ROWS, TOKENS, VOCAB, D, small_lm
+
+from praxis_lite.cli.main import main
+from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.explain.report import task_and_inputs
+from praxis_lite.plan import compilers, format_plan, plan
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+MESHES = {'data': (8, 1, 1), 'fully sharded': (1, 8, 1), 'tensor': (1, 1, 8), 'mixed': (2, 2, 2)}
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+  return tmp_path_factory.mktemp('plans')
+
+
+@pytest.fixture(scope='module')
+def plans(cache):
+  found = {}
+
+  def planned(name):
+    if name not in found:
+      found[name] = plan(small_lm(MESHES[name]), None, 'cpu:8', cache=cache)
+    return found[name]
+
+  return planned
+
+
+def sent(planned, kind, **where):
+  """Bytes that a device sends in collectives of a kind, and of a phase or of layers."""
+  return sum(
+    c.count * (c.fast_bytes + c.network_bytes)
+    for c in planned.cost.collectives
+    if c.kind == kind and all(getattr(c, name).startswith(value) for name, value in where.items())
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', MESHES)
+def test_flops_are_6n_and_attention(plans, name):
+  planned = plans(name)
+  by_hand = TOKENS * (6 * MULTIPLIED + ATTENTION_FLOPS)
+  assert planned.work.flops == by_hand
+  assert planned.work.causal_flops == by_hand - TOKENS * ATTENTION_FLOPS / 2
+  assert planned.cost.flops * 8 == pytest.approx(by_hand, rel=0.01)
+  assert planned.work.parameters == ALL
+
+
+@pytest.mark.slow
+def test_data_parallel_reduces_each_gradient_once(plans):
+  planned = plans('data')
+  assert sent(planned, 'all-reduce') == pytest.approx(2 * 7 / 8 * 4 * ALL, rel=0.01)
+  assert sent(planned, 'all-gather') < 1000  # Of what each example came to.
+
+
+@pytest.mark.slow
+def test_fully_sharded_gathers_forward_and_backward(plans):
+  planned = plans('fully sharded')
+  matrices, tables = LAYERS * MATRICES, 2 * VOCAB * D
+  assert sent(planned, 'all-gather', phase='forward') == pytest.approx(7 / 8 * 4 * (matrices + tables), rel=0.01)
+  assert sent(planned, 'all-gather', phase='backward') == pytest.approx(7 / 8 * 4 * matrices, rel=0.01)
+  assert sent(planned, 'all-reduce') == pytest.approx(2 * 7 / 8 * 4 * ALL, rel=0.01)  # CPUs have no reduce-scatter.
+
+
+# All-reduces of activations: after attention and feed-forward; backward, for each product of x: q, k, v, gate and up.
+REDUCED = {'forward': 2 * LAYERS, 'backward': 5 * LAYERS}
+
+
+@pytest.mark.slow
+def test_tensor_parallel_reduces_activations(plans):
+  planned = plans('tensor')
+  once = 2 * 7 / 8 * 4 * ROWS * LENGTH * D
+  embedding_and_softmax = 2
+  total = sum(REDUCED.values()) + embedding_and_softmax
+  assert sent(planned, 'all-reduce') == pytest.approx(total * once, rel=0.01)
+  layers = 'lm.transformer.layers'
+  for phase, times in REDUCED.items():
+    assert sent(planned, 'all-reduce', layer=layers, phase=phase) == pytest.approx(times * once, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_mixed_mesh_does_all_of_it_on_parts(plans):
+  planned, layers = plans('mixed'), 'lm.transformer.layers'
+  part = LAYERS * MATRICES * 4 / 2  # Of the weights, which the axis mdl splits.
+  for phase in ('forward', 'backward'):
+    assert sent(planned, 'all-gather', layer=layers, phase=phase) == pytest.approx(part / 2, rel=0.01)
+  once = 2 / 2 * 4 * ROWS * LENGTH * D / 4
+  gradients = part + part / 2  # Over data, and half of them over replica.
+  assert sent(planned, 'all-reduce', layer=layers, phase='forward') == pytest.approx(
+    REDUCED['forward'] * once, rel=0.01
+  )
+  backward = sent(planned, 'all-reduce', layer=layers, phase='backward')
+  assert backward == pytest.approx(REDUCED['backward'] * once + gradients, rel=0.01)
+  axes = {c.axes for c in planned.cost.collectives if c.layer.startswith(layers) and c.result_bytes > 1000}
+  assert axes == {('data',), ('mdl',), ('replica',)}
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_step_of_a_run(plans):
+  memory = plans('mixed').memory
+  task, inputs = task_and_inputs(small_lm(MESHES['mixed']))
+  of_run = PartitionedTask(task, dict(inputs)).train_step.compiled.memory_analysis()
+  assert memory.temporaries == of_run.temp_size_in_bytes
+  assert memory.arguments == of_run.argument_size_in_bytes
+  assert memory.peak == sum(
+    getattr(of_run, f'{part}_size_in_bytes') * sign
+    for part, sign in (('argument', 1), ('output', 1), ('alias', -1), ('temp', 1))
+  )
+  kinds = memory.by_kind()
+  assert sum(kinds.values()) == memory.peak
+  assert kinds['optimizer slots'] == pytest.approx(2 * kinds['parameters'], rel=0.01)
+  # What the schedule says is live is what the compiler needs.
+  assert sum(live.bytes for live in memory.live) == pytest.approx(memory.temporaries, rel=0.05)
+  gradients = sum(live.bytes for live in memory.live if live.kind == 'gradients')
+  assert gradients == pytest.approx(LAYERS * MATRICES * 4 / 4, rel=0.05)  # Split over data and mdl.
+
+
+@pytest.mark.slow
+def test_a_second_plan_takes_the_program_of_the_first(plans, cache, monkeypatch):
+  first = plans('mixed')
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', lambda *args, **kwargs: pytest.fail('it compiles again'))
+  again = plan(small_lm(MESHES['mixed']), None, 'cpu:8', cache=cache)
+  assert again.is_cached and not first.is_cached
+  assert (again.memory, again.cost, again.compile_seconds) == (first.memory, first.cost, first.compile_seconds)
+
+
+@pytest.mark.slow
+def test_the_report_says_it_in_a_terminal(plans):
+  text = format_plan(plans('mixed'))
+  for expected in (
+    r'fits +\S+ MiB of 4 GiB on each device',
+    r'MFU .* by 6N \+ 12LdS = \S+ a token, .* by 6N \+ 6LdS',
+    r'bottleneck +\w+: \d+% of a step',
+    r'all-reduce +mdl +lm.transformer.layers.attention +backward',
+    r'saved activations +lm.transformer',
+    'note: times on cpu are of an imagined machine',
+  ):
+    assert re.search(expected, text), (expected, text)
+
+
+# ---------------------------------------------------------------- without a compiler
+
+
+def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
+  monkeypatch.setattr(compilers.importlib.util, 'find_spec', lambda name: None)
+  found = plan(small_lm((1, 8, 1), remat='full'), None, 'h100:1x8')
+  assert found.mode == 'analytic'
+  assert "pip install 'praxis_lite[plan]'" in found.notes[0]
+  assert any('other temporaries, communication of activations and overlap are not known' in n for n in found.notes)
+  recomputed = TOKENS * (2 * LAYERS * MATRICES + ATTENTION_FLOPS / 3)
+  assert found.cost.flops * 8 == pytest.approx(found.work.flops + recomputed, rel=0.05)
+  state = found.memory.state
+  assert state.parameters == pytest.approx(4 * ALL / 8, rel=0.05)
+  assert state.slots == pytest.approx(2 * state.parameters, rel=0.01)
+  gathered = 7 / 8 * 4 * (LAYERS * MATRICES + 2 * VOCAB * D)
+  assert sent(found, 'all-gather') == pytest.approx(2 * gathered, rel=0.01)
+  assert sent(found, 'reduce-scatter') == pytest.approx(gathered, rel=0.01)
+
+
+def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):
+  def refuses(*args, **kwargs):
+    raise RuntimeError('RESOURCE_EXHAUSTED: Used 33G of 15.75G hbm.\nmore')
+
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', refuses)
+  found = plan(small_lm(), None, 'cpu:8')
+  assert found.mode == 'analytic'
+  assert found.notes[0].startswith('cpu: the compiler refuses the step: RESOURCE_EXHAUSTED: Used 33G of 15.75G hbm;')
+  assert not found.fits and found.memory.room > 0  # The compiler knows better than formulas.
+  assert 'does not fit' in format_plan(found)
+
+
+def test_what_does_not_fit_says_by_how_much():
+  wide = small_lm((1, 1, 1))
+  wide.task.model.set(model_dims=1 << 15, hidden_dims=1 << 17)
+  found = plan(wide, None, 'rtx4090:1', compile=False)
+  assert not found.fits
+  assert re.search(r'does not fit +\S+ \w+ of 23.47 GiB on each device, \S+ \w+ too much', format_plan(found))
+
+
+def test_mistakes_are_told_before_anything_is_traced():
+  with pytest.raises(ShardingError, match='8 devices, and the topology h100:2x8 has 16'):
+    plan(small_lm(), None, 'h100:2x8')
+  with pytest.raises(ConfigError, match=r'there are 8 CPU devices; call simulate_cpu_devices\(16\)'):
+    plan(small_lm((4, 2, 2)), None, 'cpu:16')
+  config = small_lm()
+  with pytest.raises(ConfigError, match='the shapes of a batch'):
+    plan(config.task, None, 'h100:1x8')
+
+
+def test_the_command(capsys):
+  named = ['plan', '--exp=lm.SyntheticLmTiny', '--set', 'task.ici_mesh_shape=(2,2,2)']
+  assert main([*named, '--topology=cpu:8', '--nocompile']) == 0
+  assert 'analytic: formulas, no compiler' in capsys.readouterr().out
+  assert main(['plan', '--exp=lm.SyntheticLmTiny']) == 2
+  assert '--topology is missing' in capsys.readouterr().err
+  assert main([*named, '--topology=h101:8']) == 2
+  assert "Did you mean 'h100'" in capsys.readouterr().err
+  assert main([*named, '--topology=h100:16']) == 2
+  assert 'task.ici_mesh_shape=(4, 2, 2)' in capsys.readouterr().err

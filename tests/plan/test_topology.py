@@ -1,0 +1,91 @@
+"""Topologies by name, and the figures of their chips."""
+
+import re
+
+import pytest
+
+from praxis_lite.errors import ConfigError, ShardingError
+from praxis_lite.plan.targets import TARGETS, gpu_target_config
+from praxis_lite.plan.topology import check_mesh, parse_topology
+from praxis_lite.runtime.throughput import peak_flops
+
+
+@pytest.mark.parametrize(
+  ('text', 'name', 'devices', 'domains'),
+  [
+    ('v5p:8x16x16', 'v5p:8x16x16', 2048, 1),
+    ('TPU v5e:16x16:2', 'v5e:16x16:2', 512, 2),
+    ('tpu7x:2x2x1', '7x:2x2x1', 8, 1),  # Two devices a chip.
+    ('h100:512x8', 'h100:512x8', 4096, 512),
+    ('h100:64', 'h100:8x8', 64, 8),
+    ('a100:4', 'a100:1x4', 4, 1),
+    ('gb200:2x72', 'gb200:2x72', 144, 2),
+    ('RTX 4090:2', 'rtx4090:1x2', 2, 1),
+    ('cpu:64', 'cpu:64', 64, 1),
+  ],
+)
+def test_names(text, name, devices, domains):
+  topology = parse_topology(text)
+  assert (topology.name, topology.num_devices) == (name, devices)
+  assert len(topology.places) == devices
+  assert len(set(topology.places[:, 0])) == domains
+  assert parse_topology(topology.name) == topology
+
+
+@pytest.mark.parametrize(
+  ('text', 'remedy'),
+  [
+    ('h10:8', "no accelerator 'h10'. Did you mean 'h100'"),
+    ('v5p', 'expected a form such as v5p:8x16x16'),
+    ('v5p:4x0x4', 'expected a form such as'),
+    ('v5p:64', '3 dimensions, not 1. Did you mean v5p:4x4x4?'),
+    ('v5e:32x32', 'the largest slice of v5e is 16x16, 256 chips; several slices are written v5e:16x16:2'),
+    ('h100:12', 'Did you mean h100:1x8 or h100:2x8?'),
+    ('h100:2x16', 'fast links connect 8 h100 GPUs at most, not 16. Did you mean h100:4x8?'),
+    ('h100:8x8:2', 'a number of TPU slices'),
+  ],
+)
+def test_a_mistake_is_told_with_what_would_be_right(text, remedy):
+  with pytest.raises(ConfigError, match=re.escape(remedy)):
+    parse_topology(text)
+
+
+def test_a_mesh_that_does_not_fit_is_told_with_those_that_do():
+  check_mesh({'replica': 1, 'data': 16, 'mdl': 4}, parse_topology('h100:8x8'))
+  with pytest.raises(ShardingError, match=r'has 64 devices.*512x8 has 4,096.*task.ici_mesh_shape=\(1, 1024, 4\)'):
+    check_mesh({'replica': 1, 'data': 16, 'mdl': 4}, parse_topology('h100:512x8'))
+
+
+class Device:
+  def __init__(self, kind):
+    self.device_kind, self.platform = kind, 'gpu'
+
+
+@pytest.mark.parametrize(
+  ('target', 'kind'),
+  [
+    *[('v4', 'TPU v4'), ('v5e', 'TPU v5 lite'), ('v5p', 'TPU v5'), ('v6e', 'TPU v6 lite')],
+    *[
+      ('h100', 'NVIDIA H100 80GB HBM3'),
+      ('a100', 'NVIDIA A100-SXM4-80GB'),
+      ('l4', 'NVIDIA L4'),
+      ('b200', 'NVIDIA B200'),
+    ],
+    *[('l40s', 'NVIDIA L40S'), ('gb200', 'NVIDIA GB200'), ('h200', 'NVIDIA H200')],
+  ],
+)
+def test_peaks_are_those_that_a_run_measures_its_mfu_by(target, kind):
+  assert TARGETS[target].peak('bf16') == pytest.approx(peak_flops(Device(kind)), rel=1e-3)
+
+
+@pytest.mark.parametrize('target', TARGETS.values(), ids=TARGETS)
+def test_figures_are_in_their_units_and_have_a_source(target):
+  assert target.source and target.network_source
+  assert 1e9 <= target.network <= target.link <= target.bandwidth <= 1e13
+  assert 2**30 < target.memory < 2**38
+  assert target.peak('bf16') >= target.peak('f32') > 0
+  assert target.peak('bf16') / target.device_bandwidth < 1000
+  if target.cuda:
+    text = gpu_target_config(target)
+    assert f'core_count: {target.cuda.cores} ' in text
+    assert text.count('{') == text.count('}')
