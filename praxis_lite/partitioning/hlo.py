@@ -221,18 +221,21 @@ class Program:
 
     A loop whose count is not known runs once. A collective that several fusions carry forward counts where it starts.
     """
-    yield from self._executed(self.entry, 1, set())
+    yield from self._executed(self.entry, 1, set(), fused=False)
 
-  def _executed(self, computation: Computation, times: int, started: set[str]) -> Iterator[tuple[Instruction, int]]:
+  def _executed(
+    self, computation: Computation, times: int, started: set[str], fused: bool
+  ) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
       if instruction.collective and (channel := channel_of(instruction)):
-        if channel in started:
+        if fused and channel in started:  # Outside of fusions, different collectives may have one channel.
           continue
         started.add(channel)
       yield instruction, times
       trips = (self.trip_count(instruction, computation) or 1) if instruction.opcode == 'while' else 1
       for called in self.called(instruction):
-        yield from self._executed(called, times * trips, started if instruction.opcode == 'fusion' else set())
+        fusion = instruction.opcode == 'fusion'
+        yield from self._executed(called, times * trips, started if fusion else set(), fusion)
 
 
 def parse(compiled: jax.stages.Compiled | str) -> Program:
