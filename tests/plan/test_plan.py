@@ -148,7 +148,7 @@ def test_the_report_says_it_in_a_terminal(plans):
 
 
 def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
-  monkeypatch.setattr(compilers.importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setattr(compilers, '_MODULES', dict.fromkeys(('tpu', 'gpu', 'cpu'), ()))
   found = plan(small_lm((1, 8, 1), remat='full'), None, 'h100:1x8')
   assert found.mode == 'analytic'
   assert "pip install 'praxis_lite[plan]'" in found.notes[0]
