@@ -21,7 +21,7 @@ def assert_close(left, right, rtol=1e-5, atol=1e-6):
     np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize('devices, strategy', [(8, None), (5, FSDP), (8, FSDP)], ids=['data_8', 'fsdp_5', 'fsdp_8'])
+@pytest.mark.parametrize('devices, strategy', [(8, None), (5, FSDP)], ids=['data_8', 'fsdp_5'])
 def test_one_step_and_fifty_match_compiler_placement(devices, strategy):
   # 13 rows leave a device with padding alone, and the weights of rows differ: a mean of means would be wrong.
   batches = [lm_batch(13, seed) for seed in range(50)]

@@ -105,7 +105,7 @@ def one_device():
 
 # A mesh that divides nothing is tried with each kind of program once: equal specs make equal programs.
 @pytest.mark.parametrize(
-  'way, mesh', [*((way, (4, 2)) for way in WAYS), ('mapping', (5, 1)), ('strategy', (5, 1)), ('shard_map_fsdp', (5, 1))]
+  'way, mesh', [*((way, (4, 2)) for way in WAYS), ('mapping', (5, 1)), ('shard_map_fsdp', (5, 1))]
 )
 def test_trains_like_one_device(way, mesh, one_device):
   np.testing.assert_allclose(curve_of(way, mesh)[0], one_device, rtol=1e-4)
