@@ -105,6 +105,13 @@ class StdlibLmMixed(_ShardedByteLm):
   ici_mesh_shape = (2, 2, 2)
 
 
+def counting_data(seq_len: int, batch_size: int) -> list[Config]:
+  """Configs of the data of tests, for training and validation: counting sequences of 37 ids."""
+  train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
+  validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
+  return [d.set(seq_len=seq_len, vocab_size=37, batch_size=batch_size) for d in (train, validation)]
+
+
 class _Tiny(_ByteLm):
   seq_len = 32
   batch_size = 4
@@ -139,9 +146,7 @@ class SyntheticLmTiny(_Tiny):
   inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
 
   def datasets(self) -> list[Config]:
-    train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
-    validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
-    return [d.set(seq_len=self.seq_len, vocab_size=37, batch_size=6) for d in (train, validation)]
+    return counting_data(self.seq_len, batch_size=6)
 
   def model(self) -> Config:
     model = super().model().set(vocab_size=37, model_dims=18, hidden_dims=45, num_heads=3, dims_per_head=6)

@@ -20,15 +20,22 @@ from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
 
 
-class _PublishedSize(BaseExperiment):
+class PublishedSize(BaseExperiment):
+  """A language model of `model()` on a text, computed in bfloat16. `batch_axes` split the rows of a batch."""
+
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
   ici_mesh_shape: tuple[int, ...] = (1, 1, 1)
   seq_len = 1024
   batch_size = 32
+  batch_axes: tuple[str, ...] = ('replica', 'data')
   learning_rate = 6e-4
 
   def model(self) -> Config:
     raise NotImplementedError
+
+  def split(self, model: Config) -> Config:
+    """Sets the mappings of a model, and returns it."""
+    return set_sharding(model)
 
   def datasets(self) -> list[Config]:
     train = Config(TextInput, name='train', is_training=True, split='train')
@@ -37,10 +44,10 @@ class _PublishedSize(BaseExperiment):
     return [d.set(path=REQUIRED, tokenizer_tpl=Config(SentencePieceTokenizer), **sizes) for d in (train, validation)]
 
   def task(self) -> Config:
-    task = Config(LanguageModelTask, model=set_sharding(self.model()).set(packed=False, fprop_dtype=jnp.bfloat16))
+    task = Config(LanguageModelTask, model=self.split(self.model()).set(packed=False, fprop_dtype=jnp.bfloat16))
     task.train.learner = adamw_learner(learning_rate=self.learning_rate, warmup_steps=2000)
     task.train.set(num_train_steps=100_000, eval_interval_steps=1000, save_interval_steps=1000)
-    task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
+    task.train.inputs_split_mapping = {'map_1d': (self.batch_axes,), 'map_2d': (self.batch_axes, None)}
     task.evaluate.max_batches = 100
     return task
 
@@ -50,7 +57,7 @@ _llama3 = functools.partial(transformer_lm, vocab_size=128256, num_kv_heads=8, r
 
 
 @registry.register
-class Gpt2Small(_PublishedSize):
+class Gpt2Small(PublishedSize):
   """GPT-2, 124M parameters (Radford et al., 2019), on one accelerator."""
 
   def model(self) -> Config:
@@ -58,7 +65,7 @@ class Gpt2Small(_PublishedSize):
 
 
 @registry.register
-class Gpt2Xl(_PublishedSize):
+class Gpt2Xl(PublishedSize):
   """GPT-2, 1.5B parameters, fully sharded over 8 devices; 25 heads and 50,257 tokens are padded."""
 
   ici_mesh_shape = (1, 8, 1)
@@ -70,7 +77,7 @@ class Gpt2Xl(_PublishedSize):
 
 
 @registry.register
-class Llama1B(_PublishedSize):
+class Llama1B(PublishedSize):
   """LLaMA style, 1.2B parameters with the sizes of Llama 3.2 1B, fully sharded over 8 devices."""
 
   ici_mesh_shape = (1, 8, 1)
@@ -83,7 +90,7 @@ class Llama1B(_PublishedSize):
 
 
 @registry.register
-class Llama8B(_PublishedSize):
+class Llama8B(PublishedSize):
   """LLaMA style, 8.0B parameters with the sizes of Llama 3 8B, on 64 devices: 16 fully sharded, 4 tensor parallel."""
 
   ici_mesh_shape = (1, 16, 4)

@@ -6,47 +6,38 @@ praxis-lite train --exp=long_context.RingLmTiny --job_log_dir=runs/ring
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
 from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
+from praxis_lite.config import Config
 from praxis_lite.experiment import BaseExperiment
-from praxis_lite.inputs import SentencePieceTokenizer, SyntheticLMInput, TextInput
+from praxis_lite.experiments.lm import counting_data
+from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.layers.positions import Llama3RotaryScaling
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 from praxis_lite.tasks.learners import adamw_learner
 
+AXES = ('replica', 'data', 'context', 'mdl')
+_BATCH = ('replica', 'data')
+INPUTS_SPLIT = {'map_1d': (_BATCH,), 'map_2d': (_BATCH, 'context')}
 
-class _LongContext(BaseExperiment):
-  """Rows are split over 'replica' and 'data', lengths over 'context', heads over 'mdl', weights over the last three."""
 
-  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
-  context_method = 'ring'
-
-  def split(self, model: Config) -> Config:
-    """Sets the mappings of a model."""
-    set_sharding(model, data_axis=('data', 'context'), context_axis='context')
-    model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.context_method = self.context_method
-    return model
-
-  def inputs_split_mapping(self) -> dict[str, tuple[object, ...]]:
-    batch = ('replica', 'data')
-    return {'map_1d': (batch,), 'map_2d': (batch, 'context')}
+def split_sequences(model: Config, method: str = 'ring') -> Config:
+  """Splits rows over 'replica' and 'data', lengths over 'context', heads over 'mdl', weights over the last three."""
+  set_sharding(model, data_axis=('data', 'context'), context_axis='context')
+  model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.context_method = method
+  return model
 
 
 @registry.register
-class RingLmTiny(_LongContext):
+class RingLmTiny(BaseExperiment):
   """For tests: a tiny model on counting sequences whose lengths, heads and rows do not divide by the mesh."""
 
+  mesh_axis_names = AXES
   ici_mesh_shape = (1, 2, 2, 2)
-  seq_len = 45
-  batch_size = 3
+  context_method = 'ring'
 
   def datasets(self) -> list[Config]:
-    train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
-    validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
-    return [d.set(seq_len=self.seq_len, vocab_size=37, batch_size=self.batch_size) for d in (train, validation)]
+    return counting_data(seq_len=45, batch_size=3)
 
   def model(self) -> Config:
     model = transformer_lm(
@@ -56,10 +47,10 @@ class RingLmTiny(_LongContext):
     return model
 
   def task(self) -> Config:
-    task = Config(LanguageModelTask, model=self.split(self.model()))
+    task = Config(LanguageModelTask, model=split_sequences(self.model(), self.context_method))
     task.train.learner = adamw_learner(learning_rate=3e-3, warmup_steps=5)
     task.train.set(num_train_steps=20, log_interval_steps=5, eval_interval_steps=None, save_interval_steps=10)
-    task.train.inputs_split_mapping = self.inputs_split_mapping()
+    task.train.inputs_split_mapping = dict(INPUTS_SPLIT)
     return task
 
 
@@ -71,21 +62,17 @@ class AllToAllLmTiny(RingLmTiny):
 
 
 @registry.register
-class Llama8B128k(_LongContext):
+class Llama8B128k(PublishedSize):
   """LLaMA style, 8.0B parameters with the sizes of Llama 3.1 8B, for sequences of 131,072 tokens on 256 devices.
 
   Of these, 16 share a sequence, 2 are tensor parallel, and weights are fully sharded over the other 128.
   """
 
+  mesh_axis_names = AXES
   ici_mesh_shape = (1, 8, 16, 2)
   seq_len = 131_072
   batch_size = 32
-
-  def datasets(self) -> list[Config]:
-    train = Config(TextInput, name='train', is_training=True, split='train')
-    validation = Config(TextInput, name='validation', split='validation')
-    sizes = {'seq_len': self.seq_len, 'batch_size': self.batch_size}
-    return [d.set(path=REQUIRED, tokenizer_tpl=Config(SentencePieceTokenizer), **sizes) for d in (train, validation)]
+  learning_rate = 1e-4
 
   def model(self) -> Config:
     model = transformer_lm(
@@ -102,10 +89,14 @@ class Llama8B128k(_LongContext):
     model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.rotary_tpl.scaling_tpl = scaling
     return model
 
+  def split(self, model: Config) -> Config:
+    return split_sequences(model)
+
   def task(self) -> Config:
-    task = Config(LanguageModelTask, model=self.split(self.model()).set(packed=True, fprop_dtype=jnp.bfloat16))
-    task.train.learner = adamw_learner(learning_rate=1e-4, warmup_steps=1000)
+    task = super().task()
+    task.model.packed = True
+    task.train.learner = adamw_learner(learning_rate=self.learning_rate, warmup_steps=1000)
     task.train.set(num_train_steps=10_000, eval_interval_steps=500, save_interval_steps=500)
-    task.train.inputs_split_mapping = self.inputs_split_mapping()
+    task.train.inputs_split_mapping = dict(INPUTS_SPLIT)
     task.evaluate.max_batches = 20
     return task

@@ -6,12 +6,11 @@ praxis-lite show --exp=moe.Mixtral8x7B
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
 from praxis_lite import registry
-from praxis_lite.config import REQUIRED, Config
+from praxis_lite.config import Config
 from praxis_lite.experiment import BaseExperiment
-from praxis_lite.inputs import SentencePieceTokenizer, SyntheticLMInput, TextInput
+from praxis_lite.experiments.lm import counting_data
+from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.layers import MoeFeedForward, Router
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.tasks.language_modelling import LanguageModelTask
@@ -28,9 +27,7 @@ class MoeTiny(BaseExperiment):
   mesh_axis_names = ('replica', 'data', 'mdl')
 
   def datasets(self) -> list[Config]:
-    train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
-    validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
-    return [d.set(seq_len=32, vocab_size=37, batch_size=6) for d in (train, validation)]
+    return counting_data(seq_len=32, batch_size=6)
 
   def task(self) -> Config:
     router = Config(Router, load_balance_loss_weight=0.01, z_loss_weight=0.001)
@@ -44,32 +41,17 @@ class MoeTiny(BaseExperiment):
     return task
 
 
-class _ExpertParallel(BaseExperiment):
+class _ExpertParallel(PublishedSize):
   """On 64 devices: the batch is split over 'data' and 'expert', experts over 'expert', all weights fully."""
 
   mesh_axis_names = ('data', 'expert', 'mdl')
+  batch_axes = ('data', 'expert')
   batch_size = 256
   seq_len = 4096
   learning_rate = 3e-4
 
-  def model(self) -> Config:
-    raise NotImplementedError
-
-  def datasets(self) -> list[Config]:
-    train = Config(TextInput, name='train', is_training=True, split='train')
-    validation = Config(TextInput, name='validation', split='validation')
-    sizes = {'seq_len': self.seq_len, 'batch_size': self.batch_size}
-    return [d.set(path=REQUIRED, tokenizer_tpl=Config(SentencePieceTokenizer), **sizes) for d in (train, validation)]
-
-  def task(self) -> Config:
-    rows = ('data', 'expert')
-    model = set_sharding(self.model(), batch_axes=rows, data_axis=rows, expert_axis='expert')
-    task = Config(LanguageModelTask, model=model.set(packed=False, fprop_dtype=jnp.bfloat16))
-    task.train.learner = adamw_learner(learning_rate=self.learning_rate, warmup_steps=2000)
-    task.train.set(num_train_steps=100_000, eval_interval_steps=1000, save_interval_steps=1000)
-    task.train.inputs_split_mapping = {'map_1d': (rows,), 'map_2d': (rows, None)}
-    task.evaluate.max_batches = 100
-    return task
+  def split(self, model: Config) -> Config:
+    return set_sharding(model, batch_axes=self.batch_axes, data_axis=self.batch_axes, expert_axis='expert')
 
 
 @registry.register

@@ -9,7 +9,7 @@ from __future__ import annotations
 from praxis_lite import registry
 from praxis_lite.config import Config
 from praxis_lite.experiments.lm import SyntheticLmTiny
-from praxis_lite.experiments.lm_sizes import _PublishedSize
+from praxis_lite.experiments.lm_sizes import PublishedSize
 from praxis_lite.models import set_pipeline, transformer_lm
 
 AXES = ('stage', 'replica', 'data', 'mdl')
@@ -39,7 +39,7 @@ class SyntheticLmCircular(SyntheticLmTiny):
 
 
 @registry.register
-class Gpt3(_PublishedSize):
+class Gpt3(PublishedSize):
   """GPT-3 style, 175B parameters, on 512 devices: 8 stages in 3 rounds, 8 fully sharded, 8 tensor parallel.
 
   Its batches have 3.1M tokens (Brown et al., 2020). What is kept for the backward pass are the inputs of stages; the
