@@ -234,22 +234,23 @@ def _plain(
   """Dense attention with soft cap and dropout, which JAX's own has not."""
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
 
-  def grouped(x_BNTS: jax.Array) -> jax.Array:
-    """[B, N, T, S] to [B, K, G, T, S]; a single head, which broadcasts, to [B, 1, 1, T, S]."""
-    heads = (K, N // K) if x_BNTS.shape[1] > 1 else (1, 1)
-    return x_BNTS.reshape(x_BNTS.shape[0], *heads, *x_BNTS.shape[2:])
-
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
   logits_BKGTS *= H**-0.5 if scale is None else scale
   if logit_soft_cap is not None:
     logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)
   if bias is not None:
-    logits_BKGTS += grouped(bias)
+    logits_BKGTS += by_kv_head(bias, K)
   if mask is not None:
-    logits_BKGTS = jnp.where(grouped(mask), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
+    logits_BKGTS = jnp.where(by_kv_head(mask, K), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
   probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
   if dropout is not None:
     seeds_BNT = jnp.moveaxis(dropout.seeds_BTN, 2, 1)
-    probs_BKGTS *= grouped(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate))
+    probs_BKGTS *= by_kv_head(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate), K)
   return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS.astype(value_BSKH.dtype), value_BSKH).reshape(B, T, N, H)
+
+
+def by_kv_head(x_BNTS: jax.Array, num_kv_heads: int) -> jax.Array:
+  """Returns what belongs to query heads by kv head, [B, K, G, T, S]; of one head, which broadcasts, [B, 1, 1, T, S]."""
+  B, N, T, S = x_BNTS.shape
+  return x_BNTS.reshape(B, *((num_kv_heads, N // num_kv_heads) if N > 1 else (1, 1)), T, S)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers.dot_product import by_kv_head, dot_product_attention
 from praxis_lite.layers.masks import cache_mask
 
 Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> what is added, [B, N, T, S].
@@ -166,8 +166,8 @@ class CachedAttention:
       if self.logit_soft_cap is not None:
         logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
       if self.bias is not None:
-        logits += _by_group(self.bias(pos_BT, page.pos), K)
-      mask = _by_group(cache_mask(pos_BT, page.pos), K)
+        logits += by_kv_head(self.bias(pos_BT, page.pos), K)
+      mask = by_kv_head(cache_mask(pos_BT, page.pos), K)
       logits = jnp.where(mask, logits, _MASKED)
       higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
       kept = jnp.exp(highest - higher)
@@ -183,12 +183,6 @@ class CachedAttention:
     _, total, context = jax.lax.fori_loop(0, num_pages, add_page, start)
     context /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return jnp.moveaxis(context, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
-
-
-def _by_group(x_BNTS: jax.Array, num_kv_heads: int) -> jax.Array:
-  """Returns [B, K, G, T, S]; of a single head, which broadcasts, [B, 1, 1, T, S]."""
-  B, N, T, S = x_BNTS.shape
-  return x_BNTS.reshape(B, *((num_kv_heads, N // num_kv_heads) if N > 1 else (1, 1)), T, S)
 
 
 def _quantized(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
