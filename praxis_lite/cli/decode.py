@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
@@ -31,7 +32,13 @@ def _run(values: flags.FlagValues) -> int:
   if values.chat and values.prompt_ids:
     raise UserError('--chat puts texts into a template; it goes with --prompt, not with --prompt_ids')
   config = with_vocabulary(config, job_log_dir)
-  tokenizer = tokenizer_of(config)
+  try:
+    tokenizer = tokenizer_of(config)
+  except UserError as error:
+    if not values.prompt_ids:
+      raise
+    print(f'note: ids are printed: {error}', file=sys.stderr)
+    tokenizer = None
   task = task_with_sampler(
     config.task,
     tokenizer,

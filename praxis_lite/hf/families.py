@@ -101,7 +101,7 @@ _NOT_COMPARED = {
   *('expert_axis', 'capacity_factor', 'chunk_size'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
 }
-_COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'}
+_COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 
 def _named(value: object) -> str:

@@ -332,6 +332,12 @@ def test_ids_are_printed_as_ids_where_nothing_makes_text_of_them(capsys, monkeyp
   assert given == [[97, 98], [99]]
   lines = capsys.readouterr().out.splitlines()
   assert lines == ['----- sample 1 of 2', printed[0], '----- sample 2 of 2', printed[1]]
+  # A tokenizer that was not found, as beside an imported model, is needed for texts alone.
+  arguments += ['--set=datasets[*].tokenizer_tpl=praxis_lite.inputs.HfTokenizer'] * (experiment == STDLIB)
+  assert main(['decode', *arguments]) == 0
+  out, err = capsys.readouterr()
+  assert '97,98,104,105' in out
+  assert ('note: ids are printed: datasets[0].tokenizer_tpl: HfTokenizer.path' in err) == (experiment == STDLIB)
 
 
 def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):

@@ -99,6 +99,12 @@ def test_a_model_that_was_not_imported_is_of_the_family_that_computes_the_same(s
   assert described(model.instantiate())[0].model_type == style
 
 
+def test_biases_that_are_asked_for_at_the_top_are_those_of_the_layers_below():
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2).set(use_bias=True)
+  family, values = described(model.instantiate())
+  assert (family.model_type, values['attention_bias'], values['mlp_bias']) == ('llama', True, True)
+
+
 def test_how_a_model_was_trained_and_decodes_is_not_part_of_it():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
   attention = model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl
@@ -120,7 +126,11 @@ def test_what_no_family_computes_is_named():
 @pytest.mark.parametrize(
   ('style', 'changed', 'told'),
   [
-    ('gpt2', {'lm_tpl.use_bias': False}, r'lm\.use_bias, which is False here and None there; .*; and \d+ more'),
+    (
+      'gpt2',
+      {'lm_tpl.use_bias': False},
+      r'lm\..*_norm\.use_bias, which is False here and True there; .*; and \d+ more',
+    ),
     ('gpt2', {'lm_tpl.position_tpl': None}, r'lm\.position_tpl, which is None here and LearnedPositions there'),
     ('llama', {'lm_tpl.softmax_tpl.soft_cap': 4.0}, r'lm\.softmax\.soft_cap, which is 4\.0 here and None there'),
   ],
