@@ -17,9 +17,9 @@ def format_plan(plan: Plan) -> str:
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
   rows = [
     ('model', f'{plan.name}: {work.parameters:,} parameters{active}'),
-    ('topology', f'{topology.name}: {_chips(plan)}'),
+    ('topology', f'{topology.name}: {chips_text(plan)}'),
     ('mesh', format_mesh(plan.mesh)),
-    ('mode', _mode(plan)),
+    ('mode', mode_text(plan)),
     ('fits' if plan.fits else 'does not fit', _fits(plan)),
     ('step', _time(plan)),
     ('model FLOPs', _mfu(plan)),
@@ -33,7 +33,7 @@ def format_plan(plan: Plan) -> str:
   return '\n\n'.join(sections)
 
 
-def _chips(plan: Plan) -> str:
+def chips_text(plan: Plan) -> str:
   topology, target = plan.topology, plan.topology.target
   count, name = topology.num_chips, target.cuda.name if target.cuda else target.name
   if target.kind == 'cpu':
@@ -46,7 +46,7 @@ def _chips(plan: Plan) -> str:
   return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}'
 
 
-def _mode(plan: Plan) -> str:
+def mode_text(plan: Plan) -> str:
   if plan.mode == 'analytic':
     return 'analytic: formulas, no compiler'
   when = ', by an earlier plan' if plan.is_cached else ''
