@@ -11,7 +11,7 @@ function short(n) {
   const units = ['', ' K', ' M', ' G', ' T', ' P', ' E', ' Z', ' Y'];
   let i = 0;
   while (n >= 1000 && i < units.length - 1) { n /= 1000; i++; }
-  return `${n >= 100 || Number.isInteger(n) ? n.toFixed(0) : n.toPrecision(3)}${units[i]}`;
+  return `${n >= 100 ? n.toFixed(0) : Number(n.toPrecision(3))}${units[i]}`;
 }
 const count = (n) => short(n).replace('G', 'B');
 function seconds(s) {
@@ -133,7 +133,7 @@ function draw() { drawShares(); drawMemory(); drawTimelines(); drawLayers(); dra
 function setUp() {
   drawHeadline();
   setUpMemory(); setUpTimelines(); setUpTables();
-  const present = PHASES.filter((phase) => operations.some((op) => op.phase === phase));
+  const present = PHASES.filter((phase) => [...operations, ...collectives].some((what) => what.phase === phase));
   for (const phase of present) {
     chip($('phases'), phase, false, () => {
       if (!filter.phases.delete(phase)) filter.phases.add(phase);
