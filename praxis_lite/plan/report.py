@@ -124,7 +124,7 @@ def _time_table(plan: Plan) -> str:
 
 
 def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
-  """A bar from `below` to `below + size` of `whole`; at least a letter for what there is, none for less than nothing."""
+  """A bar from `below` to `below + size` of `whole`; at least one letter of whatever there is."""
   start, end = (round(width * value / whole) for value in (below, below + size))
   return ' ' * min(start, width - 1) + letter * max(end - start, size > 0)
 

@@ -55,9 +55,10 @@ function mainPhase(loop) {
   return Object.keys(phases).sort((a, b) => phases[b] - phases[a])[0] || '';
 }
 
-// The part of the path that the layers of a loop share.
+// The part of the path that the layers share that take most of a loop.
 function loopName(loop) {
-  const paths = [...loop.parts.values()].filter((p) => p.layer).sort((a, b) => b.seconds - a.seconds).slice(0, 4).map((p) => p.layer.split('.'));
+  const parts = [...loop.parts.values()].filter((part) => part.layer), most = Math.max(...parts.map((part) => part.seconds));
+  const paths = parts.filter((part) => part.seconds > most / 10).map((part) => part.layer.split('.'));
   if (!paths.length) return loop.name;
   let n = 0;
   while (n < paths[0].length && paths.every((path) => path[n] === paths[0][n])) n++;
