@@ -40,6 +40,9 @@ def page_data(plan: Plan, title: str) -> dict[str, object]:
       'name': target.name,
       'peaks': {dtype: target.peak(dtype) for dtype in target.peaks},
       'bandwidth': target.device_bandwidth,
+      'link': target.link,
+      'network': target.network,
+      'source': target.source,
       'efficiency': dataclasses.asdict(target.efficiency),
     },
     'memory': {

@@ -105,9 +105,16 @@ function drawHeadline() {
     total.append(item);
   }
   $('bottleneck').textContent = `Bottleneck: ${h.bottleneck}.`;
-  $('notes').replaceChildren(...data.notes.map((note) => make('li', '', note)));
+  $('notes').replaceChildren(...[...data.notes, figures()].map((note) => make('li', '', note)));
   const shares = Object.entries(data.limits).filter(([, secs]) => secs > 0);
   $('shares-legend').replaceChildren(...shares.map(([limit, secs]) => legendItem(limitColor(limit), `${limit}, ${LIMITS[limit][1]}: ${seconds(secs)}, ${percent(secs / h.seconds)}`)));
+}
+
+// What times are computed from: the published figures of a device, and the shares of them that programs reach.
+function figures() {
+  const { name, peaks, bandwidth, link, network, source, efficiency: e } = data.chip;
+  const parts = [`${short(peaks.bf16)} FLOP/s in bf16 × ${e.compute}`, `memory ${bytes(bandwidth)}/s × ${e.memory}`, `links ${bytes(link)}/s × ${e.links}`, `network ${bytes(network)}/s × ${e.network}`];
+  return `${name}: ${parts.join(', ')} (${source}; the shares are ${e.calibrated ? `of ${e.calibrated}` : 'assumed'})`;
 }
 
 function drawShares() {

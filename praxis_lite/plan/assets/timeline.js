@@ -57,7 +57,7 @@ function mainPhase(loop) {
 
 // The part of the path that the layers share that take most of a loop.
 function loopName(loop) {
-  const parts = [...loop.parts.values()].filter((part) => part.layer), most = Math.max(...parts.map((part) => part.seconds));
+  const parts = [...loop.parts.values()].filter((part) => part.group), most = Math.max(...parts.map((part) => part.seconds));
   const paths = parts.filter((part) => part.seconds > most / 10).map((part) => part.layer.split('.'));
   if (!paths.length) return loop.name;
   let n = 0;
@@ -70,7 +70,7 @@ const roundsText = (loop) => `${loop.rounds} × ${seconds(loop.length)}`;
 // ---------------------------------------------------------------- the component
 
 class Timeline {
-  // `spans` take `length` seconds, on top of `base` bytes of memory. `enlarge` is called with a loop that is clicked.
+  // `enlarge` is called with a loop that is clicked.
   constructor(canvas, enlarge) {
     this.canvas = canvas; this.enlarge = enlarge;
     const at = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
@@ -85,7 +85,7 @@ class Timeline {
       this.pressed = undefined;
       if (from === undefined) return;
       if (Math.abs(x - from) > 5) this.zoom(...[this.time(from), this.time(x)].sort((a, b) => a - b));
-      else { const hit = this.hit(x, y); if (hit && hit.loop) this.enlarge(hit.loop); this.draw(); }
+      else { const hit = this.hit(x, y); this.draw(); if (hit && hit.loop) this.enlarge(hit.loop); else this.point(event, x, y); }
     };
     canvas.onpointerleave = () => { hideTip(); };
     canvas.ondblclick = () => this.zoom(0, this.length);
@@ -98,6 +98,7 @@ class Timeline {
     };
   }
 
+  // Shows spans that take `length` seconds, on top of `base` bytes of memory.
   show(spans, length, base) {
     const { lanes, peak, loops } = summaryOf(spans);
     Object.assign(this, { spans, length, base, peak: base + peak, from: 0, to: length });
@@ -236,6 +237,7 @@ class Timeline {
     }
     this.pen.rect(this.left, bottom - always * scale, this.width - this.left, always * scale, colors.state);
     if (capacity * scale < h) this.pen.line(this.left, bottom - capacity * scale, this.width, bottom - capacity * scale, colors.ink, []);
+    else this.pen.text(`capacity ${bytes(capacity)} ↑`, this.width - 118, y + 7, 118, colors.soft);
     if (most > 0.999 * this.peak) {
       const top = bottom - most * scale, text = `peak ${bytes(most)}`, right = where + 150 > this.width;
       this.pen.line(where, top, where, bottom, colors.areaInk, [2, 2]);
