@@ -114,7 +114,7 @@ function drawHeadline() {
 function figures() {
   const { name, peaks, bandwidth, link, network, source, efficiency: e } = data.chip;
   const parts = [`${short(peaks.bf16)} FLOP/s in bf16 × ${e.compute}`, `memory ${bytes(bandwidth)}/s × ${e.memory}`, `links ${bytes(link)}/s × ${e.links}`, `network ${bytes(network)}/s × ${e.network}`];
-  return `${name}: ${parts.join(', ')} (${source}; the shares are ${e.calibrated ? `of ${e.calibrated}` : 'assumed'})`;
+  return `${name}: ${parts.join(', ')} (${source}; the shares are ${e.calibrated ? `measured: ${e.calibrated}` : 'assumed'})`;
 }
 
 function drawShares() {
