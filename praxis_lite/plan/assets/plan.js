@@ -113,7 +113,7 @@ function drawHeadline() {
 // What times are computed from: the published figures of a device, and the shares of them that programs reach.
 function figures() {
   const { name, peaks, bandwidth, link, network, source, efficiency: e } = data.chip;
-  const parts = [`${short(peaks.bf16)} FLOP/s in bf16 × ${e.compute}`, `memory ${bytes(bandwidth)}/s × ${e.memory}`, `links ${bytes(link)}/s × ${e.links}`, `network ${bytes(network)}/s × ${e.network}`];
+  const parts = [`${short(peaks.bf16)} FLOP/s in bf16 × ${e.compute}`, `memory ${short(bandwidth)}B/s × ${e.memory}`, `links ${short(link)}B/s × ${e.links}`, `network ${short(network)}B/s × ${e.network}`];
   return `${name}: ${parts.join(', ')} (${source}; the shares are ${e.calibrated ? `measured: ${e.calibrated}` : 'assumed'})`;
 }
 

@@ -40,7 +40,7 @@ function drawRoofline() {
   }
   ceiling(peaks.bf16 * efficiency.compute, bandwidth * efficiency.memory, 'reach');
   const slope = Math.max(x0 * 1.3, (y0 * 1.3) / bandwidth);
-  written.push(label(`${bytes(bandwidth)}/s`, X(slope) + 10, Y(slope * bandwidth) + 14, 'start'));
+  written.push(label(`memory ${short(bandwidth)}B/s`, X(slope) + 10, Y(slope * bandwidth) + 14, 'start'));
 
   points.sort((a, b) => b.seconds - a.seconds);
   const radius = (row) => Math.max(3, 26 * Math.sqrt(row.seconds / total));

@@ -149,7 +149,9 @@ class Timeline {
     const phases = [], memoryLine = new Float64Array(Math.ceil(this.width));
     this.visit(this.spans, 0, this.base, 0, (span, start, end, base, depth) => {
       const x0 = this.x(start), x1 = this.x(end), opened = span.inside && this.x(start + span.length) - x0 >= NARROW_ROUND;
-      this.fillMemory(memoryLine, x0, x1, base + span.live + (span.inside && !opened ? span.peak : 0));
+      // Beside a collective other things run, and say what is live; but while nothing does, it does.
+      const alone = span.collective ? this.x(end - span.collective.exposed) : x0;
+      if (span.live || !span.collective) this.fillMemory(memoryLine, alone, x1, base + span.live + (span.inside && !opened ? span.peak : 0));
       if (span.inside) this.drawLoop(span, x0, x1, depth);
       if (span.inside && !opened) { this.drawRounds(span, x0, x1); phases.push([x0, x1, mainPhase(span)]); }
       if (span.op && !isCopy(span)) phases.push([x0, x1, span.op.phase]);
@@ -269,7 +271,7 @@ class Timeline {
     found.time = time;
     this.visit(this.spans, 0, this.base, 0, (span, start, end, base) => {
       if (time < start || time > end) return;
-      found.bytes = Math.max(found.bytes || 0, base + span.live + (span.inside && this.x(start + span.length) - this.x(start) < NARROW_ROUND ? span.peak : 0));
+      if (!span.collective || time > end - span.collective.exposed) found.bytes = Math.max(found.bytes || 0, base + span.live + (span.inside && this.x(start + span.length) - this.x(start) < NARROW_ROUND ? span.peak : 0));
       if (span.inside) { found.loop = span; return; }
       if (span.collective && time > end - span.collective.exposed) found.waits = span;
       if (lanesOf(span).includes(lane.key)) found.span = span;
