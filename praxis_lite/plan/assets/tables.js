@@ -81,7 +81,8 @@ function drawLayers() {
     { name: 'FLOPs/byte', value: (row) => row.flops / (row.bytes || 1), text: (row) => (row.flops && row.bytes ? short(row.flops / row.bytes) : '–') },
     { name: 'exposed communication', value: (row) => row.communication, text: (row) => seconds(row.communication) },
   ], rows);
-  $('layers-count').textContent = `${rows.length} layers, ${percent(rows.reduce((sum, row) => sum + row.seconds, 0) / total)} of the step`;
+  const share = rows.reduce((sum, row) => sum + row.seconds, 0) / total;
+  $('layers-count').textContent = `${rows.length} layers, ${percent(share)} of the step${share > 1.001 ? ', copies beside it included' : ''}`;
 }
 
 const collectivesTable = { sort: 9, rising: false, all: false, kinds: new Set(), axes: new Set() };

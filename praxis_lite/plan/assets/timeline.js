@@ -238,8 +238,9 @@ class Timeline {
       if (size > capacity) this.pen.rect(x, bottom - size * scale, 1, (size - capacity) * scale, colors.error);
     }
     this.pen.rect(this.left, bottom - always * scale, this.width - this.left, always * scale, colors.state);
-    if (capacity * scale < h) this.pen.line(this.left, bottom - capacity * scale, this.width, bottom - capacity * scale, colors.ink, []);
-    else this.pen.text(`capacity ${bytes(capacity)} ↑`, this.width - 118, y + 7, 118, colors.soft);
+    const limit = bottom - capacity * scale, isAbove = limit < y;
+    if (!isAbove) this.pen.line(this.left, limit, this.width, limit, colors.ink, []);
+    this.pen.text(`capacity ${bytes(capacity)}${isAbove ? ' ↑' : ''}`, this.width - 118, isAbove ? y + 7 : limit + 9, 118, most > 0.8 * capacity ? colors.areaInk : colors.soft);
     if (most > 0.999 * this.peak) {
       const top = bottom - most * scale, text = `peak ${bytes(most)}`, right = where + 150 > this.width;
       this.pen.line(where, top, where, bottom, colors.areaInk, [2, 2]);
@@ -352,8 +353,12 @@ class Pen {
 
 const timelines = {};
 
-function allLoops(spans) {
-  return spans.filter((span) => span.inside).flatMap((span) => [span, ...allLoops(span.inside)]);
+// All loops of the spans, each with how often it runs, and the bytes that are live beside it.
+function allLoops(spans, times, below) {
+  return spans.filter((span) => span.inside).flatMap((loop) => {
+    const base = below + loop.live;
+    return [{ loop, times, base }, ...allLoops(loop.inside, times * loop.rounds, base)];
+  });
 }
 
 function setUpTimelines() {
@@ -363,23 +368,20 @@ function setUpTimelines() {
     return;
   }
   readColors();
-  const loops = allLoops(spans), base = new Map(), note = (list, below) => list.forEach((span) => { if (span.inside) { base.set(span, below + span.live); note(span.inside, below + span.live); } });
-  note(spans, always);
-  const enlarge = (loop) => {
-    timelines.round.show(loop.inside, loop.length, base.get(loop));
-    $('loop-chips').querySelectorAll('button').forEach((button, i) => button.setAttribute('aria-pressed', loops[i] === loop));
+  const every = allLoops(spans, 1, always), long = every.filter(({ loop, times }) => times * (loop.end - loop.start) > data.headline.seconds / 50);
+  const enlarge = (wanted) => {
+    const { loop, base } = every.find(({ loop: other }) => other === wanted);
+    timelines.round.show(loop.inside, loop.length, base);
+    $('loop-chips').querySelectorAll('button').forEach((button, i) => button.setAttribute('aria-pressed', long[i].loop === loop));
   };
-  for (const loop of loops) {
+  for (const { loop } of long) {
     chip($('loop-chips'), `${mainPhase(loop)} ${shortName(loopName(loop))}: ${roundsText(loop)}`, false, () => { enlarge(loop); return true; });
   }
   timelines.whole = new Timeline($('whole'), enlarge);
-  timelines.round = new Timeline($('round'), (loop) => enlarge(loop));
+  timelines.round = new Timeline($('round'), enlarge);
   timelines.whole.show(spans, data.headline.seconds, always);
-  $('loops').hidden = !loops.length;
-  if (loops.length) {
-    const busiest = [...loops].sort((a, b) => (b.end - b.start) - (a.end - a.start))[0];
-    enlarge(busiest);
-  }
+  $('loops').hidden = !long.length;
+  if (long.length) enlarge([...long].sort((a, b) => b.loop.end - b.loop.start - a.loop.end + a.loop.start)[0].loop);
   $('groups').replaceChildren(...groups.map((group) => legendItem(groupColor(group), group ? shortName(group) : 'others, or no layer')), legendItem('', 'waiting for communication', 'hatched'));
 }
 
