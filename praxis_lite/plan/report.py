@@ -91,13 +91,13 @@ def _memory_table(plan: Plan) -> str:
     rows.append(('left', _bar(memory.peak, memory.room, whole, '.'), format_bytes(memory.room), ''))
   else:
     rows.append(('too much', _bar(memory.capacity, -memory.room, whole, '!'), format_bytes(-memory.room), ''))
-  text = _table(rows, right=(2, 3))
+  text = format_table(rows, right=(2, 3))
   live = memory.live[:_MOST_ROWS]
   if not live or plan.mode == 'analytic':
     return text
   at_peak = [('live at the peak', 'layer', 'phase', 'bytes', 'largest')]
   at_peak += [(e.kind, e.layer or '-', e.phase, format_bytes(e.bytes), e.largest) for e in live]
-  return f'{text}\n\n{_table(at_peak, right=(3,), cut=1)}'
+  return f'{text}\n\n{format_table(at_peak, right=(3,), cut=1)}'
 
 
 def _time_table(plan: Plan) -> str:
@@ -120,7 +120,7 @@ def _time_table(plan: Plan) -> str:
   for name, (seconds, flops, exposed) in ordered:
     bar = _bar(0, seconds, longest, '=', 24) + _bar(seconds, exposed, longest, '~', 24).lstrip()
     by_layer.append((name or '(no layer)', bar, f'{flops:.3g}', format_seconds(seconds), format_seconds(exposed)))
-  return f'{_table(rows, right=(2, 3))}\n\n{_table(by_layer, right=(2, 3, 4), cut=0)}'
+  return f'{format_table(rows, right=(2, 3))}\n\n{format_table(by_layer, right=(2, 3, 4), cut=0)}'
 
 
 def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
@@ -145,7 +145,7 @@ def _collectives_table(plan: Plan) -> str:
     fast, network = total(found, 'fast_bytes'), total(found, 'network_bytes')
     times = [format_seconds(total(found, what)) for what in ('seconds', 'exposed')]
     rows.append((*key, f'{format_bytes(fast + network)}{"*" if network else " "}', *times))
-  lines = [_table(rows, right=(4, 5, 6), cut=2)]
+  lines = [format_table(rows, right=(4, 5, 6), cut=2)]
   if len(ordered) > _MOST_ROWS:
     rest = [c for _, found in ordered[_MOST_ROWS:] for c in found]
     lines.append(f'and {len(ordered) - _MOST_ROWS} more, {format_seconds(total(rest, "seconds"))}')
@@ -162,8 +162,11 @@ def format_seconds(seconds: float) -> str:
   return f'{seconds * 1e6:.3g} us' if seconds else '0 s'
 
 
-def _table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:
-  """Lines of cells in columns; those of column `cut` lose what they begin with where a line would be too long."""
+def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:
+  """Returns rows of cells, the first of them the head; columns in `right` end at the right.
+
+  Cells of column `cut` lose what they begin with where a line would be too long for a terminal.
+  """
   widths = [max(map(len, column)) for column in zip(*rows)]
   if cut is not None:
     widths[cut] = max(min(widths[cut], _WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[cut]), 12)

@@ -157,6 +157,8 @@ try {
   $('search').value = 'softmax reduce'; $('search').oninput(); say(count());
   $('search').value = ''; $('search').oninput();
   $('collective-axes').querySelector('button').click(); say(count());
+  $('collective-axes').querySelector('button').click(); $('collective-causes').querySelector('button').click();
+  say(document.querySelector('td.surprise').textContent);
   for (const button of document.querySelectorAll('#phases button')) button.click();
   for (const button of document.querySelectorAll('th button')) button.click();
   document.documentElement.className = ''; $('theme').click(); say(document.documentElement.className);
@@ -169,7 +171,10 @@ document.title = said.join(' | ');
 @pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium')
 def test_in_a_browser_it_filters_zooms_sorts_and_switches_themes(plan, tmp_path):
   page = tmp_path / 'page.html'
-  page.write_text(render_plan_page(plan, 'x').replace('</body>', _SESSION), encoding='utf-8')
+  # A surprise, as plans that know causes have it.
+  cause = '"cause":{"reason":"resharded","fields":["a.b"],"what":"it moves","remedy":"set a.b"},"exposed":'
+  text = render_plan_page(plan, 'x').replace('"exposed":', cause, 1)
+  page.write_text(text.replace('</body>', _SESSION), encoding='utf-8')
   flags = '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking'
   log = '--enable-logging=stderr --log-level=0'
   command = [CHROMIUM, *flags.split(), *log.split(), '--disable-component-update', '--disable-sync']
@@ -187,5 +192,5 @@ def test_in_a_browser_it_filters_zooms_sorts_and_switches_themes(plan, tmp_path)
   # Areas, circles; crumbs of a kind of memory, and of all; the loop, and the lanes that are used.
   assert said[3:9] == ['6', '1', '2', '0', said[7], 'phase loops compute fast network memory']
   assert re.fullmatch(r'forward lm\.stack: 4 \S .* µs', said[7])
-  # Zoomed by two; what is live; what runs at the end of a round; collectives: all, filtered, and of one axis.
-  assert said[9:] == ['2.0', ' by the schedule', 'lm.stack.layers.ff.up', '2', '1', '1', 'dark']
+  # Zoomed by two; what is live; what runs at the end of a round; collectives: all, filtered, of one axis, surprises.
+  assert said[9:] == ['2.0', ' by the schedule', 'lm.stack.layers.ff.up', '2', '1', '1', 'resharded', 'dark']

@@ -22,7 +22,7 @@ function drawTable(host, state, columns, rows) {
     for (const column of columns) {
       const cell = make('td', column.left ? '' : 'num');
       cell.append(column.cell ? column.cell(row) : (column.text || column.value)(row));
-      if (column.kind) cell.className = column.kind(row);
+      if (column.kind) { cell.className = column.kind(row); cell.title = column.title(row); }
       line.append(cell);
     }
     table.append(line);
@@ -85,10 +85,12 @@ function drawLayers() {
   $('layers-count').textContent = `${rows.length} layers, ${percent(share)} of the step${share > 1.001 ? ', copies beside it included' : ''}`;
 }
 
-const collectivesTable = { sort: 9, rising: false, all: false, kinds: new Set(), axes: new Set() };
+const collectivesTable = { sort: 9, rising: false, all: false, kinds: new Set(), axes: new Set(), surprises: false };
 const axesText = (c) => c.axes.join(' + ') || '–';
-const textOf = (c) => `${c.kind} ${axesText(c)} ${c.cause || ''}`;
-// What it sends in all, where; what made it, where a plan knows that.
+// Why it is there, where the plan knows: a reason, the fields that declare it, and of a surprise what happens and what to change.
+const causeOf = (c) => c.cause || { reason: '', fields: [], what: '', remedy: '' };
+const isSurprise = (c) => Boolean(causeOf(c).what);
+const textOf = (c) => `${c.kind} ${axesText(c)} ${causeOf(c).reason} ${causeOf(c).fields.join(' ')}`;
 const COLLECTIVE_COLUMNS = [
   { name: 'collective', left: true, value: (c) => c.kind },
   { name: 'over', left: true, value: axesText },
@@ -102,11 +104,14 @@ const COLLECTIVE_COLUMNS = [
   { name: 'seconds', value: (c) => c.count * c.seconds, text: (c) => seconds(c.count * c.seconds) },
   { name: 'exposed', value: (c) => c.count * c.exposed, text: (c) => seconds(c.count * c.exposed) },
 ];
-const CAUSE = { name: 'cause', left: true, value: (c) => c.cause || '–', kind: (c) => (c.expected === false ? 'surprise' : '') };
+const CAUSE = {
+  name: 'cause', left: true, value: (c) => causeOf(c).reason || '–', kind: (c) => (isSurprise(c) ? 'surprise' : ''),
+  title: (c) => [causeOf(c).what, causeOf(c).remedy, causeOf(c).fields.length ? `declared by ${causeOf(c).fields.join(', ')}` : ''].filter(Boolean).join('\n'),
+};
 
 function drawCollectives() {
   const { kinds, axes } = collectivesTable;
-  const rows = collectives.filter((c) => matches(c.layer, c.phase, textOf(c)) && (!kinds.size || kinds.has(c.kind)) && (!axes.size || axes.has(axesText(c))));
+  const rows = collectives.filter((c) => matches(c.layer, c.phase, textOf(c)) && (!kinds.size || kinds.has(c.kind)) && (!axes.size || axes.has(axesText(c))) && (!collectivesTable.surprises || isSurprise(c)));
   drawTable($('collectives'), collectivesTable, [...COLLECTIVE_COLUMNS, ...(collectives.some((c) => c.cause) ? [CAUSE] : [])], rows);
   const sum = (f) => rows.reduce((n, c) => n + c.count * f(c), 0);
   $('collectives-count').textContent = `${rows.length} of ${collectives.length}; each device sends ${bytes(sum((c) => c.fast_bytes))} over fast links, ${bytes(sum((c) => c.network_bytes))} over the network; ${seconds(sum((c) => c.seconds))}, of which ${seconds(sum((c) => c.exposed))} are exposed`;
@@ -122,4 +127,6 @@ function setUpTables() {
       });
     }
   }
+  const surprises = collectives.filter(isSurprise).length;
+  if (surprises) chip($('collective-causes'), `surprises ${surprises}`, false, () => { collectivesTable.surprises = !collectivesTable.surprises; drawCollectives(); return collectivesTable.surprises; });
 }

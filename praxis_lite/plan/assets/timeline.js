@@ -294,7 +294,7 @@ function tipOf({ lane, span, loop, bytes: live, time }) {
     const what = span.op || span.collective, where = what.layer || '(no layer)', phase = what.phase, times = what.count > 1 ? `, ${what.count} times a step` : '';
     if (span.op) return [where, `${phase}: ${what.opcode} ${what.name}`, `${seconds(what.seconds)}${times}; limited by ${what.limit}`, `${short(what.flops)} FLOPs, ${bytes(what.bytes)}`];
     const sent = [['fast_bytes', 'fast links'], ['network_bytes', 'the network']].filter(([key]) => what[key]).map(([key, name]) => `${bytes(what[key])} over ${name}`).join(', ');
-    return [`${what.kind} over ${axesText(what)}`, `${where}, ${phase}${what.cause ? `: ${what.cause}` : ''}`, `${seconds(what.seconds)}${times}, of which ${seconds(what.exposed)} are exposed`, `each device sends ${sent}`];
+    return [`${what.kind} over ${axesText(what)}`, `${where}, ${phase}${what.cause ? `: ${what.cause.reason}` : ''}`, causeOf(what).what, `${seconds(what.seconds)}${times}, of which ${seconds(what.exposed)} are exposed`, `each device sends ${sent}`];
   }
   if (!loop) return null;
   const parts = [...loop.parts.values()].sort((a, b) => b.seconds - a.seconds).slice(0, 5).map((p) => `${shortName(p.group)}, ${p.phase}: ${seconds(p.seconds)}`);
