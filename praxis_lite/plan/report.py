@@ -10,7 +10,7 @@ from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
 
 _MOST_ROWS = 8
-_WIDTH, _BAR = 100, 40
+_WIDTH, _BAR, _NARROWEST = 100, 40, 12  # In characters: of a line, a bar, and a column that is cut.
 
 
 def format_plan(plan: Plan) -> str:
@@ -87,9 +87,9 @@ def _memory_table(plan: Plan) -> str:
     elif size:
       rows.append((name, _bar(below, size, whole), format_bytes(size), f'{size / memory.peak:.1%}'))
     below += size
-  if memory.room >= 0:
+  if plan.fits:
     rows.append(('left', _bar(memory.peak, memory.room, whole, '.'), format_bytes(memory.room), ''))
-  else:
+  elif memory.room < 0:
     rows.append(('too much', _bar(memory.capacity, -memory.room, whole, '!'), format_bytes(-memory.room), ''))
   text = format_table(rows, right=(2, 3))
   live = memory.live[:_MOST_ROWS]
@@ -169,7 +169,8 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int |
   """
   widths = [max(map(len, column)) for column in zip(*rows)]
   if cut is not None:
-    widths[cut] = max(min(widths[cut], _WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[cut]), 12)
+    others = sum(widths) - widths[cut] + 2 * (len(widths) - 1)
+    widths[cut] = min(widths[cut], max(_WIDTH - others, _NARROWEST))
     rows = [[_ending(cell, widths[i]) if i == cut else cell for i, cell in enumerate(row)] for row in rows]
   lines = [
     '  '.join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
