@@ -155,20 +155,30 @@ def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
   variables = leaves_by_path(state.mdl_vars)
   for kind, tree in zip(_KINDS, (state.mdl_vars, state.opt_states, state.ema_vars, inputs)):
     for path, struct in leaves_by_path(tree).items():
-      if is_on_host(struct.sharding):
-        continue
-      is_key = jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended)
-      dtype, dims = 'u32' if is_key else _hlo_name(struct.dtype), struct.sharding.shard_shape(struct.shape)
       owner = path if kind == 'parameters' else owner_of(path, variables)
       *layer, name = owner or path[-1:]
       if owner and owner != path:
-        name += f' · {path_name(path[: -len(owner)]).rpartition(".")[2]}'
-      size = math.prod(dims) * (4 if is_key else struct.dtype.itemsize)
-      yield StateArray(kind, path_name(tuple(layer)), name, f'{dtype}{list(dims)}', size)
+        before, _, after = path_name(path).partition(f'.{path_name(owner)}')
+        name += f' · {before.rpartition(".")[2]}{after}'
+      part = f'{_hlo_name(struct.dtype)}{list(struct.sharding.shard_shape(struct.shape))}'
+      if size := bytes_on_each(struct):
+        yield StateArray(kind, path_name(tuple(layer)), name, part, size)
+
+
+def bytes_on_each(tree: Any) -> int:
+  """Returns the bytes on each device of a tree of shapes with shardings; what is in the host's memory counts none."""
+  total = 0
+  for struct in jax.tree.leaves(tree):
+    if not is_on_host(struct.sharding):
+      itemsize = 4 if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended) else struct.dtype.itemsize
+      total += math.prod(struct.sharding.shard_shape(struct.shape)) * itemsize
+  return total
 
 
 def _hlo_name(dtype: Any) -> str:
   """'bf16' of bfloat16, 's32' of int32."""
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    return 'key'
   return dtype.name.replace('float', 'f').replace('uint', 'u').replace('int', 's')
 
 
