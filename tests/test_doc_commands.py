@@ -55,7 +55,7 @@ CHANGED = {
   r'--max_tokens=200|--prompt=ROMEO:': r'\g<0> --max_tokens=4',
   r'--devices=\d': '--devices=8',  # This process has eight, of which a mesh takes the first.
   # Compilers for accelerators are large packages.
-  r'praxis-lite plan .*--topology=(?!cpu)\S+$': r'\g<0> --nocompile',
+  r'praxis-lite plan (?!.*--nocompile).*--topology=(?!cpu).*': r'\g<0> --nocompile',
   r'praxis-lite verify .*': r'\g<0> --quick --set task.ici_mesh_shape=(1,2,1)',
   r'praxis-lite export .*': r'\g<0> --format=stablehlo',  # TensorFlow takes seconds to import.
   r'python tools/.*': r'\g<0> --help',  # They measure for minutes.
