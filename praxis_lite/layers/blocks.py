@@ -19,6 +19,7 @@ I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -167,7 +168,7 @@ def add_blocks(
 ) -> Sums:
   """Returns the sums with those of some pairs of blocks."""
 
-  def add(n: int, sums: Sums) -> Sums:
+  def add(n: jax.Array, sums: Sums) -> Sums:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
     query, key, old = _pick(queries, i), _pick(keys, j), _pick(sums, i)
     logits, _ = _logits(formula, visible, bias, query, key)
@@ -178,7 +179,7 @@ def add_blocks(
     o = old.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', dropped, key.v)
     return _put(sums, Sums(m, total, o), i)
 
-  return jax.lax.fori_loop(0, pairs.used, add, sums)
+  return _over(pairs, add, sums)
 
 
 def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:
@@ -210,7 +211,7 @@ def add_gradients(
 ) -> Gradients:
   """Returns the gradients with those of some pairs of blocks."""
 
-  def add(n: int, sums: Gradients) -> Gradients:
+  def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
     query, key, of = _pick(queries, i), _pick(keys, j), _pick(results, i)
     logits, slope = _logits(formula, visible, bias, query, key)
@@ -229,7 +230,18 @@ def add_gradients(
     dk = _product('BKGQS,BKGQH->BKSH', dproducts, query.x)
     return Gradients(_add(sums.q, dq, i), _add(sums.k, dk, j), _add(sums.v, dv, j), dbias)
 
-  return jax.lax.fori_loop(0, pairs.used, add, gradients)
+  return _over(pairs, add, gradients)
+
+
+def _over(pairs: Pairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
+  """Returns what `add(n, sums)` makes of the sums for all pairs n."""
+
+  def body(n: jax.Array, sums: T) -> T:
+    # JAX moves what a scan over layers computes of constants out of that scan: were n known without the sums, the masks
+    # of all pairs, which would then be kept.
+    return add(*jax.lax.optimization_barrier((n, sums)))
+
+  return jax.lax.fori_loop(0, pairs.used, body, sums)
 
 
 # ---------------------------------------------------------------- one pair of blocks

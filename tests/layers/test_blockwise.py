@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +90,21 @@ def test_memory_is_linear_in_the_length_and_a_fraction_of_dense():
   assert 3.5 < at[65536] / at[16384] < 4.1
   assert at[65536] / at[4096] < 17
   assert at[16384] < gradient_memory(16384, 'dense') / 20
+
+
+def test_a_scan_over_layers_keeps_no_masks():
+  """JAX would move the masks of all 10 pairs of blocks out of the scan, where nothing but their places is known."""
+  x = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32)
+
+  def loss(x, visible=Visibility(causal=True)):
+    def layer(x, _):
+      return blockwise_attention(x, x, x, visible=visible, block_size=16), None
+
+    return jnp.sum(jax.lax.scan(layer, x, length=3)[0])
+
+  program = jax.jit(jax.grad(loss)).lower(x).as_text()
+  assert 'tensor<10x2xi32>' in program, 'the table of pairs'
+  assert not re.search(r'tensor<10x[0-9x]*16x16xi1>', program)
 
 
 def test_a_query_that_sees_no_key_is_finite_with_finite_gradients():
