@@ -282,7 +282,7 @@ class MultiHeadAttention(Layer):
     """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
     self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, prefix_lengths: jax.Array | None = None) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
     The caller ensures that there is room: see `KVCache`.
@@ -290,6 +290,8 @@ class MultiHeadAttention(Layer):
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
+      prefix_lengths: [B] int32, how many of the first tokens of each row all of its tokens attend to, with a prompt
+        that has them all; None: none.
     """
     if not self.causal:
       raise ConfigError(
@@ -299,7 +301,7 @@ class MultiHeadAttention(Layer):
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
     heads = self._project(x_BTD, x_BTD, pos_BT)
     cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
-    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache)
+    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache, prefix_lengths)
     self._keep(cache)
     return self._output(context_BTNH)
 

@@ -157,9 +157,8 @@ def _range(index: Array, real: Array) -> tuple[Array, Array]:
 # ---------------------------------------------------------------- forward
 
 
-def no_sums(queries: Queries) -> Sums:
-  """What online softmax starts from."""
-  shape = queries.x.shape
+def no_sums(shape: tuple[int, ...]) -> Sums:
+  """What online softmax starts from, for queries of this shape, [..., B, K, G, Q, H]."""
   return Sums(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
 
@@ -172,14 +171,25 @@ def add_blocks(
     i, j = pairs.table[n, 0], pairs.table[n, 1]
     query, key, old = _pick(queries, i), _pick(keys, j), _pick(sums, i)
     logits, _ = _logits(formula, visible, bias, query, key)
-    m = jnp.maximum(old.m, jnp.max(logits, axis=-1))
-    probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(old.m - m)
-    total = old.l * kept + jnp.sum(probs, axis=-1)
-    dropped = (probs * _dropout(formula, query, key)).astype(key.v.dtype)
-    o = old.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', dropped, key.v)
-    return _put(sums, Sums(m, total, o), i)
+    return _put(sums, add_keys(old, logits, key.v, _dropout(formula, query, key)), i)
 
   return _over(pairs, add, sums)
+
+
+def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array | float = 1.0) -> Sums:
+  """Returns the sums of a block of queries with those of a block of keys.
+
+  Args:
+    sums: of the keys so far, [B, K, G, Q, ...].
+    logits: [B, K, G, Q, S] float32, `MASKED` where a query does not attend.
+    value: [B, K, S, H].
+    factors: of the probabilities, [B, K, G, Q, S].
+  """
+  m = jnp.maximum(sums.m, jnp.max(logits, axis=-1))
+  probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(sums.m - m)
+  total = sums.l * kept + jnp.sum(probs, axis=-1)
+  weights = (probs * factors).astype(value.dtype)
+  return Sums(m, total, sums.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', weights, value))
 
 
 def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:

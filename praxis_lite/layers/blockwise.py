@@ -160,7 +160,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Heads, Integers, jax.Array, jax.Array]]:
   queries, keys = _in_blocks(block_size, heads, integers)
   pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
-  sums = blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, blocks.no_sums(queries))
+  sums = blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, blocks.no_sums(queries.x.shape))
   out, lse = blocks.normalized(sums)
   out_BTNH = blocks.of_queries(out, heads.query.shape[1]).astype(heads.query.dtype)
   # Both are kept together, or the backward pass would compute both again.

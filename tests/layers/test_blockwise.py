@@ -96,9 +96,9 @@ def test_a_scan_over_layers_keeps_no_masks():
   """JAX would move the masks of all 10 pairs of blocks out of the scan, where nothing but their places is known."""
   x = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32)
 
-  def loss(x, visible=Visibility(causal=True)):
+  def loss(x):
     def layer(x, _):
-      return blockwise_attention(x, x, x, visible=visible, block_size=16), None
+      return blockwise_attention(x, x, x, visible=Visibility(causal=True), block_size=16), None
 
     return jnp.sum(jax.lax.scan(layer, x, length=3)[0])
 
