@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout
+from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, RowSplit, blockwise_attention
 from praxis_lite.layers.context_parallel import (
   CONTEXT_METHODS,
   ContextMethod,
@@ -39,7 +39,7 @@ from praxis_lite.layers.dot_product import (
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
-from praxis_lite.partitioning.constraints import manual_axes
+from praxis_lite.partitioning.constraints import manual_axes, unmapped_axes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
@@ -355,6 +355,20 @@ class MultiHeadAttention(Layer):
     others_split = self.activation_split_dims_mapping.blnh is None
     return SequenceSplit(axes[0], self.context_method, batch, heads, others_split)
 
+  def _row_split(self, heads: Heads) -> RowSplit | None:
+    """How the mesh splits rows and heads; None where it splits something else too, or what does not divide.
+
+    Then what blocks have in common is not known on each device, and none are skipped for their segments.
+    """
+    field, sizes = f'{self.path_name}.activation_split_dims_mapping.blnh', unmapped_axes()
+    placement = self._resolve(self.activation_split_dims_mapping.blnh, field, rank=4)
+    if placement is None or not sizes or manual_axes() or UNCONSTRAINED in tuple(placement.spec):
+      return None
+    batch, length, head, dims = (tuple(a for a in spec_axes(entry) if a in sizes) for entry in placement.spec)
+    rows, kv_heads = heads[1].shape[0], heads[1].shape[2]
+    divide = not any(size % math.prod(sizes[a] for a in axes) for size, axes in ((rows, batch), (kv_heads, head)))
+    return RowSplit(batch, head) if divide and not (length or dims) and {*batch, *head} == {*sizes} else None
+
   def _project(
     self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None, split: SequenceSplit | None = None
   ) -> Heads:
@@ -401,6 +415,8 @@ class MultiHeadAttention(Layer):
     options |= {'scale': self.scale, 'block_size': self.block_size}
     if split is not None and name == 'blockwise':
       context_BTNH = context_parallel_attention(*heads, split=split, visible=visible, bias=bias, **options)
+    elif name == 'blockwise' and visible.segments_BT is not None:
+      context_BTNH = blockwise_attention(*heads, split=self._row_split(heads), visible=visible, bias=bias, **options)
     else:
       context_BTNH = dot_product_attention(
         *heads,

@@ -487,6 +487,7 @@ def _all_to_all(plan: _Plan, formula: Formula, heads: Heads, integers: Integers)
     out = attend_in_blocks(
       formula,
       plan.block_size,
+      None,
       Heads(
         query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], jax.tree.map(own_heads, heads.bias)
       ),
