@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.runtime.files import replace_file
+from praxis_lite.runtime.regrouping import Record, Regrouping
 from praxis_lite.runtime.streamed import first_line, stored_arrays
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -240,7 +241,9 @@ class Checkpointer:
       raise CheckpointError(f'there is no checkpoint of step {step} in {self.directory}; there are {steps}')
     return steps[-1] if step is None else step
 
-  def restore(self, shapes: TrainState, true_shapes: TrainState, *, step: Step = None) -> TrainState:
+  def restore(
+    self, shapes: TrainState, true_shapes: TrainState, *, step: Step = None, weights: NestedDict | None = None
+  ) -> TrainState:
     """Restores a state onto a mesh, which may differ from the one it was saved on.
 
     Args:
@@ -248,6 +251,8 @@ class Checkpointer:
         `opt_states`.
       true_shapes: the shapes without padding; fields that are None in `shapes` are ignored.
       step: step of the checkpoint, or 'best'; None restores the newest.
+      weights: declarations of the model's variables. With them, stacks of layers that the checkpoint groups otherwise,
+        as a pipeline of another `circular_repeat` does, are restored too; one at a time is then in memory twice.
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
@@ -257,8 +262,11 @@ class Checkpointer:
     where = os.path.join(self.directory, str(step))
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
-    check_same_model(self.about(step)['variables'], records_of(true_shapes), where)
-    arrays = self.restore_arrays(_to_nested_dict(shapes), step=step)
+    wanted = records_of(true_shapes)
+    regrouping = Regrouping(self.about(step)['variables'], wanted, weights or {})
+    check_same_model(regrouping.records, wanted, where)
+    read = self.restore_arrays(regrouping.to_read(shapes), step=step)
+    arrays = regrouping.regrouped(read, shapes, true_shapes)
     return map_with_path(lambda path, _: lookup(arrays, path), shapes)
 
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
@@ -382,7 +390,6 @@ def _from_data(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
   return jax.random.wrap_key_data(x, impl=impls[0])
 
 
-Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
 
 
@@ -448,7 +455,12 @@ def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
 
 
 def restore_variables(
-  checkpointer: Checkpointer, layout: StateLayout, *, use_ema: bool = True, step: Step = None
+  checkpointer: Checkpointer,
+  layout: StateLayout,
+  *,
+  use_ema: bool = True,
+  step: Step = None,
+  weights: NestedDict | None = None,
 ) -> tuple[NestedDict, jax.Array]:
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
@@ -456,13 +468,14 @@ def restore_variables(
     layout: that of the task's state on the mesh to restore onto, which need not be the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint, or 'best'; None restores the newest.
+    weights: as of `Checkpointer.restore`.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.
   """
   shapes = layout.padded_shapes
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
-  state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
+  state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step, weights=weights)
   return eval_variables(state, use_ema=use_ema), state.step
 
 
