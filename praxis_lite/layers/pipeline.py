@@ -113,6 +113,11 @@ class Pipelined(Repeat):
         f'{self.path_name}.layers_tpl: the layers of a pipeline are alike, and this is a pattern of several; make one '
         f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
       )
+    if self.first_tpl:
+      raise ConfigError(
+        f'{self.path_name}.first_tpl: the layers of a pipeline are alike, and none can come first; leave it empty, or '
+        'repeat the layers without stages'
+      )
     self._stage_remat = Remat.of(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)

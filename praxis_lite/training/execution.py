@@ -270,10 +270,11 @@ class ShardMapped(Execution):
     split = [path for path in trained if any(self._sizes[a] > 1 for a in all_axes(self._specs[path]))]
     names = learner.not_elementwise() if split else []
     if names:
+      of_moments = any('learner.moments' in name for name in names)
+      other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
       raise ConfigError(
         f"learner.optimizer: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
-        f'updates its part of {path_name(split[0])}; use an elementwise optimizer such as adamw, leave the weights '
-        "whole, or set task.partitioning='auto'"
+        f"updates its part of {path_name(split[0])}; {other}, leave the weights whole, or set task.partitioning='auto'"
       )
 
 

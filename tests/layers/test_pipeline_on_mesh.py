@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
-from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock
+from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import KINDS, assert_collectives, collectives
 from praxis_lite.partitioning.padding import padded_shape, slice_to
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.slow
 AXES = ('stage', 'data')
 B, T, D = 16, 8, 16
 NONE = dict.fromkeys(KINDS, 0)
+
+
+@pytest.fixture(autouse=True)
+def bubbles_are_nan(monkeypatch):
+  monkeypatch.setattr(pipeline, 'BUBBLE', float('nan'))
 
 
 def build(L, S, M, R):
