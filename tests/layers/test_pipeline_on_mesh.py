@@ -27,7 +27,7 @@ def bubbles_are_nan(monkeypatch):
   monkeypatch.setattr(pipeline, 'BUBBLE', float('nan'))
 
 
-def build(L, S, M, R):
+def build(L, S, M, R, **fields):
   block = Config(TransformerBlock, input_dims=D, hidden_dims=24, num_heads=2)
   rows = ('data', None, None)
   block.activation_split_dims_mapping.out = rows
@@ -35,7 +35,7 @@ def build(L, S, M, R):
   block.attention_tpl.activation_split_dims_mapping.set(blnh=(*rows, None), blkh=(*rows, None), out=rows)
   block.ff_tpl.activation_split_dims_mapping.set(hidden=rows, out=rows)
   config = Config(PipelinedTransformer, layers_tpl=block, num_layers=L, num_stages=S, num_microbatches=M)
-  config.set(circular_repeat=R, mesh_axis_names=AXES)
+  config.set(circular_repeat=R, mesh_axis_names=AXES, **fields)
   config.weight_split_dims_mapping.stages = ('stage',)
   return config.instantiate()
 
@@ -97,6 +97,29 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   assert_collectives(backward, {'collective-permute': 2 * ticks, 'all-gather': 0, 'all-to-all': 0})
   got, expected = backward(*arguments), jax.jit(jax.grad(loss, argnums=(0, 1)))(variables, x, side)
   got = (slice_to(got[0], variables), got[1])
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
+
+
+def test_gradients_are_summed_once_where_devices_run_their_own_rows():
+  layer = build(7, 4, 4, 1, batch_axes='data')
+  variables, mesh = layer.init(jax.random.key(0)), jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+  x = jax.random.normal(jax.random.key(1), (15, T, D))  # Some rows fill up the last microbatch.
+  segment_ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (15, T)).cumsum(axis=1) // 2 + 1, jnp.int32)
+
+  def loss(variables, x):
+    y, _ = layer.apply(variables, x, segment_ids=segment_ids, segment_pos=jnp.arange(T)[None])
+    return jnp.sum(jnp.sin(y))
+
+  def on_mesh(padded, x):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return loss(slice_to(padded, variables), x)
+
+  padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
+  x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+  compiled = GuardedJit(jax.grad(on_mesh), out_shardings=shards(padded)).lower(padded, x).compile()
+  weights = sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(padded)) // 4
+  assert weights <= collectives(compiled)['all-reduce'].bytes < 2 * weights
+  got, expected = slice_to(compiled(padded, x), variables), jax.jit(jax.grad(loss))(variables, x)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
