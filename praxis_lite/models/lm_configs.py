@@ -186,6 +186,7 @@ def set_pipeline(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   circular_repeat: int = 1,
+  batch_axes: str | tuple[str, ...] | None = None,
   stage_remat: str = 'none',
   stage_axis: str | None = 'stage',
 ) -> Config[LmT]:
@@ -195,7 +196,7 @@ def set_pipeline(
 
   Args:
     config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`.
-    num_stages, num_microbatches, microbatch_size, circular_repeat, stage_remat: see `Pipelined`.
+    num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all of them on each device.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
@@ -206,7 +207,8 @@ def set_pipeline(
       'that are all alike, so it must be that of a RepeatedTransformer'
     )
   pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
-  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat, stage_remat=stage_remat)
+  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
+  pipelined.set(batch_axes=batch_axes, stage_remat=stage_remat)
   for field in ('layers_tpl', 'first_tpl', 'remat', 'remat_save_names', 'unroll'):
     setattr(pipelined, field, getattr(repeated, field))
   pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)

@@ -123,27 +123,31 @@ def test_gradients_are_summed_once_where_devices_run_their_own_rows():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
-def test_experts_in_stages_are_those_of_one_device():
-  """Tokens are exchanged by a `shard_map` inside of a stage."""
+@pytest.mark.parametrize('batch_axes', [None, 'data'])
+def test_experts_in_stages_are_those_of_one_device(batch_axes):
+  """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows."""
   axes = ('stage', 'data', 'expert')
   experts = Config(MoeFeedForward, input_dims=8, hidden_dims=12, num_experts=3, expert_axis='expert')
   experts.activation_split_dims_mapping.out = (('data', 'expert'), None, None)
+  experts.router_tpl.set(load_balance_loss_weight=0.1, bias_update_rate=0.1)
   config = Config(Pipelined, layers_tpl=experts, num_layers=3, num_stages=2, num_microbatches=2)
   config.weight_split_dims_mapping.stages = ('stage',)
-  layer = config.set(mesh_axis_names=axes).instantiate()
+  layer = config.set(mesh_axis_names=axes, batch_axes=batch_axes).instantiate()
   variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 4, 8))
   mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
   padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
 
   def loss(variables, x):
     y, side = layer.apply(variables, x, key=jax.random.key(3))
-    return jnp.sum(jnp.sin(y)) + sum(value * weight for value, weight in side.aux_losses.values())
+    summaries = {name: summary.value for name, summary in side.summaries.items()}
+    aux = sum(value * weight for value, weight in side.aux_losses.values())
+    return jnp.sum(jnp.sin(y)) + aux, (side.updates, summaries)
 
   def on_mesh(padded, x):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       return loss(slice_to(padded, variables), x)
 
-  got = GuardedJit(jax.value_and_grad(on_mesh), out_shardings=(None, shards(padded)))(padded, x)
-  expected = jax.jit(jax.value_and_grad(loss))(variables, x)
+  got = GuardedJit(jax.value_and_grad(on_mesh, has_aux=True), out_shardings=(None, shards(padded)))(padded, x)
+  expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables, x)
   got = got[0], slice_to(got[1], variables)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), got, expected)
