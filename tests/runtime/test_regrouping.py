@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from praxis_lite.runtime.regrouping import Regrouping
+from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.weights import WeightHParams
 
 WEIGHTS = {'layers': {'w': WeightHParams((5, 4)).repeated(6)}, 'head': WeightHParams((6, 5, 4))}

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from praxis_lite.checkpoints.contents import Record
 from praxis_lite.partitioning.host_memory import on_device
 from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.partitioning.specs import all_axes, axes_to_entry, complete_spec
 from praxis_lite.trees import NestedDict, Path, inserted, leaves, leaves_by_path, path_name
-
-Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 
 _GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
 
