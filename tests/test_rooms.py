@@ -9,7 +9,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 
 # From the bottom up: a room imports from the rooms before it, never from one after it.
 ROOMS = [
-  *('errors', 'importing', 'trees', 'config', 'mistakes', 'weighted', 'weights', 'partitioning'),
+  *('errors', 'importing', 'accelerators', 'trees', 'config', 'mistakes', 'weighted', 'weights', 'partitioning'),
   *('call', 'layer', 'layers', 'inputs', 'decoding', 'learning', 'models', 'task'),
   *('training', 't5x', 'experiment', 'registry', 'explain', 'verification', 'plan', 'runtime', 'hf', 'cli', '__main__'),
 ]

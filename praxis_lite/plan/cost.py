@@ -307,7 +307,8 @@ class _CostModel:
     if not products and not moved:
       return 0.0
     target, efficiency = self._target, self._target.efficiency
-    computes = sum(p.flops / (target.peak(p.dtype) * efficiency.compute) for p in products)
+    reached = {False: efficiency.compute, True: efficiency.attention}
+    computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
     seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
     # A fusion has the name of its last operation; what is most expensive in it is what it is for.
     name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)

@@ -23,6 +23,7 @@ class Product:
   flops: float
   dtype: str
   op_name: str
+  is_attention: bool = False  # By a fused kernel.
 
 
 def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
@@ -37,7 +38,7 @@ def products_of(instruction: Instruction, computation: Computation, program: Pro
     if flops:
       algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
       dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
-      yield Product(flops, dtype, instruction.op_name)
+      yield Product(flops, dtype, instruction.op_name, '"__cudnn$fmha' in instruction.attributes)
 
 
 def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
