@@ -103,51 +103,56 @@ def _tpu(
   )
 
 
+def _torus(largest: tuple[int, ...], wraps_at: int, *kinds: str, devices: int = 1) -> dict[str, Any]:
+  sizes = {'torus': len(largest), 'wraps_at': wraps_at, 'largest': largest}
+  return {**sizes, 'device_kinds': kinds, 'devices_per_chip': devices}
+
+
 _PAGE = 'Google Cloud documentation: TPU7x, comparison with v5p and v6e'
 _TPUS = (
   # One of the links of a chip, in one direction: from its documented bandwidth over 4 links (2D) or 6 (3D) in both
   # directions, and of v2 to v4 from the bisection bandwidth of a pod.
   _tpu(
     *('v2', 45, 45, 45, 16, 700, 62.5),
-    **{'torus': 2, 'wraps_at': 16, 'largest': (16, 16), 'devices_per_chip': 2, 'device_kinds': ('tpu v2',)},
+    **_torus((16, 16), 16, 'tpu v2', devices=2),
     network=6.25e9,
     source='Google Cloud documentation: TPU v2; link not checked',
     network_source='assumed: as of v4',
   ),
   _tpu(
     *('v3', 123, 123, 123, 32, 900, 100),
-    **{'torus': 2, 'wraps_at': 32, 'largest': (32, 32), 'devices_per_chip': 2, 'device_kinds': ('tpu v3',)},
+    **_torus((32, 32), 32, 'tpu v3', devices=2),
     network=6.25e9,
     network_source='assumed: as of v4',
   ),
   _tpu(
     *('v4', 275, 275, 275, 32, 1200, 46.9),
-    **{'torus': 3, 'wraps_at': 4, 'largest': (12, 16, 16), 'device_kinds': ('tpu v4',)},
+    **_torus((12, 16, 16), 4, 'tpu v4'),
     network=6.25e9,
   ),
   _tpu(
     *('v5e', 197, 393, 197, 16, 819, 50),
-    **{'torus': 2, 'wraps_at': 16, 'largest': (16, 16), 'device_kinds': ('tpu v5 lite', 'tpu v5e')},
+    **_torus((16, 16), 16, 'tpu v5 lite', 'tpu v5e'),
     chips_per_host=8,
     network=3.125e9,
     network_source='Google Cloud documentation: TPU v5e, 6.4 Tb/s of a pod of 256 chips',
   ),
   _tpu(
     *('v5p', 459, 918, 459, 95, 2765, 100),
-    **{'torus': 3, 'wraps_at': 4, 'largest': (16, 16, 24), 'device_kinds': ('tpu v5',)},
+    **_torus((16, 16, 24), 4, 'tpu v5'),
     network=6.25e9,
     network_source=_PAGE,
   ),
   _tpu(
     *('v6e', 918, 1836, 918, 32, 1638, 100),
-    **{'torus': 2, 'wraps_at': 16, 'largest': (16, 16), 'device_kinds': ('tpu v6',)},
+    **_torus((16, 16), 16, 'tpu v6'),
     chips_per_host=8,
     network=12.5e9,
     network_source=_PAGE,
   ),
   _tpu(
     *('7x', 2307, 4614, 4614, 192, 7380, 100),
-    **{'torus': 3, 'wraps_at': 4, 'largest': (16, 24, 24), 'devices_per_chip': 2, 'device_kinds': ('tpu7x', 'tpu 7x')},
+    **_torus((16, 24, 24), 4, 'tpu7x', 'tpu 7x', devices=2),
     network=12.5e9,
     source='Google Cloud documentation: TPU7x; int8 as float8, which is assumed',
     network_source=_PAGE,

@@ -164,6 +164,12 @@ class Computation:
   def parameters(self) -> dict[int, Instruction]:
     return {int(i.literal): i for i in self.instructions if i.opcode == 'parameter'}
 
+  @functools.cached_property
+  def custom_calls(self) -> set[str]:
+    """The targets of its custom calls."""
+    calls = (i for i in self.instructions if i.opcode == 'custom-call')
+    return {i.attribute('custom_call_target').strip('"') for i in calls}
+
   def operands(self, instruction: Instruction) -> list[Instruction]:
     """The instructions whose results are the operands of one."""
     return [self.by_name[name] for name in instruction.operands if name in self.by_name]
@@ -216,6 +222,16 @@ class Program:
       start = _constant(computation.by_name.get(operand.operands[index]), computation) or 0
     return max(bound - start, 0)
 
+  @functools.cached_property
+  def _started_in_fusions(self) -> set[str]:
+    """Channels of the collectives that a TPU fusion starts; other fusions carry them forward and end them."""
+    starts = (c for c in self.computations.values() if 'AsyncCollectiveStart' in c.custom_calls)
+    return {channel_of(i) for c in starts for i in c.instructions if i.collective}
+
+  def is_carried_on(self, collective: Instruction, fused: Computation) -> bool:
+    """Whether a collective in the computation of a fusion goes on with one that another fusion started."""
+    return 'AsyncCollectiveStart' not in fused.custom_calls and channel_of(collective) in self._started_in_fusions
+
   def executed(self) -> Iterator[tuple[Instruction, int]]:
     """Yields each instruction that runs, and how often; of a conditional, those of all branches.
 
@@ -228,7 +244,8 @@ class Program:
   ) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
       if instruction.collective and (channel := channel_of(instruction)):
-        if fused and channel in started:  # Outside of fusions, different collectives may have one channel.
+        # Outside of fusions, different collectives may have one channel.
+        if fused and (channel in started or self.is_carried_on(instruction, computation)):
           continue
         started.add(channel)
       yield instruction, times

@@ -131,7 +131,8 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
 def _tpu_devices(topology: Topology) -> list[jax.Device]:
   target = topology.target
   prefix = 'tpu' if target.name[0].isdigit() else ''
-  cores = topology.num_chips * (2 if target.torus == 3 else 1)  # As Cloud TPU counts those of v4, v5p and 7x.
+  # As Cloud TPU counts them: all but v5e and v6e have two of a chip.
+  cores = topology.num_chips * (2 if target.torus == 3 or target.devices_per_chip == 2 else 1)
   kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
   options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}

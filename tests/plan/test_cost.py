@@ -147,6 +147,60 @@ def test_a_collective_that_tpu_fusions_carry_on_counts_once_and_is_overlapped():
   assert gather.exposed < gather.seconds
 
 
+# The same, but it is carried on in a loop, between its start and its end.
+_CARRIED = _FUSIONS.replace(
+  'ENTRY %main',
+  """%body (t: (s32[], bf16[4,8], bf16[512,512])) -> (s32[], bf16[4,8], bf16[512,512]) {
+  %t = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %u = bf16[4,8]{1,0} get-tuple-element(%t), index=1
+  %v = bf16[512,512]{1,0} get-tuple-element(%t), index=2
+  %w = bf16[512,512]{1,0} fusion(%u, %v), kind=kOutput, calls=%carry
+  ROOT %o = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) tuple(%i, %u, %w)
+}
+
+%condition (c: (s32[], bf16[4,8], bf16[512,512])) -> pred[] {
+  %c = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main""",
+).replace(
+  '%p = bf16[512,512]{1,0} fusion(%x, %y), kind=kOutput, calls=%carry',
+  """%k = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) tuple(%x, %x, %y)
+  %p = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) while(%k), condition=%condition, body=%body, """
+  'backend_config={"known_trip_count":{"n":"9"}}',
+)
+
+
+def test_a_collective_that_a_loop_carries_on_counts_once_too():
+  assert collectives(_CARRIED)['all-gather'].count == 1
+  found = cost(_CARRIED, 'v5e:2x4')
+  assert [op.count for op in found.operations if op.flops] == [9]
+  assert [(c.name, c.count) for c in found.collectives] == [('g', 1)]
+  assert found.exposed_seconds < found.collectives[0].seconds
+
+
+_SHIFTS = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[1024,1024]) -> (bf16[1024,1024], bf16[1024,1024]) {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %a = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %b = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) collective-permute-start(%x), source_target_pairs={{1,0},{2,1},{3,2},{0,3}}
+  %c = bf16[1024,1024]{1,0} collective-permute-done(%a)
+  %d = bf16[1024,1024]{1,0} collective-permute-done(%b)
+  ROOT %r = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) tuple(%c, %d)
+}
+"""  # noqa: E501
+
+
+def test_shifts_in_opposite_directions_of_a_torus_go_on_at_the_same_time():
+  on_torus, of_host = cost(_SHIFTS, 'v5p:4x2x1'), cost(_SHIFTS, 'h100:1x8')
+  once = on_torus.collectives[0].seconds
+  assert on_torus.exposed_seconds == pytest.approx(once)
+  assert of_host.exposed_seconds == pytest.approx(2 * of_host.collectives[0].seconds)
+
+
 _GPU = """HloModule step, is_scheduled=true, num_partitions=8
 
 ENTRY %main (x: bf16[64,32], w: bf16[32,128]) -> bf16[64,128] {
