@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -17,13 +18,16 @@ from praxis_lite.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
+  if values.calibrate:
+    return _calibrate()
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
   from praxis_lite.plan import format_plan, parse_topology, plan
+  from praxis_lite.plan.calibration import calibrated, calibration_file
   from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
-  topology = parse_topology(values.topology)
+  topology = calibrated(parse_topology(values.topology), calibration_file())
   if topology.target.kind == 'cpu':
     simulate_cpu_devices(topology.num_devices)
   else:
@@ -35,6 +39,19 @@ def _run(values: flags.FlagValues) -> int:
     found = plan(config, None, topology, compile=values.compile, cache=cache if values.cache else None, report=report)
   print(format_plan(found))
   return 0 if found.fits else 1
+
+
+def _calibrate() -> int:
+  """Measures the devices of this machine, for the plans that follow."""
+  from praxis_lite.plan.calibration import calibrate, calibration_file
+
+  file = calibration_file()
+  with _live_line('calibrating') as report:
+    target = calibrate(file, report=report)
+  for name, value in dataclasses.asdict(target.efficiency).items():
+    print(f'{name:<22} {value if isinstance(value, str) else f"{value:.3g}"}')
+  print(f'plans for {target.name} take these from {file}')
+  return 0
 
 
 def _start_quietly() -> None:
@@ -81,6 +98,8 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string('topology', None, f'{chips} Example: --topology=h100:8x8', flag_values=values)
   analytic = 'Ask the compiler of the chips; without, formulas are used. Example: --nocompile'
   flags.DEFINE_boolean('compile', True, analytic, flag_values=values)
+  measure = 'Measure what programs reach on the devices of this machine, for all later plans. Example: --calibrate'
+  flags.DEFINE_boolean('calibrate', False, measure, flag_values=values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'
   flags.DEFINE_boolean('cache', True, cache, flag_values=values)
   return values
