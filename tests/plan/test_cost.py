@@ -28,6 +28,26 @@ def test_nested_loops_run_as_often_as_their_counts_multiply():
   assert not found.unknown_loops
 
 
+def test_collectives_of_nested_loops_run_as_often_too():
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def summed(h, _):
+    return jax.lax.psum(jnp.sin(h), 'data'), None
+
+  def inner(h, _):
+    return jax.lax.scan(summed, h, None, length=5)[0], None
+
+  fn = jax.shard_map(
+    lambda h: jax.lax.scan(inner, h, None, length=3)[0],
+    mesh=mesh,
+    in_specs=jax.sharding.PartitionSpec(),
+    out_specs=jax.sharding.PartitionSpec(),
+  )
+  (reduced,) = cost(compiled(fn, (64, 16)), 'cpu:8', mesh={'data': 8}).collectives
+  assert (reduced.kind, reduced.count, reduced.axes) == ('all-reduce', 3 * 5, ('data',))
+  assert reduced.fast_bytes == 2 * 7 / 8 * 4 * 64 * 16
+
+
 def test_a_loop_of_unknown_length_counts_once_and_is_named():
   program = compiled(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x), x), (16, 16))
   found = cost(program)
@@ -106,6 +126,29 @@ def test_a_tpu_loop_runs_from_its_start_to_the_bound_of_its_condition():
   # What is in the vector memory is not read from the main one.
   (product,) = (op for op in found.operations if op.flops)
   assert (product.count, product.bytes) == (5, 4 * 8 * 8)
+
+
+@pytest.mark.parametrize(('step', 'trips'), [(1, 5), (2, 3), (5, 1)])
+def test_a_tpu_loop_that_is_unrolled_counts_in_larger_steps(step, trips):
+  assert cost(_LOOP.replace('constant(1)', f'constant({step})'), 'v5e:2x4').flops == trips * 2 * 8**3
+  # So does one whose counter is one of several results of a fusion.
+  fused = _LOOP.replace(
+    '%body (p:',
+    """%counted (k: s32[], z: f32[8,8]) -> (f32[8,8], s32[]) {
+  %z = f32[8,8]{1,0} parameter(1)
+  %k = s32[] parameter(0)
+  %by = s32[] constant(STEP)
+  %sum = s32[] add(%k, %by)
+  ROOT %both = (f32[8,8]{1,0}, s32[]) tuple(%z, %sum)
+}
+
+%body (p:""".replace('STEP', str(step)),
+  ).replace(
+    '%next = s32[]{:T(128)} add(%i, %one)',
+    """%pair = (f32[8,8]{1,0}, s32[]) fusion(%i, %x), kind=kLoop, calls=%counted
+  %next = s32[]{:T(128)} get-tuple-element(%pair), index=1""",
+  )
+  assert cost(fused, 'v5e:2x4').flops == trips * 2 * 8**3
 
 
 _FUSIONS = """HloModule step, is_scheduled=true, num_partitions=8
@@ -274,6 +317,12 @@ def test_groups_in_all_spellings():
 
   assert groups_of(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
   assert groups_of(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+  assert groups_of(named("{'b':(1)2}"), 8) == ((0, 2), (1, 3), (4, 6), (5, 7))
+  assert groups_of(named("{'a','b':(2)2}"), 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+  # Devices that are not in order, as a transposed count, or one by one.
+  for order in ('[4,2]T(1,0)', '0,2,4,6,1,3,5,7'):
+    text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4], device_ids=({order}) {{'b'}}")
+    assert groups_of(parse(text).entry.instructions[2], 8) == ((0, 2, 4, 6), (1, 3, 5, 7))
   assert groups_of(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or groups_of(iota, 8) == (
     (0, 2),
     (4, 6),
