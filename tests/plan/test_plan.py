@@ -1,6 +1,8 @@
 """Plans of a small language model on simulated devices, against what is counted by hand and what its run compiles."""
 
+import pathlib
 import re
+import types
 
 import jax
 import pytest
@@ -9,7 +11,7 @@ from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED,
 from praxis_lite.cli.main import main
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.explain.report import task_and_inputs
-from praxis_lite.plan import compilers, format_plan, plan
+from praxis_lite.plan import compilers, format_plan, parse_topology, plan
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 MESHES = {'data': (8, 1, 1), 'fully sharded': (1, 8, 1), 'tensor': (1, 1, 8), 'mixed': (2, 2, 2)}
@@ -173,6 +175,40 @@ def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):
   assert found.notes[0].startswith('cpu: the compiler refuses the step: RESOURCE_EXHAUSTED: Used 33G of 15.75G hbm;')
   assert not found.fits and found.memory.room > 0  # The compiler knows better than formulas.
   assert 'does not fit' in format_plan(found)
+
+
+class Program:
+  """A TPU program, whose text is written down, or can be read back alone if fewer operations carry collectives on."""
+
+  def __init__(self, writes):
+    self.writes, self.is_readable = writes, False
+
+  def compile(self, compiler_options):
+    compiled = Program(self.writes)
+    compiled.is_readable = compiler_options.get('xla_tpu_enable_async_collective_fusion') is False
+    if self.writes and 'xla_dump_to' in compiler_options:
+      folder = pathlib.Path(compiler_options['xla_dump_to'])
+      (folder / 'module_1.small.after_optimizations.txt').write_text('a')
+      (folder / 'module_2.jit_step.after_optimizations.txt').write_text('the step')
+    return compiled
+
+  def as_text(self):
+    if not self.is_readable:
+      raise RuntimeError('async-update instruction should have 1 operands but sees 2')
+    return 'the step, without'
+
+
+def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
+  v5p = parse_topology('v5p:2x2x1')
+  assert compilers._compiled(Program(writes=True), v5p)[1] == 'the step'
+  compiled, text = compilers._compiled(Program(writes=False), v5p)
+  assert (compiled.is_readable, text) == (False, 'the step, without')  # Its memory is that of the real one.
+
+
+def test_a_program_without_text_is_one_that_the_compiler_refuses():
+  program = types.SimpleNamespace(as_text=lambda: None)
+  with pytest.raises(NotImplementedError, match='has no text'):  # As `compile_step` expects of a compiler.
+    compilers._compiled(types.SimpleNamespace(compile=lambda: program), parse_topology('h100:8'))
 
 
 def test_what_does_not_fit_says_by_how_much():
