@@ -168,6 +168,15 @@ class Computation:
     return {int(i.literal): i for i in self.instructions if i.opcode == 'parameter'}
 
   @functools.cached_property
+  def users(self) -> dict[str, list[Instruction]]:
+    """The instructions that use each result, by its name."""
+    found: dict[str, list[Instruction]] = {}
+    for instruction in self.instructions:
+      for name in dict.fromkeys(instruction.operands):
+        found.setdefault(name, []).append(instruction)
+    return found
+
+  @functools.cached_property
   def custom_calls(self) -> set[str]:
     """The targets of its custom calls."""
     calls = (i for i in self.instructions if i.opcode == 'custom-call')

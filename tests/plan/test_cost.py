@@ -128,6 +128,45 @@ def test_a_tpu_loop_runs_from_its_start_to_the_bound_of_its_condition():
   assert (product.count, product.bytes) == (5, 4 * 8 * 8)
 
 
+_NESTED = """HloModule step, is_scheduled=true, num_partitions=8
+
+%row (all: f32[64,1024], i: s32[]) -> f32[1,1024] {
+  %all = f32[64,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %one = f32[1,1024]{1,0} dynamic-slice(%all, %i, %zero), dynamic_slice_sizes={1,1024}
+}
+
+%put (into: f32[64,1024], part: f32[1,1024], k: s32[]) -> f32[64,1024] {
+  %into = f32[64,1024]{1,0} parameter(0)
+  %part = f32[1,1024]{1,0} parameter(1)
+  %k = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %new = f32[64,1024]{1,0} dynamic-update-slice(%into, %part, %k, %none)
+}
+
+%both (x: f32[64,1024], n: s32[], y: f32[64,1024]) -> f32[64,1024] {
+  %x = f32[64,1024]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %y = f32[64,1024]{1,0} parameter(2)
+  %read = f32[1,1024]{1,0} fusion(%x, %n), kind=kLoop, calls=%row
+  ROOT %wrote = f32[64,1024]{1,0} fusion(%y, %read, %n), kind=kLoop, calls=%put
+}
+
+ENTRY %main (a: f32[64,1024], j: s32[], b: f32[64,1024]) -> f32[64,1024] {
+  %a = f32[64,1024]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %b = f32[64,1024]{1,0} parameter(2)
+  ROOT %r = f32[64,1024]{1,0} fusion(%a, %j, %b), kind=kLoop, calls=%both
+}
+"""
+
+
+def test_a_fusion_in_a_fusion_moves_only_the_part_that_it_slices_or_updates():
+  index = 2 * 4  # Both read it.
+  assert cost(_NESTED, 'v5e:2x4').bytes == pytest.approx(2 * 4 * 1024, abs=index)
+
+
 @pytest.mark.parametrize(('step', 'trips'), [(1, 5), (2, 3), (5, 1)])
 def test_a_tpu_loop_that_is_unrolled_counts_in_larger_steps(step, trips):
   assert cost(_LOOP.replace('constant(1)', f'constant({step})'), 'v5e:2x4').flops == trips * 2 * 8**3
