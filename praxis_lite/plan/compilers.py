@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -245,14 +246,19 @@ def _written_down(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str
   return compiled, max(texts, key=len, default='')
 
 
+# Where in the memory of a process a rule of partitioning is, as JAX tells XLA.
+_ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
+
+
 def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
   """What a compiled program is a function of, and the layers that its operations are named after."""
   digest = hashlib.sha256()
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
-  for part in (topology.name, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
+  chip = gpu_target_config(topology.target) if topology.target.cuda else ''
+  for part in (topology.name, chip, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
     digest.update(part.encode() + b'\0')
-  digest.update(lowered.as_text().encode())
+  digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   return digest.hexdigest()[:32]
 
 

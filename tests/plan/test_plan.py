@@ -5,6 +5,7 @@ import re
 import types
 
 import jax
+import numpy as np
 import pytest
 from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED, ROWS, TOKENS, VOCAB, D, small_lm
 
@@ -130,6 +131,22 @@ def test_a_second_plan_takes_the_program_of_the_first(plans, cache, monkeypatch)
   again = plan(small_lm(MESHES['mixed']), None, 'cpu:8', cache=cache)
   assert again.is_cached and not first.is_cached
   assert (again.memory, again.cost, again.compile_seconds) == (first.memory, first.cost, first.compile_seconds)
+
+
+def test_the_key_of_a_program_knows_no_addresses_and_the_chip(monkeypatch):
+  rule = '%2 = stablehlo.custom_call @CustomSPMDPartitioning(%1) {api_version = 2 : i32, backend_config = "NUMBER", x}'
+
+  def key(text, topology='h100:8'):
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(id=0)]))
+    lowered, step = types.SimpleNamespace(as_text=lambda: text), types.SimpleNamespace(mesh=mesh)
+    return compilers._key(lowered, step, parse_topology(topology), ())
+
+  first = key(rule.replace('NUMBER', '140110625912144'))
+  assert key(rule.replace('NUMBER', '140040091481552')) == first
+  assert key(rule.replace('NUMBER', '140040091481552').replace('%1', '%0')) != first
+  assert key(rule.replace('NUMBER', '140040091481552'), 'h200:8') != first
+  monkeypatch.setattr(compilers, 'gpu_target_config', lambda target: 'with more memory')
+  assert key(rule.replace('NUMBER', '140110625912144')) != first
 
 
 @pytest.mark.slow
