@@ -23,8 +23,7 @@ def _run(values: flags.FlagValues) -> int:
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
-  from praxis_lite.plan import format_plan, parse_topology, plan
-  from praxis_lite.plan.calibration import calibrated, calibration_file
+  from praxis_lite.plan import calibrated, calibration_file, format_plan, parse_topology, plan
   from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
   topology = calibrated(parse_topology(values.topology), calibration_file())

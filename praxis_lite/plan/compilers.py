@@ -255,8 +255,8 @@ def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology,
   digest = hashlib.sha256()
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
-  chip = gpu_target_config(topology.target) if topology.target.cuda else ''
-  for part in (topology.name, chip, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
+  chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
+  for part in (topology.name, *chip, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
     digest.update(part.encode() + b'\0')
   digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   return digest.hexdigest()[:32]
