@@ -31,8 +31,8 @@ from praxis_lite.trees import leaves_by_path, path_name
 
 UNCERTAIN = (
   'analytic: no compiler was asked. State and FLOPs are exact; gradients, saved activations and collectives of weights '
-  'are estimates; other temporaries, communication of activations and overlap are not known, and what is between products '
-  'takes no time here'
+  'are estimates; other temporaries, communication of activations and overlap are not known, and what is between '
+  'products takes no time here'
 )
 
 
