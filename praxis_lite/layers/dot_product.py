@@ -118,9 +118,7 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
   if case.dims_per_head % 8 or case.dims_per_head > 128:
     return f'needs dims_per_head to be a multiple of 8 of at most 128, not {case.dims_per_head}'
   if case.partly_mapped:
-    return (
-      "cannot be split by the compiler in a shard_map over some of the axes, such as that of a pipeline's batch_axes"
-    )
+    return "cannot be split by the compiler inside of a shard_map over other axes, such as a pipeline's batch_axes"
   if case.soft_cap:
     return 'has no logit_soft_cap'
   if case.dropout:
