@@ -1,0 +1,91 @@
+"""What a step costs by its lowered program, in a second or two, without a compiler: for comparing many meshes.
+
+    FLOPs, collectives    as Shardy splits the program: exact but for what XLA combines, moves or removes
+    memory                the state: exact; temporaries: what is live, with guesses of what XLA fuses
+    seconds               products, the update of the state and all collectives one after the other; other operations,
+                          and what overlaps, are not known
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from praxis_lite.partitioning.local_program import LocalCollective, LocalProduct, LocalProgram, local_program
+from praxis_lite.plan.cost import Communication, Cost, LayerNames, Operation
+from praxis_lite.plan.links import Groups, Links
+from praxis_lite.plan.memory import Live, Memory, StateBytes
+from praxis_lite.plan.targets import Target
+from praxis_lite.plan.topology import Topology
+from praxis_lite.training.partitioned_task import PartitionedTask
+
+_PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
+
+
+def lower_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
+  """Returns what each device of a topology does in the train step of a task on a mesh without devices."""
+  step = task.train_step
+  traced = step.jitted.trace(*step.arguments)
+  return local_program(traced.lower(lowering_platforms=(_PLATFORMS[topology.target.kind],)))
+
+
+def estimated_memory(program: LocalProgram, state: StateBytes, target: Target) -> Memory:
+  """Returns the memory of a step, on each device; see above."""
+  live = Live('temporaries', '', '', program.temporaries, '')
+  return Memory(
+    int(target.device_memory), state, state.total, state.total, state.total, program.temporaries, live=(live,)
+  )
+
+
+def estimated_cost(
+  program: LocalProgram, task: PartitionedTask, topology: Topology, names: LayerNames
+) -> Cost:
+  """Returns the cost of a step; see above. `names` are those of the model's layers."""
+  target, links, mesh = topology.target, Links(topology), dict(task.mesh.shape)
+  operations = [_product(product, target, names) for product in program.products]
+  state = 2 * sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves((task.state_shapes.mdl_vars, task.state_shapes.opt_states))
+    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+  )
+  update = state / (target.device_bandwidth * target.efficiency.memory)
+  operations.append(Operation('optimizer', 'fusion', '', 'update', 1, 0.0, float(state), update))
+  groups = functools.cache(functools.partial(groups_over, mesh))
+  collectives = [_communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives]
+  seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.seconds for c in collectives)
+  return Cost(tuple(operations), tuple(collectives), seconds)
+
+
+def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
+  """The groups of devices that differ along some axes of a mesh, counted in its order."""
+  ids = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
+  last = np.moveaxis(ids, [list(mesh).index(a) for a in axes], range(-len(axes), 0))
+  return tuple(map(tuple, last.reshape(-1, math.prod(mesh[a] for a in axes)).tolist()))
+
+
+def _product(product: LocalProduct, target: Target, names: LayerNames) -> Operation:
+  efficiency = target.efficiency
+  seconds = max(
+    product.flops / (target.peak(product.dtype) * efficiency.compute),
+    product.bytes / (target.device_bandwidth * efficiency.memory),
+    efficiency.seconds_per_operation,
+  )
+  layer, phase = names.layer(product.name), names.phase(product.name)
+  name = product.name.rpartition('/')[2]
+  return Operation(name, 'dot', layer, phase, product.count, product.flops, product.bytes, seconds)
+
+
+def _communication(
+  found: LocalCollective, links: Links, groups: Groups, mesh: Mapping[str, int], names: LayerNames
+) -> Communication:
+  traffic = links.traffic(found.kind, groups, found.operand_bytes, found.result_bytes)
+  return Communication(
+    f'{found.kind} of {found.name.rpartition("/")[2]}',
+    *(found.kind, names.layer(found.name), names.phase(found.name), found.count, found.dtype),
+    *(found.axes, len(groups[0]), found.result_bytes),
+    *(traffic.fast_bytes, traffic.network_bytes, traffic.seconds, traffic.seconds),
+  )
