@@ -126,6 +126,7 @@ class _Reader:
     held: dict[ir.Value, _Held] = {}
     buffers: list[_Buffer] = []
     inside: dict[int, int] = {}
+    communicated: dict[object, ir.Value] = {}
     ops = [op.operation for op in block.operations]
     returned = set(ops[-1].operands)
     for at, op in enumerate(ops):
@@ -138,9 +139,15 @@ class _Reader:
         inside[at] = self._read_inside(op, count, within)
       elif op.name in _PRODUCTS:
         self.products.append(self._product(op, count, within))
-      elif op.name in _COLLECTIVES:
-        collective = self._collective(op, count, within)
-        self.collectives += [collective] if collective else []
+      elif op.name in _STARTED:  # XLA has one for all uses of the same array, split in the same way.
+        (result,) = op.results
+        key = (op.name, op.operands[0], split_of(result, self._sizes))
+        if key in communicated:
+          held[result] = held[communicated[key]]
+          continue
+        communicated[key] = result
+      if op.name in _COLLECTIVES:
+        self.collectives += self._collective(op, count, within)
       for i, result in enumerate(op.results):
         held[result] = self._held(op, i, result, used, at, buffers, returned)
     change = [0] * (len(ops) + 2)
@@ -189,15 +196,17 @@ class _Reader:
   def _product(self, op: ir.Operation, count: int, within: str) -> LocalProduct:
     left, result = op.operands[0], op.results[0]
     shape = self._shape(left)
-    numbers = str(op.attributes['dot_dimension_numbers' if 'dot_general' in op.name else 'ragged_dot_dimension_numbers'])
+    numbers = str(
+      op.attributes['dot_dimension_numbers' if 'dot_general' in op.name else 'ragged_dot_dimension_numbers']
+    )
     contracted = re.search(r'lhs_contracting_dimensions = \[([\d, ]*)\]', numbers)
     dims = [int(d) for d in contracted[1].split(',') if d.strip()] if contracted else []
     flops = 2.0 * math.prod(self._shape(result)) * math.prod(shape[d] for d in dims)
     moved = sum(map(self._bytes, (*op.operands[:2], result)))
     return LocalProduct(f'{within}/{_name(op)}', count, flops, float(moved), _dtype(left))
 
-  def _collective(self, op: ir.Operation, count: int, within: str) -> LocalCollective | None:
-    """None of an all-reduce of a number, and where nothing moves."""
+  def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
+    """None, where nothing moves."""
     operand, result = op.operands[0], op.results[0]
     kind = op.name.partition('.')[2].replace('_', '-')
     sent, received = self._bytes(operand), self._bytes(result)
@@ -212,9 +221,9 @@ class _Reader:
       name = 'source_target_pairs' if kind == 'collective-permute' else 'replica_groups'
       groups = tuple(map(tuple, np.array(ir.DenseIntElementsAttr(op.attributes[name])).tolist()))
     if not axes and not groups:
-      return None
+      return []
     name = f'{within}/{_name(op)}'
-    return LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result))
+    return [LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result))]
 
   def _axes(self, op: ir.Operation, kind: str) -> tuple[str, ...]:
     if kind == 'all-reduce':
@@ -226,7 +235,9 @@ class _Reader:
     )
     if kind == 'collective-permute':
       orders = [[a.name for axes in split_of(v, self._sizes) for a in axes] for v in (op.operands[0], op.results[0])]
-      return tuple(axis for axis in self._sizes if axis in {a for pair in zip(*orders) if len({*pair}) > 1 for a in pair})
+      return tuple(
+        axis for axis in self._sizes if axis in {a for pair in zip(*orders) if len({*pair}) > 1 for a in pair}
+      )
     return tuple(axis for axis in self._sizes if before.get(axis) != after.get(axis))
 
   def _shape(self, value: ir.Value) -> tuple[int, ...]:
@@ -264,4 +275,3 @@ def _trip_count(loop: ir.Operation) -> int:
         return 1
       return int(np.array(ir.DenseIntElementsAttr(limit.operation.attributes['value'])).flat[0])
   return 1
-

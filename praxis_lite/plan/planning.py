@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from praxis_lite.errors import ConfigError
 from praxis_lite.explain.report import Explained, task_and_inputs
 from praxis_lite.layers.attention import MultiHeadAttention
@@ -24,13 +22,12 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory
+from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
 from praxis_lite.plan.cost import Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.memory import Memory, live_at_peak, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
-from praxis_lite.task import SingleTask
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.trees import leaves_by_path, path_name
@@ -176,9 +173,9 @@ def plan(
     notes.append(missing)
   report('tracing')
   partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh))
-  jaxpr, links = partitioned.trace_train_step(lambda constraint: None), Links(topology)
-  memory = analytic_memory(partitioned, state_bytes(partitioned), topology.target, jaxpr)
-  cost = analytic_cost(partitioned, topology.target, links, jaxpr, _compute_dtype(jax_task))
+  lowered = program_for(partitioned, topology)
+  memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
+  cost = analytic_cost(lowered, partitioned, topology, names)
   return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
 
 
@@ -246,11 +243,6 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
       repeats = next((math.prod(w.repeat_prefix) for p, w in weights.items() if p[: len(path)] == path), 1)
       attention += repeats * layer.num_heads * (layer.dims_per_head or 0) * length
   return ModelWork(parameters, active, tokens, *(tokens * (6.0 * multiplied + share * attention) for share in (12, 6)))
-
-
-def _compute_dtype(task: SingleTask) -> str:
-  dtype = jnp.dtype(task.model.fprop_dtype or jnp.float32)
-  return {'bfloat16': 'bf16', 'float16': 'f16'}.get(dtype.name, 'f32')
 
 
 def _bottleneck(cost: Cost, topology: Topology) -> str:
