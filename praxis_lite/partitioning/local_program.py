@@ -208,13 +208,13 @@ class _Reader:
   def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
     """None, where nothing moves."""
     operand, result = op.operands[0], op.results[0]
+    users = [use.owner.operation for use in result.uses]
     kind = op.name.partition('.')[2].replace('_', '-')
     sent, received = self._bytes(operand), self._bytes(result)
     axes: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     if op.name.startswith('sdy.'):
       axes = self._axes(op, kind)
-      users = [use.owner.operation for use in result.uses]
       if kind == 'all-reduce' and len(users) == 1 and users[0].name == 'sdy.all_slice':
         kind, received = 'reduce-scatter', self._bytes(users[0].results[0])
     else:
@@ -222,7 +222,8 @@ class _Reader:
       groups = tuple(map(tuple, np.array(ir.DenseIntElementsAttr(op.attributes[name])).tolist()))
     if not axes and not groups:
       return []
-    name = f'{within}/{_name(op)}'
+    # What JAX traced as a function of its own, such as a lookup, has the name of that function alone.
+    name = f'{within}/{next((name for name in map(_name, (op, *users)) if "/" in name), _name(op))}'
     return [LocalCollective(name, count, kind, axes, groups, sent, received, _dtype(result))]
 
   def _axes(self, op: ir.Operation, kind: str) -> tuple[str, ...]:
