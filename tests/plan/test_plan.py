@@ -160,9 +160,9 @@ def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
   assert state.slots == pytest.approx(2 * state.parameters, rel=0.01)
   matrices, tables = (7 / 8 * 4 * size for size in (LAYERS * MATRICES, 2 * VOCAB * D))
   assert sent(found, 'all-gather', phase='forward') == pytest.approx(matrices + tables, rel=0.01)
-  assert sent(found, 'all-gather', phase='recomputed') == pytest.approx(matrices, rel=0.01)
+  assert sent(found, 'all-gather') == pytest.approx(2 * matrices + tables, rel=0.01)
   assert sent(found, 'reduce-scatter') == pytest.approx(matrices + tables / 2, rel=0.01)
-  assert sent(found, 'all-reduce', layer='lm.embedding') == pytest.approx(tables, rel=0.01)
+  assert sent(found, 'all-reduce') == pytest.approx(tables, rel=0.05)  # That of the embedding's, and norms.
 
 
 def test_without_a_compiler_activations_that_are_summed_are_known():
