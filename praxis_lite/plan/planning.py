@@ -121,6 +121,7 @@ def plan(
   *,
   compile: bool = True,
   cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> Plan:
   """Returns what the train step of a task needs and takes on a topology.
@@ -131,6 +132,7 @@ def plan(
     topology: the chips, such as 'v5p:4x4x4'; see `plan/topology.py`.
     compile: False uses formulas alone, in a second.
     cache: a directory for compiled programs.
+    elsewhere: has another process compile the step into the cache; see `child.py`. None compiles it in this one.
     report: called with what begins: 'tracing', 'compiling'.
 
   Raises:
@@ -154,7 +156,12 @@ def plan(
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     try:
       step = compile_step(
-        partitioned.train_step, topology, layers=[*map(path_name, layers)], cache=cache, report=report
+        partitioned.train_step,
+        topology,
+        layers=[*map(path_name, layers)],
+        cache=cache,
+        elsewhere=elsewhere,
+        report=report,
       )
     except CompileError as error:
       is_refused = error.does_not_fit

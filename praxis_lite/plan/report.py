@@ -79,12 +79,12 @@ def _memory_table(plan: Plan) -> str:
   rows = [('memory on each device', 'bytes', 'share')]
   rows += [(name, format_bytes(size), f'{size / plan.memory.peak:.1%}') for name, size in kinds.items() if size > 0]
   live = [entry for entry in plan.memory.live if entry.bytes][:_MOST_ROWS]
-  text = _table(rows, right=(1, 2))
+  text = format_table(rows, right=(1, 2))
   if not live or plan.mode == 'analytic':
     return text
   at_peak = [('live at the peak', 'layer', 'phase', 'bytes', 'largest')]
   at_peak += [(e.kind, e.layer or '-', e.phase, format_bytes(e.bytes), e.largest) for e in live]
-  return f'{text}\n\n{_table(at_peak, right=(3,))}'
+  return f'{text}\n\n{format_table(at_peak, right=(3,))}'
 
 
 def _time_table(plan: Plan) -> str:
@@ -102,7 +102,7 @@ def _time_table(plan: Plan) -> str:
   ordered = sorted(layers.items(), key=lambda item: -item[1][0] - item[1][2])[:_MOST_ROWS]
   by_layer = [('layer', 'operations', 'FLOPs', 'exposed communication')]
   by_layer += [(n or '(no layer)', format_seconds(s), f'{f:.3g}', format_seconds(e)) for n, (s, f, e) in ordered]
-  return f'{_table(rows, right=(1, 2))}\n\n{_table(by_layer, right=(1, 2, 3))}'
+  return f'{format_table(rows, right=(1, 2))}\n\n{format_table(by_layer, right=(1, 2, 3))}'
 
 
 def _collectives_table(plan: Plan) -> str:
@@ -121,7 +121,7 @@ def _collectives_table(plan: Plan) -> str:
     sent = [format_bytes(total(found, f'{kind}_bytes')) for kind in ('fast', 'network')]
     times = [format_seconds(total(found, what)) for what in ('seconds', 'exposed')]
     rows.append((*key, str(sum(c.count for c in found)), *sent, *times))
-  lines = [_table(rows, right=(4, 5, 6, 7, 8))]
+  lines = [format_table(rows, right=(4, 5, 6, 7, 8))]
   if len(ordered) > _MOST_ROWS:
     rest = [c for _, found in ordered[_MOST_ROWS:] for c in found]
     lines.append(f'and {len(ordered) - _MOST_ROWS} more, {format_seconds(total(rest, "seconds"))}')
@@ -136,7 +136,8 @@ def format_seconds(seconds: float) -> str:
   return f'{seconds * 1e6:.3g} us' if seconds else '0 s'
 
 
-def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+def format_table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+  """Returns rows of cells, the first of them the head; columns in `right` end at the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   lines = [
     '  '.join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
