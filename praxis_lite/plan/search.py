@@ -26,6 +26,9 @@ from praxis_lite.plan.planning import Plan, plan
 from praxis_lite.plan.report import format_seconds, format_table
 from praxis_lite.plan.topology import Topology, parse_topology
 
+# Of overrides, what `plan` takes as `elsewhere`.
+Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
+
 # The search of neighbours ends when the best so many settings have none left that were not estimated.
 _MOST_PROMISING = 5
 # The share of the time that is for estimates.
@@ -81,7 +84,7 @@ def search(
   seconds: float = 480.0,
   batch_sizes: Sequence[int] = (),
   cache: Path | None = None,
-  elsewhere: Callable[[Sequence[str]], Callable[[], None]] | None = None,
+  elsewhere: Elsewhere | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> list[Ranked]:
   """Returns settings of an experiment on a topology, the best first.
@@ -92,7 +95,7 @@ def search(
     verify: how many settings are compiled, the experiment's own among them; 0: none.
     seconds: about how long to search; the experiment's own setting and one other are compiled in any case.
     batch_sizes: rows of a global batch to try beside those of the experiment.
-    elsewhere: of overrides, what `plan` takes as `elsewhere`.
+    elsewhere: has another process compile; see `Elsewhere`. None compiles in this one.
 
   Raises:
     ConfigError: `task` is not a config, or there is no such topology.
@@ -113,7 +116,7 @@ class _Search:
     topology: Topology,
     batch_sizes: Sequence[int],
     cache: Path | None,
-    elsewhere: Callable[[Sequence[str]], Callable[[], None]] | None,
+    elsewhere: Elsewhere | None,
     report: Callable[[str], object],
   ):
     self._config, self._fitted, self._topology = config, list(fitted), topology
