@@ -8,13 +8,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments, experiment_flags
+from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
+from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, searched, topologies_of
 from praxis_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
   from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
-  topology = parse_topology(values.topology)
-  if topology.target.kind == 'cpu':
-    simulate_cpu_devices(topology.num_devices)
+  topology, *others = map(parse_topology, topologies_of(values))
+  simulated = [t.num_devices for t in (topology, *others) if t.target.kind == 'cpu']
+  if simulated:
+    simulate_cpu_devices(max(simulated))
   else:
     leave_accelerators_alone()
     _start_quietly()
@@ -43,25 +45,30 @@ def _run(values: flags.FlagValues) -> int:
     return 0
   fitted = _made_to_fit(values, config, topology)
   with _live_line(topology.name) as report, _cache(values.cache) as cache:
+    job = PlanJob(values, config, topology, fitted, cache, report)
     if values.search:
-      return _search(values, config, topology, cache, report)
-    elsewhere = _elsewhere(values, topology, cache)(fitted)
-    found = plan(config, None, topology, compile=values.compile, cache=cache, elsewhere=elsewhere, report=report)
-  print(format_plan(found))
-  return 0 if found.fits else 1
+      text, fits = searched(job)
+    else:
+      elsewhere = job.elsewhere()
+      found = plan(config, None, topology, compile=values.compile, cache=cache, elsewhere=elsewhere, report=report)
+      text, fits = '\n\n'.join([format_plan(found), *more_about(job, found)]), found.fits
+  print(text)
+  return 0 if fits else 1
 
 
 def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: Topology) -> list[str]:
-  """Makes the mesh fit, unless --set says one; says so, and returns the overrides that do."""
+  """Makes the mesh fit, unless --set says one; says so, and returns the overrides that do. A search does so itself."""
   from praxis_lite.config.overrides import apply_overrides
   from praxis_lite.plan.fitting import made_to_fit
 
   if any('mesh_shape' in override for override in values.set):
     return []
   overrides, what = made_to_fit(config.task, topology)
-  apply_overrides(config.roots(), overrides)
   if what:
     print(f'{what}: {" ".join(f"--set {line!r}" for line in overrides)}', file=sys.stderr)
+  if values.search:
+    return []
+  apply_overrides(config.roots(), overrides)
   return overrides
 
 
@@ -73,38 +80,6 @@ def _cache(kept: bool) -> Iterator[Path]:
     return
   with tempfile.TemporaryDirectory() as directory:
     yield Path(directory)
-
-
-def _elsewhere(
-  values: flags.FlagValues, topology: Topology, cache: Path
-) -> Callable[[Sequence[str]], Callable[[], None] | None]:
-  """Of overrides beside --set, what has another process compile: see `plan/child.py`; None for simulated devices."""
-  from praxis_lite.plan.child import compile_in_child
-
-  def of(overrides: Sequence[str]) -> Callable[[], None] | None:
-    arguments = experiment_arguments(values, [*values.set, *overrides])
-    command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={topology.name}']
-    return None if topology.target.kind == 'cpu' else lambda: compile_in_child(command, cache)
-
-  return of
-
-
-def _search(
-  values: flags.FlagValues, config: ExperimentConfig, topology: Topology, cache: Path, report: Callable[[str], None]
-) -> int:
-  from praxis_lite.plan.search import format_search, search
-
-  found = search(
-    *(config, None, topology),
-    verify=values.verify if values.compile else 0,
-    seconds=values.search_seconds,
-    batch_sizes=[int(size) for size in values.batch_sizes],
-    cache=cache,
-    elsewhere=_elsewhere(values, topology, cache),
-    report=report,
-  )
-  print(format_search(found))
-  return 0 if found[0].fits else 1
 
 
 def _start_quietly() -> None:
@@ -153,19 +128,8 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_boolean('compile', True, analytic, flag_values=values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'
   flags.DEFINE_boolean('cache', True, cache, flag_values=values)
-  _search_flags(values)
+  define_flags(values)
   return values
-
-
-def _search_flags(values: flags.FlagValues) -> None:
-  search = 'Look for the best mesh, rematerialisation and microbatches, and compile the best few. Example: --search'
-  flags.DEFINE_boolean('search', False, search, flag_values=values)
-  verify = 'Of a search, how many settings are compiled. Example: --verify=10'
-  flags.DEFINE_integer('verify', 6, verify, lower_bound=0, flag_values=values)
-  seconds = 'Of a search, about how long it may take. Example: --search_seconds=1800'
-  flags.DEFINE_integer('search_seconds', 480, seconds, lower_bound=1, flag_values=values)
-  sizes = 'Of a search, rows of a batch to try, too; they change what is learned. Example: --batch_sizes=128,256'
-  flags.DEFINE_list('batch_sizes', [], sizes, flag_values=values)
 
 
 COMMAND = Command(

@@ -12,6 +12,7 @@ experiment's, unless other sizes are asked for: they change what is learned.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -186,7 +187,7 @@ class _Search:
     )
     estimate = self._estimates[setting]
     if found.mode == 'compiled' and estimate is not None:
-      self._correction.add(estimate, found)
+      self._correction.add(estimate, found, setting)
     if found.mode == 'compiled' or found.is_refused:
       self._verified[setting] = found
     else:
@@ -200,7 +201,7 @@ class _Search:
       if estimate is None:
         continue
       verified = self._verified.get(setting)
-      seconds, peak = self._correction(estimate)
+      seconds, peak = self._correction(estimate, setting)
       if verified is not None:
         seconds, peak = verified.step_seconds, float(verified.memory.peak)
       overrides = (*self._fitted, *overrides_of(self._knobs, setting))
@@ -216,26 +217,32 @@ class _Search:
 
 
 class Correction:
-  """What compiled programs differ from their estimates by, as factors: of operations, collectives and temporaries."""
+  """What compiled programs differ from their estimates by, as factors: of operations, collectives and temporaries.
+
+  For a setting, the factors are those of the compiled settings that differ from it in the fewest knobs.
+  """
 
   def __init__(self) -> None:
-    self._pairs: list[tuple[Plan, Plan]] = []
+    self._pairs: list[tuple[Setting, Plan, Plan]] = []
 
-  def add(self, estimate: Plan, compiled: Plan) -> None:
-    self._pairs.append((estimate, compiled))
+  def add(self, estimate: Plan, compiled: Plan, setting: Setting = ()) -> None:
+    self._pairs.append((setting, estimate, compiled))
 
-  def __call__(self, estimate: Plan) -> tuple[float, float]:
+  def __call__(self, estimate: Plan, setting: Setting = ()) -> tuple[float, float]:
     """Returns the corrected seconds of a step, and bytes on each device."""
-    communication = self._factor(lambda p: p.cost.exposed_seconds)
-    operations = self._factor(lambda p: p.cost.seconds - p.cost.exposed_seconds)
-    temporaries = self._factor(lambda p: p.memory.temporaries)
+    differences = [sum(a != b for a, b in zip(other, setting)) for other, _, _ in self._pairs]
+    near = [pair[1:] for pair, count in zip(self._pairs, differences) if count == min(differences)]
     exposed = estimate.cost.exposed_seconds
-    seconds = operations * (estimate.cost.seconds - exposed) + communication * exposed
+    seconds = _factor(near, lambda p: p.cost.exposed_seconds) * exposed
+    seconds += _factor(near, lambda p: p.cost.seconds - p.cost.exposed_seconds) * (estimate.cost.seconds - exposed)
+    temporaries = _factor(near, lambda p: p.memory.temporaries)
     return seconds, estimate.memory.peak + (temporaries - 1) * estimate.memory.temporaries
 
-  def _factor(self, what: Callable[[Plan], float]) -> float:
-    estimated, compiled = (sum(what(pair[i]) for pair in self._pairs) for i in (0, 1))
-    return compiled / estimated if estimated > 0 and compiled > 0 else 1.0
+
+def _factor(pairs: Sequence[tuple[Plan, Plan]], what: Callable[[Plan], float]) -> float:
+  """The geometric mean of how much more compiled programs have than their estimates say."""
+  ratios = [what(compiled) / what(estimate) for estimate, compiled in pairs if what(estimate) > 0 < what(compiled)]
+  return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
 
 
 def format_search(found: Sequence[Ranked], most: int = 12) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from praxis_lite.explain.report import task_and_inputs
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.knobs import Configured, Knob, batch_path, knobs_of, neighbours, overrides_of
+from praxis_lite.plan.knobs import Configured, batch_path, knobs_of
 from praxis_lite.plan.memory import state_bytes
 from praxis_lite.plan.planning import Plan, plan
 from praxis_lite.plan.report import format_table
@@ -32,6 +32,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 # Exposed communication below this share of a step is left alone.
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
+_MOST_COMBINED = 2
 _MOST_COMPILES = 2
 
 
@@ -202,36 +203,58 @@ class WhatIf:
 
   # ---------------------------------------------------------------- ways out
 
-  def ways_out(self, seconds: float = 90.0) -> list[Change]:
-    """Returns the nearest settings that fit, three at most: those that change least, the fastest of them first."""
-    end = time.monotonic() + seconds
+  def ways_out(self) -> list[Change]:
+    """Returns settings that fit, three at most: one change that is enough, or two; the fastest of them first.
+
+    Tried are the meshes next to this one, more rematerialisation, smaller moments, and as many microbatches, or as few
+    rows, as the temporaries need; then the last two together with those of the others that save most.
+    """
     capacity = self._planned.memory.capacity
-    knobs = [*knobs_of(self._config), *self._knobs_of_size()]
-    own = tuple(knob.own for knob in knobs)
-    seen, edge = {own}, [own]
-    fitting: list[Change] = []
-    while edge and len(fitting) < _MOST_WAYS and time.monotonic() < end:
-      level: list[tuple[float, tuple[object, ...]]] = []
-      for setting in [near for start in edge for near in neighbours(knobs, start) if near not in seen]:
-        if setting in seen or time.monotonic() > end:
-          continue
-        seen.add(setting)
-        overrides = overrides_of(knobs, setting)
-        change = self._estimated(', '.join(line.rpartition('.')[2] for line in overrides), overrides)
-        if change is not None:
-          fitting += [change] if change.peak <= capacity else []
-          level.append((change.peak, setting))
-      edge = [setting for _, setting in sorted(level, key=lambda pair: pair[0])[:3]]
+    alone: list[Change] = []
+    for overrides in self._single_changes():
+      alone += self._known(self._estimated(_in_words(overrides), overrides))
+    fitting = [change for change in alone if change.peak <= capacity]
+    for saving in [(), *(c.overrides for c in sorted(alone, key=lambda c: c.peak)[:_MOST_COMBINED])]:
+      if len(fitting) < _MOST_WAYS or not saving:
+        fitting += self._by_parts(saving)
     return sorted(fitting, key=lambda change: change.time or 0.0)[:_MOST_WAYS]
 
-  def _knobs_of_size(self) -> Iterator[Knob]:
+  def _single_changes(self) -> Iterator[tuple[str, ...]]:
+    for knob in knobs_of(self._config):
+      if not knob.paths[0].endswith('microbatches'):
+        values = knob.near(knob.own)
+        yield from (tuple(knob.overrides(v)) for v in values if not knob.paths[0].endswith('remat') or v == 'full')
     learner = self._config.task.train.learner
-    moments = list(MOMENTS)
-    yield Knob(('task.train.learner.moments',), learner.moments, lambda m: moments[moments.index(m) + 1 :][:1])
+    for dtype in MOMENTS[MOMENTS.index(learner.moments) + 1 :]:
+      yield (f'task.train.learner.moments={dtype}',)
     if learner.ema_decay:
-      yield Knob(('task.train.learner.ema_decay',), learner.ema_decay, lambda decay: [0.0] if decay else [])
-    if where := batch_path(self._config):
-      yield Knob(where[:1], where[1], lambda rows: [rows // 2] if rows % 2 == 0 else [])
+      yield ('task.train.learner.ema_decay=0.0',)
+
+  def _by_parts(self, others: tuple[str, ...]) -> list[Change]:
+    """The least number of microbatches, and the largest batch, that fit together with other changes, if any do."""
+    capacity, found = self._planned.memory.capacity, []
+    before = self._planned if not others and self._planned.mode == 'analytic' else self._analytic(others)
+    room = capacity - before.memory.state.total
+    if room <= 0:
+      return []
+    temporaries = self._correction(before)[1] - before.memory.state.total
+    parts = 2 ** max(math.ceil(math.log2(temporaries / room)), 1)
+    microbatches = [knob for knob in knobs_of(self._config) if knob.paths[0].endswith('microbatches')]
+    ways = [[knob.overrides(knob.own * n) for n in (parts, 2 * parts)] for knob in microbatches]
+    if (where := batch_path(self._config)) and where[1] >= 2 * parts:
+      ways.append([[f'{where[0]}={where[1] // n}'] for n in (parts, 2 * parts)])
+    for way in ways:
+      for lines in way:
+        overrides = (*others, *lines)
+        fits = [c for c in self._known(self._estimated(_in_words(overrides), overrides)) if c.peak <= capacity]
+        if fits:
+          found += fits
+          break
+    return found
+
+  @staticmethod
+  def _known(change: Change | None) -> list[Change]:
+    return [] if change is None else [change]
 
   # ---------------------------------------------------------------- communication
 
@@ -245,6 +268,10 @@ class WhatIf:
     fitting = [change for change in found if change is not None and change.peak <= planned.memory.capacity]
     best = min(fitting, key=lambda change: change.time or 1.0, default=None)
     return best if best is not None and (best.time or 1.0) < 0.98 else None
+
+
+def _in_words(overrides: Sequence[str]) -> str:
+  return ', '.join(line.rpartition('.')[2] for line in overrides)
 
 
 def _size(change: Change) -> int:
