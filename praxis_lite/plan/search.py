@@ -82,6 +82,7 @@ def search(
   topology: str | Topology,
   *,
   verify: int = 6,
+  estimates: int = 200,
   seconds: float = 480.0,
   batch_sizes: Sequence[int] = (),
   cache: Path | None = None,
@@ -94,6 +95,7 @@ def search(
     task: a config of a task, an experiment class, or what `configure` made of one.
     inputs, topology, cache, report: as of `plan`.
     verify: how many settings are compiled, the experiment's own among them; 0: none.
+    estimates: how many settings are estimated at most.
     seconds: about how long to search; the experiment's own setting and one other are compiled in any case.
     batch_sizes: rows of a global batch to try beside those of the experiment.
     elsewhere: has another process compile; see `Elsewhere`. None compiles in this one.
@@ -106,7 +108,7 @@ def search(
   config = Configured.of(task, inputs)
   fitted, _ = made_to_fit(config.task, topology)
   found = _Search(config.with_overrides(fitted), fitted, topology, batch_sizes, cache, elsewhere, report)
-  return found.run(verify, seconds)
+  return found.run(verify, estimates, seconds)
 
 
 class _Search:
@@ -129,7 +131,7 @@ class _Search:
     self._failed: dict[Setting, str] = {}
     self._correction = Correction()
 
-  def run(self, verify: int, seconds: float) -> list[Ranked]:
+  def run(self, verify: int, estimates: int, seconds: float) -> list[Ranked]:
     start = time.monotonic()
     own = self._estimate(self._own, must=True)
     assert own is not None
@@ -138,7 +140,7 @@ class _Search:
       verify = 0
     if verify:
       longest = self._verify(self._own)
-    self._explore(start + _FOR_ESTIMATES * seconds)
+    self._explore(estimates, start + _FOR_ESTIMATES * seconds)
     while len(self._verified) + len(self._failed) < verify:
       left = [(s, ranked) for s, ranked in self._ranked() if s not in self._verified and s not in self._failed]
       in_time = time.monotonic() + longest < start + seconds or len(self._verified) < 2
@@ -147,17 +149,21 @@ class _Search:
       longest = max(longest, self._verify(left[0][0]))
     return [ranked for _, ranked in self._ranked()]
 
-  def _explore(self, end: float) -> None:
+  def _explore(self, most: int, end: float) -> None:
     """Estimates the neighbours of the most promising settings, until these have no others."""
     expanded: set[Setting] = set()
-    while time.monotonic() < end:
+
+    def may_go_on() -> bool:
+      return len(self._estimates) < most and time.monotonic() < end
+
+    while may_go_on():
       promising = [setting for setting, _ in self._ranked(by_estimate=True)[:_MOST_PROMISING]]
       unexpanded = [setting for setting in promising if setting not in expanded]
       if not unexpanded:
         break
       expanded.add(unexpanded[0])
       for setting in neighbours(self._knobs, unexpanded[0]):
-        if setting not in self._estimates and time.monotonic() < end:
+        if setting not in self._estimates and may_go_on():
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
