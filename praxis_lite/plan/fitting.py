@@ -56,8 +56,11 @@ def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, 
 
 
 def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
-  """The largest of the mesh axes that split the rows of a batch, or of all, if the task does not say."""
+  """The largest of the mesh axes that split the rows of a batch, or of all, if the task does not say.
+
+  Of several as large, it is the one that is named 'data', which by convention splits the weights, too.
+  """
   mapping: Mapping[str, Any] = task.train.inputs_split_mapping or {}
   rows = {axis for entries in mapping.values() if entries for axis in all_axes(tuple(entries)[:1])}
   batch = [name for name in sizes if name in rows] or list(sizes)
-  return max(batch, key=lambda name: sizes[name])
+  return max(batch, key=lambda name: (sizes[name], name == 'data'))

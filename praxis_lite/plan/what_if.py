@@ -33,6 +33,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
+_MOST_GROWTH = 4
 _MOST_COMPILES = 2
 
 
@@ -172,7 +173,8 @@ class WhatIf:
       sizes[guess] = found.peak
       if found.peak <= capacity and (best is None or guess > _size(best)):
         best = found
-      guess = _on_the_line(sizes, capacity) // step * step
+      # A line through small sizes may lead far away.
+      guess = min(_on_the_line(sizes, capacity), _MOST_GROWTH * max(sizes)) // step * step
       if guess in sizes or guess < step:
         break
     if best is None or self._planned.mode != 'compiled':

@@ -1,5 +1,6 @@
 """Searches, what-if, comparisons, meshes made to fit and prices, of a small language model; nothing is compiled."""
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -69,6 +70,7 @@ def test_settings_next_to_one_differ_in_one_knob():
   assert overrides_of(knobs, own) == []
 
 
+@pytest.mark.slow
 def test_a_search_ranks_settings_and_says_how_to_have_them():
   config = small_lm((8, 1, 1), remat='full')
   found = search(config, None, 'h100:1x8', verify=0, estimates=5, seconds=600)
@@ -104,8 +106,6 @@ def test_estimates_are_corrected_by_the_nearest_setting_that_was_compiled(planne
 
 def _slower(planned, factor):
   """The plan, with this factor more time and temporaries, as if a compiler had said so."""
-  import dataclasses
-
   cost, memory = planned.cost, planned.memory
   collectives = tuple(dataclasses.replace(c, exposed=factor * c.exposed) for c in cost.collectives)
   cost = dataclasses.replace(cost, seconds=factor * cost.seconds, collectives=collectives)
@@ -135,6 +135,7 @@ def test_what_other_moments_save_is_exact(planned):
   assert again.memory.state.total - planned.memory.state.total == changes['moments in int8'].peak - planned.memory.peak
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
   config = Configured.of(small_lm((1, 4, 2)))
   largest = WhatIf(config, planned).largest_batch()
@@ -145,6 +146,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
   assert not plan(more.explained, None, 'h100:1x8', compile=False).fits
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_has_ways_out():
   config = Configured.of(small_lm((1, 1, 1))).with_overrides(['datasets[0].batch_size=262144'])
   found = plan(config.explained, None, 'h100:1', compile=False)
@@ -180,7 +182,10 @@ def test_the_better_of_two_plans_is_named_with_its_reason(planned):
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_prints_them(capsys):
+@pytest.mark.slow
+def test_the_command_prints_them(capsys, monkeypatch):
+  monkeypatch.setattr(WhatIf, 'largest_batch', lambda self: None)  # These take seconds, and are tested above.
+  monkeypatch.setattr(WhatIf, 'largest_length', lambda self: None)
   named = ['plan', '--exp=lm.SyntheticLmTiny', '--topology=h100:1x8', '--nocompile']
   changes = ['--compare=task.ici_mesh_shape=(8,1,1)', '--what_if', '--tokens=1e9', '--price_per_chip_hour=2']
   assert main([*named, *changes]) == 0
@@ -191,6 +196,10 @@ def test_the_command_prints_them(capsys):
   assert re.search(r'is better: |both take the same time', out)
   assert main([*named, '--search', '--search_seconds=1']) == 0
   assert 'that were looked at' in capsys.readouterr().out
+
+
+def test_bad_sizes_are_told(capsys):
+  named = ['plan', '--exp=lm.SyntheticLmTiny', '--topology=h100:1x8', '--nocompile']
   assert main([*named, '--search', '--batch_sizes=big']) == 2
   assert '--batch_sizes: expected numbers of rows' in capsys.readouterr().err
 
@@ -221,8 +230,6 @@ def test_a_compiler_without_memory_is_told(tmp_path):
 
 
 def test_a_refusal_of_another_process_is_that_of_this_one(planned, tmp_path):
-  import dataclasses
-
   refused = dataclasses.replace(planned, is_refused=True, notes=('no room; the numbers are analytic',))
   says_so = killed_by(f'print({child.outcome_of(refused)!r})')
   with pytest.raises(compilers.CompileError, match='no room') as error:
