@@ -21,6 +21,7 @@ from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.labels import check_labels
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars, weighted_mean
 
@@ -72,7 +73,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     self.decoder: Sampler = self.decoder_tpl.instantiate()
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if the data has ids that are not in the vocabulary."""
+    """Raises a `ConfigError` if the data has ids or labels that are not in the vocabulary."""
     size = getattr(data, 'vocab_size', None)
     if size is None:
       size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
@@ -81,6 +82,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
       raise ConfigError(
         f'{data.label}: its ids go up to {size - 1}, but task.model.vocab_size is {known}; it must be at least {size}'
       )
+    if known is not None and 'prompt_lengths' not in batch:  # After a prompt, ids may be any.
+      ids: dict[str, np.ndarray] = {name: np.asarray(batch[name]) for name in ('ids', 'labels') if name in batch}
+      check_labels(data, ids, batch, 'task.model.vocab_size', known)
 
   # ---------------------------------------------------------------- training and evaluation
 

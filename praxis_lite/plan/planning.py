@@ -26,7 +26,7 @@ from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory,
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
 from praxis_lite.plan.cost import Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
-from praxis_lite.plan.memory import Memory, live_at_peak, state_bytes
+from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -174,6 +174,7 @@ def plan(
         state_bytes(partitioned),
         *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
         live=live_at_peak(program, names),
+        over_time=live_over_time(program),
       )
       return _planned(partitioned, topology, step, memory, cost, _doubts(cost))
   elif compile:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jax
 
+from praxis_lite.checkpoints import Step
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.runtime.checkpoints import Step
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
@@ -69,7 +69,9 @@ def run_decode(
   config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not datasets.inputs:
-    raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
+    raise ConfigError(
+      'decode_datasets(): there is no input to decode; to continue a text, pass --prompt, or --prompt_ids'
+    )
   model = restore_model(
     config,
     job_log_dir,
