@@ -32,8 +32,9 @@ Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
 # The search of neighbours ends when the best so many settings have none left that were not estimated.
 _MOST_PROMISING = 5
-# The share of the time that is for estimates.
+# The share of the time that is for estimates, and how many there are in any case.
 _FOR_ESTIMATES = 0.4
+_LEAST_ESTIMATES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,8 @@ class _Search:
     expanded: set[Setting] = set()
 
     def may_go_on() -> bool:
-      return len(self._estimates) < most and time.monotonic() < end
+      count = len(self._estimates)
+      return count < most and (count < _LEAST_ESTIMATES or time.monotonic() < end)
 
     while may_go_on():
       promising = [setting for setting, _ in self._ranked(by_estimate=True)[:_MOST_PROMISING]]
