@@ -73,7 +73,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def searched(job: PlanJob) -> tuple[str, bool]:
   """Returns the table of a search, and whether anything fits."""
-  from praxis_lite.plan.search import format_search, search
+  from praxis_lite.plan.searching import format_search, search
 
   sizes = job.values.batch_sizes
   if wrong := [size for size in sizes if not size.strip().isdecimal() or not int(size)]:

@@ -26,7 +26,7 @@ from praxis_lite.plan.knobs import Configured, batch_path, knobs_of
 from praxis_lite.plan.memory import state_bytes
 from praxis_lite.plan.planning import Plan, plan
 from praxis_lite.plan.report import format_table
-from praxis_lite.plan.search import Correction, Elsewhere
+from praxis_lite.plan.searching import Correction, Elsewhere
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 # Exposed communication below this share of a step is left alone.

@@ -17,7 +17,7 @@ from praxis_lite.plan.compare import verdict
 from praxis_lite.plan.fitting import fitted_mesh, made_to_fit
 from praxis_lite.plan.knobs import Configured, knobs_of, neighbours, overrides_of
 from praxis_lite.plan.price import price_of
-from praxis_lite.plan.search import Correction, format_search, search
+from praxis_lite.plan.searching import Correction, format_search, search
 from praxis_lite.plan.what_if import WhatIf
 
 
