@@ -126,12 +126,14 @@ def _other_plan(job: PlanJob) -> Plan:
   from praxis_lite import registry
   from praxis_lite.config.overrides import apply_overrides
   from praxis_lite.experiment import configure
-  from praxis_lite.plan import parse_topology, plan
+  from praxis_lite.plan import calibrated, calibration_file, parse_topology, plan
   from praxis_lite.plan.fitting import made_to_fit
 
   named = {part.partition('=')[0]: part.partition('=')[2] for part in job.values.compare if _names(part)}
   overrides = [part for part in job.values.compare if not _names(part)]
-  topology = parse_topology(named['topology']) if 'topology' in named else job.topology
+  topology = job.topology
+  if 'topology' in named:
+    topology = calibrated(parse_topology(named['topology']), calibration_file())
   if 'exp' in named:
     config = configure(registry.get(named['exp']))
     arguments = [f'--exp={named["exp"]}']
