@@ -33,7 +33,9 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-_MOST_GROWTH = 4
+# A line through small sizes may lead far away: how much larger the next one is at most, and how many there are.
+_MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
+_MOST_SIZES = 6
 _MOST_COMPILES = 2
 
 
@@ -161,20 +163,19 @@ class WhatIf:
     return self._largest('seq_len', length, 128, lambda size: [f'{path}={size}' for path in paths])
 
   def _largest(self, what: str, size: int, step: int, overrides: Callable[[int], list[str]]) -> Change | None:
-    """Follows the line through two sizes to the capacity, twice; then compiles what that says, at most twice."""
+    """Follows the line through two sizes to the capacity; then compiles what that says, at most twice."""
     capacity = self._planned.memory.capacity
     sizes = {size: self._correction(self._own)[1]}
     best: Change | None = None
     guess = 2 * size
-    for _ in range(4):
+    for _ in range(_MOST_SIZES):
       found = self._estimated(f'{what} {guess:,}', overrides(guess))
       if found is None:
         break
       sizes[guess] = found.peak
       if found.peak <= capacity and (best is None or guess > _size(best)):
         best = found
-      # A line through small sizes may lead far away.
-      guess = min(_on_the_line(sizes, capacity), _MOST_GROWTH * max(sizes)) // step * step
+      guess = min(_on_the_line(sizes, capacity), _MOST_GROWTH[what] * max(sizes)) // step * step
       if guess in sizes or guess < step:
         break
     if best is None or self._planned.mode != 'compiled':
