@@ -5,5 +5,6 @@ from praxis_lite.plan.cost import Communication, Cost, Operation
 from praxis_lite.plan.memory import Memory
 from praxis_lite.plan.planning import Plan, plan
 from praxis_lite.plan.report import format_plan
+from praxis_lite.plan.searching import Ranked, format_search, search
 from praxis_lite.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.plan.topology import Topology, parse_topology

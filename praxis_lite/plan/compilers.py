@@ -163,6 +163,7 @@ def compile_step(
   *,
   layers: Sequence[str] = (),
   cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> CompiledStep:
   """Returns a step, compiled for the devices of its mesh, or as an earlier plan compiled it.
@@ -171,6 +172,7 @@ def compile_step(
     step: on a mesh of the devices of `topology`.
     layers: paths of the layers of the model.
     cache: a directory of programs; None keeps none.
+    elsewhere: has another process compile the step, if it is not in the cache, and leave it there.
     report: called with what begins: 'tracing', 'compiling'.
 
   Raises:
@@ -180,12 +182,13 @@ def compile_step(
   with _as_if_with_cudnn():
     lowered = step.lower()
   file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
-  if file is not None and file.is_file():
-    try:
-      return CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
-    except (OSError, ValueError, TypeError):
-      pass  # It is compiled again, and replaced.
+  if kept := _read(file):
+    return kept
   report('compiling')
+  if elsewhere is not None:
+    elsewhere()
+    if kept := _read(file):
+      return dataclasses.replace(kept, is_cached=False)
   start = time.perf_counter()
   try:
     compiled, text = _compiled(lowered, topology)
@@ -267,6 +270,14 @@ def _version(package: str) -> str:
     return metadata.version(package)
   except metadata.PackageNotFoundError:
     return ''
+
+
+def _read(file: Path | None) -> CompiledStep | None:
+  """None if there is no such program, or it cannot be read; then it is compiled again, and replaced."""
+  try:
+    return None if file is None else CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
+  except (OSError, ValueError, TypeError, EOFError):
+    return None
 
 
 def _write(file: Path, step: CompiledStep) -> None:

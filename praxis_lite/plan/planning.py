@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from praxis_lite.errors import ConfigError
 from praxis_lite.explain.report import Explained, task_and_inputs
 from praxis_lite.layers.attention import MultiHeadAttention
@@ -24,13 +22,12 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory
+from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
 from praxis_lite.plan.cost import Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
-from praxis_lite.task import SingleTask
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.trees import leaves_by_path, path_name
@@ -124,6 +121,7 @@ def plan(
   *,
   compile: bool = True,
   cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> Plan:
   """Returns what the train step of a task needs and takes on a topology.
@@ -134,6 +132,7 @@ def plan(
     topology: the chips, such as 'v5p:4x4x4'; see `plan/topology.py`.
     compile: False uses formulas alone, in a second.
     cache: a directory for compiled programs.
+    elsewhere: has another process compile the step into the cache; see `child.py`. None compiles it in this one.
     report: called with what begins: 'tracing', 'compiling'.
 
   Raises:
@@ -157,7 +156,12 @@ def plan(
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     try:
       step = compile_step(
-        partitioned.train_step, topology, layers=[*map(path_name, layers)], cache=cache, report=report
+        partitioned.train_step,
+        topology,
+        layers=[*map(path_name, layers)],
+        cache=cache,
+        elsewhere=elsewhere,
+        report=report,
       )
     except CompileError as error:
       is_refused = error.does_not_fit
@@ -177,9 +181,9 @@ def plan(
     notes.append(missing)
   report('tracing')
   partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh))
-  jaxpr, links = partitioned.trace_train_step(lambda constraint: None), Links(topology)
-  memory = analytic_memory(partitioned, state_bytes(partitioned), topology.target, jaxpr)
-  cost = analytic_cost(partitioned, topology.target, links, jaxpr, _compute_dtype(jax_task))
+  lowered = program_for(partitioned, topology)
+  memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
+  cost = analytic_cost(lowered, partitioned, topology, names)
   return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
 
 
@@ -249,11 +253,6 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
       repeats = next((math.prod(w.repeat_prefix) for p, w in weights.items() if p[: len(path)] == path), 1)
       attention += repeats * layer.num_heads * (layer.dims_per_head or 0) * length
   return ModelWork(parameters, active, tokens, *(tokens * (6.0 * multiplied + share * attention) for share in (12, 6)))
-
-
-def _compute_dtype(task: SingleTask) -> str:
-  dtype = jnp.dtype(task.model.fprop_dtype or jnp.float32)
-  return {'bfloat16': 'bf16', 'float16': 'f16'}.get(dtype.name, 'f32')
 
 
 def _bottleneck(cost: Cost, topology: Topology) -> str:
