@@ -99,4 +99,3 @@ def test_what_bounds_decoding_is_no_size_of_the_model():
   small = small_task(config.task, batch_of(config.datasets))
   assert small.config.model.decoder_tpl.max_decode_steps == 8
   assert small.config.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size == 8
-  assert max(small.sizes.values()) <= 512
