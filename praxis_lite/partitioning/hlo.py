@@ -39,7 +39,9 @@ _SPACE = re.compile(r'S\((\d+)\)')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
-_MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}')
+_MESH_GROUPS = re.compile(
+  r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}'
+)
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -270,19 +272,24 @@ def channel_of(instruction: Instruction) -> str:
 def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
   """The groups of devices that a collective communicates in; pairs (from, to) of a collective-permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
-    shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    if iota[3]:
-      ids = ids.transpose([int(n) for n in iota[3].split(',')])
-    return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
+    groups = int(iota[1].partition(',')[0])
+    return tuple(map(tuple, _iota(iota[2], iota[3]).reshape(groups, -1).tolist()))
   if named := _MESH_GROUPS.search(instruction.attributes):
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
-    over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", named[2]) if name in sizes]
-    ids = np.moveaxis(np.arange(math.prod(sizes.values())).reshape(*sizes.values()), over, range(-len(over), 0))
+    over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", named[4]) if name in sizes]
+    ids = _iota(named[2], named[3]) if named[2] else np.arange(math.prod(sizes.values()))
+    ids = np.moveaxis(ids.reshape(*sizes.values()), over, range(-len(over), 0))
     return tuple(map(tuple, ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(over) :])).tolist()))
   listed = _LISTED_GROUPS.search(instruction.attributes)
   found = re.findall(r'\{([\d,]+)\}', listed[1]) if listed else []
   return tuple(tuple(int(n) for n in group.split(',')) for group in found) or (tuple(range(num_devices)),)
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+  """The ids of '16,4', transposed by '1,0'."""
+  sizes = [int(n) for n in dims.split(',')]
+  ids = np.arange(math.prod(sizes)).reshape(sizes)
+  return ids.transpose([int(n) for n in permutation.split(',')]) if permutation else ids
 
 
 def _shape(text: str) -> Shape:

@@ -215,11 +215,13 @@ def test_groups_in_all_spellings():
   assert groups_of(listed, 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
 
   def named(axes):
-    text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4] {axes}")
+    text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4]{axes}")
     return parse(text).entry.instructions[2]
 
-  assert groups_of(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
-  assert groups_of(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+  assert groups_of(named(" {'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
+  assert groups_of(named(" {'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+  # GPU: the devices of the mesh in another order, [[0, 4], [1, 5], [2, 6], [3, 7]] as [2, 4].
+  assert groups_of(named(", device_ids=([2,4]T(1,0)) {'b'}"), 8) == ((0, 4, 1, 5), (2, 6, 3, 7))
   assert groups_of(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or groups_of(iota, 8) == (
     (0, 2),
     (4, 6),
