@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,28 @@ def model_flops(partitioned: PartitionedTask) -> float:
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
   """Returns the operations of one call: of the most expensive branch of a `cond`, and of one round of a `while`."""
   return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def flops_by_scope(jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '') -> Iterator[tuple[str, float]]:
+  """Yields for each product the scopes that it is in, as in 'jvp(lm)/ff', and its operations; of a `cond` all branches."""
+  for equation in jaxpr.eqns:
+    params, name = equation.params, '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
+    below = [inner for inner in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(inner)]
+    if not below or equation.primitive.name == 'dot_general':
+      if flops := _equation_flops(equation):
+        yield name, flops
+      continue
+    times = _times(equation)
+    for inner in below:
+      yield from ((at, times * flops) for at, flops in flops_by_scope(inner, name))
+
+
+def _times(equation: core.JaxprEqn) -> float:
+  """How often the equations below one run, over all devices."""
+  params = equation.params
+  if equation.primitive.name == 'shard_map':  # Inside, shapes are those of one device.
+    return math.prod(params['mesh'].shape[axis] for axis in params['newly_manual_axes'])
+  return params['length'] if equation.primitive.name == 'scan' else 1
 
 
 def _equation_flops(equation: core.JaxprEqn) -> float:
@@ -57,12 +80,7 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
   if name == 'cond':
     return max(count_flops(branch) for branch in params['branches'])
   below = sum(count_flops(jaxpr) for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr))
-  if name == 'scan':
-    return below * params['length']
-  if name == 'shard_map':  # Inside, shapes are those of one device.
-    sizes, mapped = params['mesh'].shape, params['newly_manual_axes']
-    return below * math.prod(sizes[axis] for axis in mapped)
-  return below
+  return below * _times(equation)
 
 
 def _is_jaxpr(value: object) -> bool:
