@@ -9,32 +9,76 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.errors import UserError
 
+if TYPE_CHECKING:
+  from praxis_lite.plan import Plan, Topology
+
 
 def _run(values: flags.FlagValues) -> int:
+  if values.check:
+    _named_by_snapshot(values)
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
   from praxis_lite.plan import format_plan, parse_topology, plan
-  from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
   topology = parse_topology(values.topology)
+  prepare(topology)
+  config = configured_experiment(values)
+  cache = cache_of_plans()
+  with _live_line(topology.name) as report:
+    found = plan(config, None, topology, compile=values.compile, cache=cache if values.cache else None, report=report)
+  print(format_plan(found, every_cause=values.why))
+  return 0 if _guarded(values, found) and found.fits else 1
+
+
+def _named_by_snapshot(values: flags.FlagValues) -> None:
+  """Takes what --check names, the experiment, its overrides and the chips, from the snapshot, where no flag says it."""
+  from praxis_lite.plan.snapshot import read
+
+  kept = read(Path(values.check))
+  values.topology = values.topology or kept.topology
+  if not values.exp and not values.job_log_dir:
+    values.exp, values.set = kept.experiment, [*kept.overrides, *values.set]
+
+
+def _guarded(values: flags.FlagValues, found: Plan) -> bool:
+  """Writes a snapshot of a plan, and compares it with an earlier one; False if it has become worse."""
+  from praxis_lite.plan.snapshot import differences, keep, read, snapshot_of
+
+  new = snapshot_of(found, values.exp or '', values.set)
+  worse = differences(read(Path(values.check)), new) if values.check else []
+  if values.check:
+    text = 'is as it was, or better' if not worse else '\n  '.join(['has become worse:', *worse])
+    print(f'\n{values.check}: the step {text}')
+  if values.snapshot:
+    keep(new, Path(values.snapshot))
+    print(f'\nwrote {values.snapshot}')
+  return not worse
+
+
+def prepare(topology: Topology) -> None:
+  """Makes JAX ready to plan for some chips; before anything uses a device."""
+  from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
+
+  if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
+    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # XLA's partitioner warns of what it does badly: the plan explains it.
   if topology.target.kind == 'cpu':
     simulate_cpu_devices(topology.num_devices)
   else:
     leave_accelerators_alone()
     _start_quietly()
-  config = configured_experiment(values)
-  cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
-  with _live_line(topology.name) as report:
-    found = plan(config, None, topology, compile=values.compile, cache=cache if values.cache else None, report=report)
-  print(format_plan(found))
-  return 0 if found.fits else 1
+
+
+def cache_of_plans() -> Path:
+  """The directory of compiled programs."""
+  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
 
 
 def _start_quietly() -> None:
@@ -83,6 +127,12 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_boolean('compile', True, analytic, flag_values=values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'
   flags.DEFINE_boolean('cache', True, cache, flag_values=values)
+  why = 'Print the cause of each collective, and all surprises. Example: --why'
+  flags.DEFINE_boolean('why', False, why, flag_values=values)
+  keep = 'Write weights, memory and collectives to a file, for --check. Example: --snapshot=plans/8b.txt'
+  flags.DEFINE_string('snapshot', None, keep, flag_values=values)
+  check = 'Exit with 1 if the step has become worse than in a snapshot; its experiment and chips are the default.'
+  flags.DEFINE_string('check', None, f'{check} Example: --check=plans/8b.txt', flag_values=values)
   return values
 
 

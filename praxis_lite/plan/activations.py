@@ -45,7 +45,8 @@ def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Ex
   sizes = tuple(n for n in e.mesh_sizes.values() if n > 1)
   dims = [d for d in e.dims if d.size != 1]
   parts = [parts_of(d.size, sizes) for d in dims]
-  shapes: dict[Shape, int] = {
+  fitting = [s for s in seen if len(s) == len(dims) and all(size in fits for size, fits in zip(s, parts))]
+  shapes = {s: seen[s] for s in fitting}
     s: n for s, n in seen.items() if len(s) == len(dims) and all(a in p for a, p in zip(s, parts))
   }
   if not shapes:

@@ -99,6 +99,6 @@ class Dataflow:
 
 
 def argument_path(op_name: str) -> str:
-  """'mdl_vars.lm.softmax.w' of the name that JAX gives an argument of a step, "state.mdl_vars['lm']['softmax']['w']"."""
+  """'mdl_vars.lm.out.w' of the name that JAX gives an argument of a step, "state.mdl_vars['lm']['out']['w']"."""
   name = op_name.replace('\\', '').removeprefix('state.')
   return '.'.join(re.findall(r"[^\[\]'.]+", name))

@@ -26,7 +26,7 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """By how much a step may become worse, as shares of what it was; of all bytes, a new collective may send `sent` / 50."""
+  """By how much a step may become worse, as shares of what it was. A new collective may send `sent` / 50 of all bytes."""
 
   memory: float = 0.05
   sent: float = 0.05
@@ -248,7 +248,8 @@ def _weights(kept: Mapping[str, Weight], new: Mapping[str, Weight]) -> Iterator[
     if before is None or now is None:
       yield f'{path}: {"it is new" if before is None else "it is gone"}'
     elif (before.shape, before.split) != (now.shape, now.split):
-      yield f'{path}: it was {before.shape} split ({before.split}), and is {now.shape} split ({now.split}): {now.fields}'
+      was, is_now = (f'{weight.shape} split ({weight.split})' for weight in (before, now))
+      yield f'{path}: it was {was}, and is {is_now}: {now.fields}'
 
 
 def _memory_growth(kept: Snapshot, new: Snapshot, limits: Limits) -> Iterator[str]:

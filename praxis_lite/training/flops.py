@@ -36,7 +36,7 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
 
 
 def flops_by_scope(jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '') -> Iterator[tuple[str, float]]:
-  """Yields for each product the scopes that it is in, as in 'jvp(lm)/ff', and its operations; of a `cond` all branches."""
+  """Yields for each product its scopes, as in 'jvp(lm)/ff', and its operations; of a `cond` those of all branches."""
   for equation in jaxpr.eqns:
     params, name = equation.params, '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
     below = [inner for inner in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(inner)]
