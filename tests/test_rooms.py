@@ -35,8 +35,9 @@ NEVER = {
   'explain': {'inputs'},
   'verification': {'inputs', 't5x'},
   'plan': {'inputs', 'verification', 't5x'},
-  'runtime': {'explain', 'verification', 'plan', 't5x'},
-  'hf': {'explain', 'verification', 'plan', 't5x'},
+  'testing': {'inputs', 'verification', 't5x'},
+  'runtime': {'explain', 'verification', 'plan', 'testing', 't5x'},
+  'hf': {'explain', 'verification', 'plan', 'testing', 't5x'},
 }
 
 

@@ -47,8 +47,6 @@ def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Ex
   parts = [parts_of(d.size, sizes) for d in dims]
   fitting = [s for s in seen if len(s) == len(dims) and all(size in fits for size, fits in zip(s, parts))]
   shapes = {s: seen[s] for s in fitting}
-    s: n for s, n in seen.items() if len(s) == len(dims) and all(a in p for a, p in zip(s, parts))
-  }
   if not shapes:
     return e
   declared = tuple(d.local for d in dims)

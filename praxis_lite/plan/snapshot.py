@@ -26,7 +26,7 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """By how much a step may become worse, as shares of what it was. A new collective may send `sent` / 50 of all bytes."""
+  """Shares by which a step may become worse; a new collective may send `sent` / 50 of all bytes."""
 
   memory: float = 0.05
   sent: float = 0.05
