@@ -40,12 +40,12 @@ def assert_plan_matches(
   Raises:
     AssertionError: it is worse by more than the limits; the message names layers and fields. Or there is no snapshot.
   """
-  found, path = plan(task, inputs, topology, compile=compile, cache=cache), Path(path)
-  new = snapshot_of(found)
-  if os.environ.get('UPDATE_GOLDEN') == '1':
-    keep(new, path)
-  if not path.exists():
+  path, updates = Path(path), os.environ.get('UPDATE_GOLDEN') == '1'
+  if not updates and not path.exists():
     raise AssertionError(f'{path} is missing; UPDATE_GOLDEN=1 writes it')
+  new = snapshot_of(plan(task, inputs, topology, compile=compile, cache=cache))
+  if updates:
+    keep(new, path)
   worse = differences(read(path), new, limits)
   if worse:
     raise AssertionError('\n'.join([f'{path}:', *worse, 'if that is meant, UPDATE_GOLDEN=1 records it']))

@@ -43,9 +43,9 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
   from praxis_lite.plan.snapshot import read
 
   kept = read(Path(values.check))
-  values.topology = values.topology or kept.topology
+  values['topology'].value = values.topology or kept.topology
   if not values.exp and not values.job_log_dir:
-    values.exp, values.set = kept.experiment, [*kept.overrides, *values.set]
+    values['exp'].value, values['set'].value = kept.experiment, [*kept.overrides, *values.set]
 
 
 def _guarded(values: flags.FlagValues, found: Plan) -> bool:

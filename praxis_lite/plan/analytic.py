@@ -12,6 +12,7 @@ the compiler moves besides, and what overlaps; nothing does here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +21,9 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from praxis_lite.explain.report import parameter_table
 from praxis_lite.partitioning.specs import all_axes
+from praxis_lite.plan.cause import Cause, Reason
 from praxis_lite.plan.cost import Communication, Cost, Operation
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.memory import Live, Memory, StateBytes
@@ -68,6 +71,9 @@ def _collectives(task: PartitionedTask, links: Links, dtype: str) -> Iterator[Co
   mesh, batch = dict(task.mesh.shape), _batch_axes(task)
   compute_size = 2 if dtype in ('bf16', 'f16') else 4
   shapes, specs = (leaves_by_path(tree.mdl_vars) for tree in (task.state_shapes, task.state_specs))
+  fields = {
+    e.path: tuple(dict.fromkeys(d.source for d in e.dims if d.axes)) for e in parameter_table(task.jax_task, mesh)
+  }
   for path, local in _trained(task):
     size, layer = shapes[path].dtype.itemsize, path_name(path[:-1])
     split = tuple(a for a in batch if a in all_axes(specs[path]))
@@ -75,11 +81,19 @@ def _collectives(task: PartitionedTask, links: Links, dtype: str) -> Iterator[Co
     gathered = local // size * math.prod(mesh[a] for a in split)
     if split:
       part, result = (count * compute_size for count in (local // size, gathered))
+      cause = Cause(Reason.WEIGHT, (layer,), fields[path_name(path)])
       for phase in ('forward', 'backward'):
-        yield _communication(links, mesh, 'all-gather', layer, phase, split, part, result, dtype)
-      yield _communication(links, mesh, 'reduce-scatter', layer, 'backward', split, gathered * size, local, 'f32')
+        gather = _communication(links, mesh, 'all-gather', layer, phase, split, part, result, dtype)
+        yield dataclasses.replace(gather, cause=cause)
+      reduction = _communication(links, mesh, 'reduce-scatter', layer, 'backward', split, gathered * size, local, 'f32')
+      yield dataclasses.replace(reduction, cause=_gradient(layer))
     if whole:
-      yield _communication(links, mesh, 'all-reduce', layer, 'backward', whole, local, local, 'f32')
+      reduction = _communication(links, mesh, 'all-reduce', layer, 'backward', whole, local, local, 'f32')
+      yield dataclasses.replace(reduction, cause=_gradient(layer))
+
+
+def _gradient(layer: str) -> Cause:
+  return Cause(Reason.GRADIENT, (layer,), ('task.train.inputs_split_mapping',))
 
 
 def _communication(

@@ -106,14 +106,15 @@ def state_bytes(task: PartitionedTask) -> StateBytes:
   """Returns the bytes on each device of the arguments of a train step; those kept in the host's memory count none."""
   state, _, inputs = task.train_step.arguments
   return StateBytes(
-    _on_each(state.mdl_vars),
-    _on_each(state.opt_states),
-    _on_each(state.ema_vars),
-    _on_each(inputs),
+    bytes_on_each(state.mdl_vars),
+    bytes_on_each(state.opt_states),
+    bytes_on_each(state.ema_vars),
+    bytes_on_each(inputs),
   )
 
 
-def _on_each(tree: Any) -> int:
+def bytes_on_each(tree: Any) -> int:
+  """Returns the bytes on each device of a tree of shapes with shardings; what is in the host's memory counts none."""
   total = 0
   for struct in jax.tree.leaves(tree):
     if not is_on_host(struct.sharding):

@@ -16,7 +16,11 @@ from pathlib import Path
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.explain.explanation import Explanation, aligned, format_bytes, format_mesh, format_shape, format_spec
+from praxis_lite.explain.report import Explained, parameter_table, task_and_inputs
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.plan.memory import bytes_on_each
 from praxis_lite.plan.planning import Plan
+from praxis_lite.training.state import state_layout
 
 _TITLE = 'praxis-lite plan: a snapshot'
 _HEADS = ('experiment', 'set', 'topology', 'mesh', 'mode', 'limits')
@@ -138,6 +142,27 @@ def _memory(plan: Plan) -> Iterator[tuple[str, int]]:
   for live in plan.memory.live:
     if live.bytes >= plan.memory.peak / 50 and live.layer:
       yield f'{live.kind} of {live.layer}, {live.phase}', live.bytes
+
+
+def declared_snapshot(task: Explained, kept: Snapshot) -> Snapshot:
+  """Returns what of a snapshot shapes alone tell, in milliseconds: weights, and the memory of the state.
+
+  Args:
+    task: a task or its config, an experiment class, or what `configure` made of one.
+    kept: the snapshot that it will be compared with.
+  """
+  jax_task, _ = task_and_inputs(task)
+  sizes = jax_task.mesh_sizes()
+  state = state_layout(jax_task, abstract_mesh(sizes)).padded_shapes
+  memory = {
+    'parameters': bytes_on_each(state.mdl_vars),
+    'optimizer slots': bytes_on_each(state.opt_states),
+    'moving averages': bytes_on_each(state.ema_vars),
+  }
+  weights = weights_of(parameter_table(jax_task, sizes))
+  return dataclasses.replace(
+    kept, mesh=format_mesh(sizes), mode='declared', memory=memory, weights=weights, collectives={}
+  )
 
 
 def weights_of(explained: Iterable[Explanation]) -> dict[str, Weight]:

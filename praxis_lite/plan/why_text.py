@@ -40,9 +40,11 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
       apart = (c.kind, c.layer or '-', c.phase) if every else ()
       groups.setdefault((str(c.cause), '+'.join(c.axes) or '-', *apart), []).append(c)
   head = ['why it communicates', 'over', *(('collective', 'layer', 'phase') if every else ()), 'sent', 'declared by']
+  least = 0.0 if every else _NEGLIGIBLE * sum(map(_sent, groups.values()))
   rows = [
     (*key, format_bytes(_sent(found)), _declared_by(found))
     for key, found in sorted(groups.items(), key=lambda item: -_sent(item[1]))
+    if _sent(found) > least
   ]
   lines = aligned([head, *rows], right={len(head) - 2})
   return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 140), *lines[1:]])
