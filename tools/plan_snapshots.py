@@ -4,7 +4,7 @@ python tools/plan_snapshots.py                  tells what has become worse, and
 python tools/plan_snapshots.py --update         writes them anew
 python tools/plan_snapshots.py lm_sizes.Gpt2Xl  one of them
 
-The snapshots are in tests/golden/plans. The suite compares only what takes no compiler. This takes 10 minutes on 2 cores,
+The snapshots are in tests/golden/plans. The suite compares what takes no compiler. This takes 10 minutes on 2 cores,
 and the packages of `praxis_lite[plan]`.
 """
 

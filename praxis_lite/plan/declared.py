@@ -157,7 +157,11 @@ class Declarations:
       return -nearness(item[0].layer, layers), -counts[item[0].path]
 
     suspect, others = min(accused.values(), key=order)
-    near = sorted(dict.fromkeys(others), key=lambda d: -nearness(d.layer, [suspect.layer]))
+    # The nearest first; of those, what is stated, of arrays of its kind.
+    near = sorted(
+      dict.fromkeys(others),
+      key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),
+    )
     return suspect, near
 
 

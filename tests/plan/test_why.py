@@ -5,17 +5,18 @@ import os
 import re
 
 import pytest
-from small_lm import small_lm
+from small_lm import TOKENS, D, small_lm
 
 from praxis_lite import testing
 from praxis_lite.cli.main import main
 from praxis_lite.errors import ConfigError
 from praxis_lite.explain.explanation import ShardingReport, format_report
 from praxis_lite.explain.report import task_and_inputs, trace_step
+from praxis_lite.models import set_sharding
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.plan import Reason, compilers, format_why, plan
-from praxis_lite.plan.cost import LayerNames
+from praxis_lite.plan.cost import LayerNames, Operation
 from praxis_lite.plan.dataflow import Dataflow
 from praxis_lite.plan.snapshot import Limits, declared_snapshot, differences, keep, read, snapshot_of
 from praxis_lite.plan.why import Why
@@ -100,11 +101,26 @@ def test_explain_shows_what_the_compiler_made_of_activations(bad):
   assert re.search(r'hidden .* 4 x 32 x 96 +4 x 32 x 96 ', text) and '4 x 32 x 64 (differs)' in text
 
 
-def test_what_devices_compute_alike_and_what_xla_replicates_is_found():
-  config = good_lm()
+def why_of(config):
   task, inputs = task_and_inputs(config)
   layers = [layer.path for layer in task.model.descendants()]
-  why = Why(trace_step(task, state_layout(task, abstract_mesh(task.mesh_sizes())), inputs), LayerNames(layers))
+  return Why(trace_step(task, state_layout(task, abstract_mesh(task.mesh_sizes())), inputs), LayerNames(layers))
+
+
+def test_what_devices_compute_alike_is_found_by_its_flops():
+  config = good_lm()
+  set_sharding(config.task.model, mdl_axis=None)  # Two devices of each four hold and compute the same.
+  why, layer = why_of(config), f'{LAYERS}.ff.up'
+  flops = 3 * 2 * TOKENS * D * 96 * 2
+  op = Operation('dot', 'dot', layer, 'forward', 1, flops / 4, 0.0, 0.0)
+  (cause,) = why.replicated([op], num_devices=8)
+  assert (cause.reason, cause.layers) == (Reason.REPLICATED, (layer,))
+  assert 'the 2 devices of mdl compute the same' in cause.what and cause.fields
+  assert not why.replicated([dataclasses.replace(op, flops=flops / 8)], num_devices=8)
+
+
+def test_what_xla_replicates_to_split_it_anew_is_explained():
+  why = why_of(good_lm())
   message = (
     'W1122 11:24:22.7 1 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot go '
     'from sharding {devices=[4,1,1,2]<=[8] last_tile_dim_replicate} to {devices=[1,1,2,4]<=[4,2]T(1,0)} efficiently '
