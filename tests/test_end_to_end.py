@@ -16,9 +16,9 @@ import pytest
 from quick_xla import xla_flags
 
 from praxis_lite import registry
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.experiment import configure
-from praxis_lite.runtime import Checkpointer
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,11 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 
 # From the bottom up: a room imports from the rooms before it, never from one after it.
 ROOMS = [
-  *('errors', 'importing', 'trees', 'config', 'mistakes', 'weighted', 'weights', 'partitioning'),
+  *('errors', 'importing', 'files', 'trees', 'config', 'mistakes', 'weighted', 'weights', 'partitioning'),
   *('call', 'layer', 'layers', 'inputs', 'decoding', 'learning', 'models', 'task'),
   *(
     'training',
+    'checkpoints',
     't5x',
     'experiment',
     'registry',
@@ -31,11 +32,12 @@ NEVER = {
   'learning': {'layer', 'layers', 'models', 'inputs'},
   'layers': {'inputs', 'decoding'},
   'partitioning': {'config'},
-  't5x': {'layers', 'models', 'inputs'},
-  'explain': {'inputs'},
-  'verification': {'inputs', 't5x'},
-  'plan': {'inputs', 'verification', 't5x'},
-  'testing': {'inputs', 'verification', 't5x'},
+  'checkpoints': {'layers', 'models', 'inputs', 'decoding', 'learning'},
+  't5x': {'checkpoints', 'layers', 'models', 'inputs'},
+  'explain': {'checkpoints', 'inputs'},
+  'verification': {'checkpoints', 'inputs', 't5x'},
+  'plan': {'checkpoints', 'inputs', 'verification', 't5x'},
+  'testing': {'checkpoints', 'inputs', 'verification', 't5x'},
   'runtime': {'explain', 'verification', 'plan', 'testing', 't5x'},
   'hf': {'explain', 'verification', 'plan', 'testing', 't5x'},
 }

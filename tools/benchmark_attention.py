@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from praxis_lite.layers.dot_product import AttentionImplementation, dot_product_attention
+from tools.timing import in_turn, seconds
 
 Step = Callable[[jax.Array, jax.Array, jax.Array], object]
 
@@ -64,14 +69,8 @@ def milliseconds(steps: dict[str, Step], length: int, args: argparse.Namespace) 
   keys = jax.random.split(jax.random.key(0), 3)
   arrays = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, heads(length, args))]
   compiled = {name: jax.jit(step).lower(*arrays).compile() for name, step in steps.items()}
-  times: dict[str, list[float]] = {name: [] for name in steps}
-  for repeat in range(args.repeats + 1):
-    for name, step in compiled.items():
-      start = time.perf_counter()
-      jax.block_until_ready(step(*arrays))
-      if repeat:
-        times[name].append(time.perf_counter() - start)
-  return {name: 1e3 * statistics.median(t) for name, t in times.items()}
+  times = in_turn([partial(seconds, partial(step, *arrays)) for step in compiled.values()], args.repeats)
+  return {name: 1e3 * statistics.median(t) for name, t in zip(compiled, times)}
 
 
 def mebibytes(step: Step, length: int, args: argparse.Namespace) -> float:

@@ -13,12 +13,17 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.runtime.distributed import simulate_cpu_devices
+from tools.timing import in_turn, seconds
+
+if TYPE_CHECKING:  # It imports JAX, whose devices are simulated first.
+  from tools.overhead_contestants import Contestant
 
 LAYERS = (4, 16, 64)
 LIMIT = 1.2
@@ -37,12 +42,12 @@ def main() -> int:
   from tools.overhead_contestants import ours, sizes
 
   steps = {n: ours(sizes['small']._replace(num_layers=n), args.devices) for n in LAYERS}
-  times: dict[int, list[tuple[float, float]]] = {n: [] for n in LAYERS}
-  for run in range(args.runs + 1):
-    for n, step in steps.items():
-      measured = cpu_seconds(step.lower), cpu_seconds(step.compile)
-      if run:  # The first one fills JAX's caches.
-        times[n].append(measured)
+
+  def measured(step: Contestant[Any]) -> tuple[float, float]:
+    return seconds(step.lower, time.process_time), seconds(step.compile, time.process_time)
+
+  # The first round, which is not counted, fills JAX's caches.
+  times = dict(zip(steps, in_turn([partial(measured, step) for step in steps.values()], args.runs)))
 
   print(f'{"layers":>6} {"trace + lower":>14} {"growth":>7} {"compile":>9} {"growth":>7}')
   first = [statistics.median(column) for column in zip(*times[LAYERS[0]])]
@@ -54,12 +59,6 @@ def main() -> int:
     print(f'{n:>6} {lower:>12.2f} s {growth[0]:>7.2f} {compile_:>7.2f} s {growth[1]:>7.2f}')
   print(f'limit of growth: {LIMIT}')
   return int(worst > LIMIT)
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-  start = time.process_time()
-  work()
-  return time.process_time() - start
 
 
 if __name__ == '__main__':

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.runtime.distributed import simulate_cpu_devices
+from tools.timing import in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   import jax
@@ -80,20 +81,14 @@ def main() -> int:
       x = placed(jax.random.normal(jax.random.key(1), (2, args.tokens, args.dims), args.dtype), 'data')
       labels = placed(jax.random.randint(jax.random.key(2), (2, args.tokens), 0, vocabulary), 'data')
       steps.append(step.lower(variables, x, labels).compile())
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(-1, args.pairs):
-      for step, record in zip(steps, times):
-        start = time.perf_counter()
-        jax.block_until_ready(step(variables, x, labels))
-        if i >= 0:
-          record.append(time.perf_counter() - start)
+    measures = [partial(seconds, partial(step, variables, x, labels)) for step in steps]
+    of_whole, of_chunks = in_turn(measures, args.pairs)
     whole, chunks = (step.memory_analysis().temp_size_in_bytes / 2**20 for step in steps)
     logits = 2 * args.tokens * vocabulary * 4 / 2**20 / args.devices
-    ratio = statistics.median(b / a for a, b in zip(*times))
-    a, b = map(statistics.median, times)
+    ratio = median_ratio(of_chunks, of_whole)
     print(
       f'{vocabulary:10,} {chunk_size:7,} {logits:12,.1f} {whole:11,.1f} {chunks:12,.1f} {whole / chunks:6.1f}x '
-      f'{a:15.3f} {b:10.3f} {ratio:7.2f}'
+      f'{statistics.median(of_whole):15.3f} {statistics.median(of_chunks):10.3f} {ratio:7.2f}'
     )
   print(f'\nlimit: at the largest vocabulary, at least {LEAST_SAVED:.0f}x')
   return whole < LEAST_SAVED * chunks

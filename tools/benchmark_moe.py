@@ -12,15 +12,15 @@ simulated devices.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.runtime.distributed import simulate_cpu_devices
+from tools.timing import in_turn, median_ratio, seconds
 
 LIMIT = 1.15
 
@@ -74,16 +74,7 @@ def speed(tokens: int, model_dims: int, hidden_dims: int, pairs: int) -> float:
   for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
-  def seconds(fn: Callable[..., object]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(fn(variables, x))
-    return time.perf_counter() - start
-
-  ratios = []
-  for pair in range(pairs):  # Each is first as often as the other.
-    first, second = (seconds(fn) for fn in steps[:: 1 if pair % 2 else -1])
-    ratios.append(first / second if pair % 2 else second / first)
-  return statistics.median(ratios)
+  return median_ratio(*in_turn([partial(seconds, partial(fn, variables, x)) for fn in steps], pairs))
 
 
 def memory() -> None:

@@ -15,13 +15,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.runtime.distributed import simulate_cpu_devices
+from tools.timing import in_turn, median_ratio
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   from tools.handwritten_lm import Size
@@ -63,9 +65,9 @@ def main() -> int:
   results: dict[str, float] = {}
 
   built_ours, built_hand = ours(size, args.devices), by_hand(size, args.devices)
-  traced = in_turn(built_ours, built_hand, lambda c: c.lower(), args.traces, warm_up=2)
+  traced = measured((built_ours, built_hand), lambda c: c.lower(), args.traces, warm_up=2)
   results['trace + lower'] = report('trace + lower', *traced, 's')
-  compiled = in_turn(built_ours, built_hand, lambda c: c.compile(), args.compiles, warm_up=1)
+  compiled = measured((built_ours, built_hand), lambda c: c.compile(), args.compiles)
   results['compile'] = report('compile', *compiled, 's')
   for what, value in (
     ('parameters', lambda c: c.num_params),
@@ -74,7 +76,7 @@ def main() -> int:
     ('bytes', lambda c: c.cost['bytes accessed']),
   ):
     results[what] = report(what, [value(built_ours)], [value(built_hand)], 'MiB' if what == 'memory' else '')
-  stepped = in_turn(built_ours, built_hand, lambda c: c.step(), args.pairs, warm_up=2)
+  stepped = measured((built_ours, built_hand), lambda c: c.step(), args.pairs, warm_up=2)
   results['step'] = report('step', *stepped, 's')
   print(f'loss after these steps: ours {built_ours.loss():.5f}, by hand {built_hand.loss():.5f}')
 
@@ -86,7 +88,7 @@ def main() -> int:
     uneven.compile()
     counts = [{k: c.count for k, c in collectives(x.compiled).items() if c.count} for x in (uneven, even)]
     print(f'\ncollectives, one short of divisible: {counts[0]}\n             divisible:              {counts[1]}')
-    stepped = in_turn(uneven, even, lambda c: c.step(), args.pairs, warm_up=2)
+    stepped = measured((uneven, even), lambda c: c.step(), args.pairs, warm_up=2)
     results['padding'] = report('padding', *stepped, 's', ('one short', 'divisible'))
     results['collectives'] = 1.0 if counts[0] == counts[1] else 2.0
 
@@ -99,25 +101,19 @@ def within_limit(what: str, ratio: float) -> bool:
   return ratio <= LIMITS[what] and (what not in TWO_SIDED or 1 / ratio <= LIMITS[what])
 
 
-def in_turn(
-  first: Contestant[Any], second: Contestant[Any], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int
+def measured(
+  pair: Sequence[Contestant[Any]], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int = 1
 ) -> tuple[list[float], list[float]]:
-  """Measures both in turn and returns the values of each; which goes first alternates."""
-  values: tuple[list[float], list[float]] = ([], [])
-  for i in range(-warm_up, pairs):
-    order = ((first, values[0]), (second, values[1]))
-    for contestant, record in order if i % 2 else reversed(order):
-      value = measure(contestant)
-      if i >= 0:
-        record.append(value)
-  return values
+  """Measures both in turn and returns the values of each."""
+  first, second = in_turn([partial(measure, contestant) for contestant in pair], pairs, warm_up)
+  return first, second
 
 
 def report(
   what: str, first: list[float], second: list[float], unit: str, names: tuple[str, str] = ('ours', 'by hand')
 ) -> float:
   """Prints the medians and the median of the paired ratios, which it returns."""
-  ratio = statistics.median(a / b for a, b in zip(first, second))
+  ratio = median_ratio(first, second)
   limit = f'limit {LIMITS[what]}'
   a, b = statistics.median(first), statistics.median(second)
   print(f'{what:>14}  {names[0]} {a:14,.4f} {unit:<3}  {names[1]} {b:14,.4f} {unit:<3}  ratio {ratio:.4f}  {limit}')

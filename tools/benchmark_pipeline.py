@@ -23,15 +23,21 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.runtime.distributed import simulate_cpu_devices
+from tools.timing import in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:
+  import numpy as np
+
   from praxis_lite.training.partitioned_task import PartitionedTask
+  from praxis_lite.training.state import TrainState
 
 GROWTH, OVER_THEORY = 1.2, 1.05
 PARTS = ('compile', 'time', 'memory')
@@ -77,14 +83,12 @@ def partitioned(
 
 
 def compile_times(runs: int) -> int:
-  found: dict[int, list[float]] = {2: [], 8: []}
-  for run in range(min(runs, 3) + 1):
-    for S, seconds in found.items():
-      start = time.process_time()
-      partitioned(S, 16, devices=S).train_step.compile()
-      if run:  # The first one fills JAX's caches.
-        seconds.append(time.process_time() - start)
-  medians = {S: statistics.median(seconds) for S, seconds in found.items()}
+  def build(S: int) -> None:
+    partitioned(S, 16, devices=S).train_step.compile()
+
+  # The first round, which is not counted, fills JAX's caches.
+  times = in_turn([partial(seconds, partial(build, S), time.process_time) for S in (2, 8)], min(runs, 3))
+  medians = dict(zip((2, 8), map(statistics.median, times)))
   growth = medians[8] / medians[2]
   for S, median in medians.items():
     print(f'{S} stages: {median:.2f} s of CPU to trace, lower and compile')
@@ -94,7 +98,6 @@ def compile_times(runs: int) -> int:
 
 def step_times(runs: int) -> int:
   """Times of steps of wide layers, so that a tick's work is what takes the time."""
-  import jax
   import numpy as np
 
   cores, worst = len(os.sched_getaffinity(0)), 0.0
@@ -105,24 +108,31 @@ def step_times(runs: int) -> int:
     M, clock = 8 * S, time.process_time if devices == 1 else time.perf_counter
     wide = {'layers': 8, 'dims': 256, 'length': 256}
     tasks = [partitioned(1, M, devices=1, **wide), partitioned(S, M, R, devices=devices, **wide)]
-    rng, seconds = np.random.default_rng(0), ([], [])  # type: ignore[var-annotated]
-    ids = rng.integers(0, 128, (M, wide['length'] + 1)).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, 128, (M, wide['length'] + 1)).astype(np.int32)
     batch = {'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': np.ones(ids[:, 1:].shape, np.float32)}
-    states = [task.init_state(jax.random.key(0)) for task in tasks]
-    for run in range(runs + 1):
-      for i, task in enumerate(tasks):
-        start = clock()
-        states[i] = jax.block_until_ready(task.train_step(states[i], jax.random.key(1), batch).state)
-        if run:
-          seconds[i].append(clock() - start)
+    one, several = in_turn([partial(seconds, stepping(task, batch), clock) for task in tasks], runs)
     schedule = tasks[1].jax_task.model.lm.transformer.schedule(M)
-    ratio = statistics.median(several / one for one, several in zip(*seconds))
+    ratio = median_ratio(several, one)
     theory = schedule.num_ticks / (R * M) / devices
     row = f'{S:>6} {R:>7} {devices:>8} {M:>13} {schedule.num_ticks:>6} {ratio:>17.3f}'
     print(f'{row} {theory:>7.3f} {ratio / theory:>18.3f}', flush=True)
     worst = max(worst, ratio / theory if devices == S else 0.0)
   print(f'limit of measured / theory with a device for each stage: {OVER_THEORY}\n')
   return int(worst > OVER_THEORY)
+
+
+def stepping(task: PartitionedTask, batch: dict[str, np.ndarray]) -> Callable[[], TrainState]:
+  """A function that takes a train step each time it is called, and returns the state."""
+  import jax
+
+  state = task.init_state(jax.random.key(0))
+
+  def step() -> TrainState:
+    nonlocal state
+    state = task.train_step(state, jax.random.key(1), batch).state
+    return state
+
+  return step
 
 
 def memory(runs: int) -> int:

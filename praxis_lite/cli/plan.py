@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 def _run(values: flags.FlagValues) -> int:
   if values.check:
     _named_by_snapshot(values)
+  if values.html == '':
+    raise UserError('--html is empty: name a file, as in --html=plan.html')
+  if values.html and os.path.isdir(values.html):
+    file = os.path.join(values.html, 'plan.html')
+    raise UserError(f'--html={values.html} is a directory: name a file, as in --html={file}')
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
@@ -35,6 +40,10 @@ def _run(values: flags.FlagValues) -> int:
   with _live_line(topology.name) as report:
     found = plan(config, None, topology, compile=values.compile, cache=cache if values.cache else None, report=report)
   print(format_plan(found, every_cause=values.why))
+  if values.html:
+    from praxis_lite.plan.page import write_plan_page
+
+    print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
   return 0 if _guarded(values, found) and found.fits else 1
 
 
@@ -125,6 +134,8 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string('topology', None, f'{chips} Example: --topology=h100:8x8', flag_values=values)
   analytic = 'Ask the compiler of the chips; without, formulas are used. Example: --nocompile'
   flags.DEFINE_boolean('compile', True, analytic, flag_values=values)
+  page = 'Also write a page to look at in a browser: memory, the step in time, the roofline and collectives.'
+  flags.DEFINE_string('html', None, f'{page} Example: --html=plan.html', flag_values=values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'
   flags.DEFINE_boolean('cache', True, cache, flag_values=values)
   why = 'Print the cause of each collective, and all surprises. Example: --why'

@@ -23,7 +23,7 @@ def _run(values: flags.FlagValues) -> int:
   profile_steps = None if values.profile_steps is None else ProfiledSteps.parse(values.profile_steps)
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.runtime.checkpoints import saved_steps
+  from praxis_lite.checkpoints import saved_steps
 
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task):
     verify_first(experiment_arguments(values), enabled=values.process_id in (None, 0))

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.checkpoints.streamed import PART_BYTES, Box, StreamedArray, boxes
 from praxis_lite.hf.families import family_of
 from praxis_lite.hf.family import Family
 from praxis_lite.hf.files import StoredTensor, read_folder
 from praxis_lite.hf.hf_config import HfConfig, read_config
 from praxis_lite.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.runtime.streamed import PART_BYTES, Box, StreamedArray, boxes
 from praxis_lite.trees import NestedDict, Path, inserted, lookup
 
 # Bytes of a variable that are on their way to a device at once.

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
@@ -34,7 +35,6 @@ from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.learning import Learner, LinearWarmupCosine
 from praxis_lite.models import LanguageModel, set_sharding
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.record import write_record
 from praxis_lite.runtime.run_config import job_directory

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
 from praxis_lite.errors import ConfigError
 from praxis_lite.hf.files import Declared, write_folder
 from praxis_lite.hf.hf_config import CONFIG_FILE
 from praxis_lite.hf.tensors import Piece
-from praxis_lite.runtime.streamed import StreamedArray, boxes, whole
 from praxis_lite.trees import NestedDict, Path, lookup
 
 MAX_FILE_BYTES = 5 * 10**9

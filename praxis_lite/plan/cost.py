@@ -59,6 +59,13 @@ class Operation:
   bytes: float
   seconds: float
 
+  def limit(self, target: Target) -> str:
+    """What its seconds are those of: 'compute', 'memory', or 'overhead', the time that any operation takes."""
+    at_memory = self.bytes / (target.device_bandwidth * target.efficiency.memory)
+    if self.seconds > max(at_memory, target.efficiency.seconds_per_operation):
+      return 'compute'
+    return 'memory' if self.seconds <= at_memory else 'overhead'
+
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
@@ -102,6 +109,24 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+  """When an operation, a collective or a loop runs.
+
+  Attributes:
+    name: as of an `Operation` or a `Communication`, or the name of the loop.
+    start, end: in seconds since the step began, or since the round began of the loop that it is in.
+    rounds: how often what is inside runs, one after the other; 0 if it is no loop.
+    inside: of one round.
+  """
+
+  name: str
+  start: float
+  end: float
+  rounds: int = 0
+  inside: tuple[Span, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Cost:
   """The cost of one run of a program.
 
@@ -109,12 +134,14 @@ class Cost:
     operations, collectives: in the order of the schedule.
     seconds: of a step.
     unknown_loops: names of loops whose trip count the program does not say; they count once.
+    schedule: when each of them runs; empty if there is no schedule, as without a compiler.
   """
 
   operations: tuple[Operation, ...]
   collectives: tuple[Communication, ...]
   seconds: float
   unknown_loops: tuple[str, ...] = ()
+  schedule: tuple[Span, ...] = ()
 
   @property
   def flops(self) -> float:
@@ -139,11 +166,7 @@ class Cost:
     """
     limits = dict.fromkeys(('compute', 'memory', 'overhead', 'communication'), 0.0)
     for op in self.operations:
-      at_memory = op.bytes / (target.device_bandwidth * target.efficiency.memory)
-      kind = 'memory' if op.seconds <= at_memory else 'overhead'
-      if op.seconds > max(at_memory, target.efficiency.seconds_per_operation):
-        kind = 'compute'
-      limits[kind] += op.count * op.seconds
+      limits[op.limit(target)] += op.count * op.seconds
     limits['communication'] = self.exposed_seconds
     return limits
 
@@ -166,7 +189,9 @@ def cost_of(
   """
   model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()))
   step = model.timeline(program.entry)
-  return Cost(tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops))
+  return Cost(
+    tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops), tuple(step.spans)
+  )
 
 
 # ---------------------------------------------------------------- layers
@@ -226,9 +251,23 @@ class _Timeline:
 
   operations: list[Operation] = dataclasses.field(default_factory=list)
   collectives: list[Communication] = dataclasses.field(default_factory=list)
+  spans: list[Span] = dataclasses.field(default_factory=list)
   seconds: float = 0.0
 
-  def append(self, other: _Timeline, times: int = 1) -> None:
+  def append(self, other: _Timeline) -> None:
+    """Adds what runs after it."""
+    begins = self.seconds
+    self.spans += [dataclasses.replace(s, start=begins + s.start, end=begins + s.end) for s in other.spans]
+    self._count(other, 1)
+
+  def repeat(self, other: _Timeline, times: int, name: str) -> None:
+    """Adds the rounds of a loop."""
+    ends = self.seconds + other.seconds * times
+    if times and other.spans:
+      self.spans.append(Span(name, self.seconds, ends, times, tuple(other.spans)))
+    self._count(other, times)
+
+  def _count(self, other: _Timeline, times: int) -> None:
     self.operations += [dataclasses.replace(op, count=op.count * times) for op in other.operations]
     self.collectives += [dataclasses.replace(c, count=c.count * times) for c in other.collectives]
     self.seconds += other.seconds * times
@@ -254,8 +293,10 @@ class _CostModel:
 
     def start(key: str, collective: Communication, overlapped: bool) -> None:
       nonlocal links_free
-      links_free = max(links_free, line.seconds) + collective.seconds
+      begins = max(links_free, line.seconds)
+      links_free = begins + collective.seconds
       line.collectives.append(collective)
+      line.spans.append(Span(collective.name, begins, links_free))
       started[key] = (len(line.collectives) - 1, links_free)
       if not overlapped:
         finish(key)
@@ -282,7 +323,8 @@ class _CostModel:
         for operand in instruction.operands[:1]:
           finish(operand)
       elif instruction.opcode in ('copy-start', 'slice-start', 'dynamic-slice-start'):
-        copies_free = max(copies_free, line.seconds) + self._compute(instruction, computation, line)
+        begins = max(copies_free, line.seconds)
+        copies_free = begins + self._compute(instruction, computation, line, begins)
         copying[instruction.name] = copies_free
       elif instruction.opcode == 'async-start' and inside:
         start(instruction.name, self._communication(inside[0][0], inside[0][1]), overlapped=True)
@@ -301,9 +343,10 @@ class _CostModel:
         trips = self._program.trip_count(instruction, computation)
         if trips is None:
           self.unknown_loops.append(instruction.name)
+        within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
         for called in self._program.called(instruction):
-          within = instruction.op_name or self._within[computation.name]
-          line.append(self.timeline(called, within), 1 if trips is None else trips)
+          one_round.append(self.timeline(called, within))
+        line.repeat(one_round, 1 if trips is None else trips, instruction.name)
       elif instruction.opcode == 'conditional':
         branches = [
           self.timeline(called, self._within[computation.name]) for called in self._program.called(instruction)
@@ -318,8 +361,10 @@ class _CostModel:
       finish(key)
     return line
 
-  def _compute(self, instruction: Instruction, computation: Computation, line: _Timeline) -> float:
-    """Adds an operation, and returns its seconds."""
+  def _compute(
+    self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
+  ) -> float:
+    """Adds an operation that begins now, or as given, and returns its seconds."""
     products = list(products_of(instruction, computation, self._program))
     moved = bytes_of(instruction, computation, self._program)
     if not products and not moved:
@@ -330,6 +375,8 @@ class _CostModel:
     # A fusion has the name of its last operation; what is most expensive in it is what it is for.
     name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
     flops = sum(p.flops for p in products)
+    begins = line.seconds if begins is None else begins
+    line.spans.append(Span(instruction.name, begins, begins + seconds))
     line.operations.append(
       Operation(
         instruction.name,

@@ -31,7 +31,7 @@ from praxis_lite.plan.cause import Cause
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
-from praxis_lite.plan.memory import Memory, live_at_peak, state_bytes
+from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.plan.why import Why
 from praxis_lite.task import SingleTask
@@ -185,6 +185,7 @@ def plan(
         state_bytes(partitioned),
         *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
         live=live_at_peak(program, names),
+        over_time=live_over_time(program),
       )
       why = Why(trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh)), struct), names)
       found = _planned(partitioned, topology, step, memory, why.explained(cost, program), _doubts(cost))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from praxis_lite.explain.explanation import aligned, format_bytes
@@ -9,6 +10,7 @@ from praxis_lite.plan.cause import Cause, Reason
 from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
 
+_WIDTH = 100
 _MOST_SURPRISES = 3
 # Surprises that send less than this share of all bytes are left out of the short form.
 _NEGLIGIBLE = 1e-3
@@ -42,7 +44,7 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
   head = ['why it communicates', 'over', *(('collective', 'layer', 'phase') if every else ()), 'sent', 'declared by']
   least = 0.0 if every else _NEGLIGIBLE * sum(map(_sent, groups.values()))
   rows = [
-    (*key, format_bytes(_sent(found)), _declared_by(found))
+    (*key, format_bytes(_sent(found)), _declared_by(found, every))
     for key, found in sorted(groups.items(), key=lambda item: -_sent(item[1]))
     if _sent(found) > least
   ]
@@ -50,10 +52,13 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
   return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 140), *lines[1:]])
 
 
-def _declared_by(found: Iterable[Communication]) -> str:
+def _declared_by(found: Iterable[Communication], every: bool) -> str:
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
-  more = f' and {len(fields) - 2} more' if len(fields) > 2 else ''
-  return ', '.join(fields[:2]) + more or '-'
+  if every or not fields:
+    return ', '.join(fields) or '-'
+  more = f', {len(fields) - 1} more' if len(fields) > 1 else ''
+  most = _WIDTH - _WIDTH // 2 - len(more)
+  return (fields[0] if len(fields[0]) <= most else f'..{fields[0][2 - most :]}') + more
 
 
 def _surprises(plan: Plan, every: bool) -> list[str]:
@@ -69,7 +74,7 @@ def _surprises(plan: Plan, every: bool) -> list[str]:
 
 def _finding(cause: Cause) -> str:
   where = ', '.join(cause.layers[:3]) or 'the step'
-  return f'  {cause.reason}: {where}\n    {cause.what}\n    {cause.remedy}'
+  return '\n'.join([f'  {cause.reason}: {where}', *map(_wrapped, filter(None, (cause.what, cause.remedy)))])
 
 
 def _surprise(found: Sequence[Communication]) -> str:
@@ -79,7 +84,12 @@ def _surprise(found: Sequence[Communication]) -> str:
   head = f'{cause}: {most.kind}{over} in {most.layer or "the update"} ({most.phase})'
   sent = f'{format_bytes(_sent(found))} in {times} collectives of a step'
   what, remedy = (cause.what, cause.remedy) if cause else ('', '')
-  return '\n'.join(['  ' + head, f'    {what}; {sent}', *([f'    {remedy}'] if remedy else [])])
+  return '\n'.join(['  ' + head, _wrapped(f'{what}; {sent}'), *([_wrapped(remedy)] if remedy else [])])
+
+
+def _wrapped(line: str) -> str:
+  indent = ' ' * 4
+  return '\n'.join(textwrap.wrap(line, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def _sent(found: Iterable[Communication]) -> float:

@@ -1,6 +1,5 @@
-"""Running an experiment: start-up, the training loop, checkpoints, summaries, evaluation and decoding."""
+"""Running an experiment: start-up, the training loop, records, summaries, evaluation and decoding."""
 
-from praxis_lite.runtime.checkpoints import Checkpointer, eval_variables, restore_variables
 from praxis_lite.runtime.distributed import initialize_distributed, set_up_compilation_cache, simulate_cpu_devices
 from praxis_lite.runtime.executor import TrainResult, run_train
 from praxis_lite.runtime.hooks import Hook, Run

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import jax
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jax
 
+from praxis_lite.checkpoints import Step
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.runtime.checkpoints import Step
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.runtime.files import replace_file
+from praxis_lite.files import replace_file
 
 if TYPE_CHECKING:
   import tensorboardX

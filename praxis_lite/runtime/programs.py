@@ -21,10 +21,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from praxis_lite.call import Summary
+from praxis_lite.checkpoints import eval_variables
+from praxis_lite.checkpoints.contents import records_of
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.runtime.checkpoints import eval_variables, records_of
 from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
 from praxis_lite.runtime.metrics import (

@@ -28,14 +28,14 @@ from typing import Any
 import jax
 
 from praxis_lite import registry
+from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.config import Config
 from praxis_lite.config.json import decode, encode_readable
 from praxis_lite.config.text import diff_texts, to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.runtime.checkpoints import OtherModelError
-from praxis_lite.runtime.files import replace_file
+from praxis_lite.files import replace_file
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'

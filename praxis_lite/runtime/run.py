@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite import registry
+from praxis_lite.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.errors import ShardingError, UserError
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
-from praxis_lite.runtime.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import RunRecord, has_record, read_record
 from praxis_lite.runtime.runs import runs_near

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config.text import fields_of
 from praxis_lite.errors import UserError, did_you_mean
-from praxis_lite.runtime.checkpoints import saved_steps
 from praxis_lite.runtime.curves import MetricsTable, read_metrics
 from praxis_lite.runtime.record import has_record, read_record
 from praxis_lite.runtime.run_config import is_held

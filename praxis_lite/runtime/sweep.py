@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from praxis_lite.config.overrides import alternatives
 from praxis_lite.errors import ConfigError
-from praxis_lite.runtime.files import replace_file
+from praxis_lite.files import replace_file
 from praxis_lite.runtime.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from praxis_lite.checkpoints import Checkpointer, Step, restore_variables
 from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel, LanguageModel
-from praxis_lite.runtime.checkpoints import Checkpointer, Step, restore_variables
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.runtime.export import ExportSettings, export_model
 from praxis_lite.runtime.metrics import HostMetrics

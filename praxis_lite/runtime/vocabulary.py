@@ -12,12 +12,12 @@ import json
 import os
 from pathlib import Path
 
+from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config import Config, nested_configs, target
 from praxis_lite.errors import CheckpointError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.files import replace_file
 from praxis_lite.inputs import CharTokenizer
-from praxis_lite.runtime.checkpoints import saved_steps
-from praxis_lite.runtime.files import replace_file
 from praxis_lite.trees import NestedDict
 
 _FILE = 'vocabulary.json'

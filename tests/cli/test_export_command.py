@@ -5,10 +5,10 @@ import re
 import jax
 import pytest
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
 from praxis_lite.experiment import configure
 from praxis_lite.experiments.lm import SyntheticLmTiny
-from praxis_lite.runtime import Checkpointer
 from praxis_lite.training import PartitionedTask
 
 LM = '--exp=lm.SyntheticLmTiny'

@@ -15,7 +15,7 @@ HEAVY = {'tensorflow', 'orbax', 'sklearn', 'sentencepiece', 'tensorboardX', 'sci
 ALL = """
 import importlib, pkgutil, praxis_lite.{0} as package
 for module in pkgutil.iter_modules(package.__path__, 'praxis_lite.{0}.'):
-  if module.name != 'praxis_lite.runtime.streamed_writes':
+  if module.name != 'praxis_lite.checkpoints.streamed_writes':
     importlib.import_module(module.name)
 """
 

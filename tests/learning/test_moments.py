@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
@@ -17,7 +18,6 @@ from praxis_lite.learning import Learner
 from praxis_lite.learning.moments import compressed
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout

@@ -1,5 +1,6 @@
 """Plans of a small language model on simulated devices, against what is counted by hand and what its run compiles."""
 
+import collections
 import re
 
 import jax
@@ -122,6 +123,29 @@ def test_memory_is_that_of_the_step_of_a_run(plans):
 
 
 @pytest.mark.slow
+def test_its_schedule_holds_what_runs_and_what_is_live(plans):
+  found = plans('mixed')
+  counts, peak = collections.Counter(), 0
+
+  def walk(spans, times, live):
+    nonlocal peak
+    for span in spans:
+      now = live + found.memory.over_time.get(span.name, 0)
+      peak = max(peak, now)
+      counts[span.name] += 0 if span.inside else times
+      walk(span.inside, times * span.rounds, now)
+
+  walk(found.cost.schedule, 1, 0)
+  assert +counts == {what.name: what.count for what in (*found.cost.operations, *found.cost.collectives)}
+  assert peak == sum(live.bytes for live in found.memory.live)
+  assert max(span.end for span in found.cost.schedule) <= found.cost.seconds * (1 + 1e-9)
+  arrays = found.memory.state.arrays
+  slots = [a for a in arrays if a.layer == 'lm.transformer.layers.ff.up' and a.kind == 'optimizer slots']
+  assert [a.name for a in slots] == ['w · mu', 'w · nu']
+  assert sum(a.bytes for a in arrays) == found.memory.state.total
+
+
+@pytest.mark.slow
 def test_a_second_plan_takes_the_program_of_the_first(plans, cache, monkeypatch):
   first = plans('mixed')
   monkeypatch.setattr(jax.stages.Lowered, 'compile', lambda *args, **kwargs: pytest.fail('it compiles again'))
@@ -193,12 +217,18 @@ def test_mistakes_are_told_before_anything_is_traced():
     plan(config.task, None, 'h100:1x8')
 
 
-def test_the_command(capsys):
+def test_the_command(capsys, tmp_path):
   named = ['plan', '--exp=lm.SyntheticLmTiny', '--set', 'task.ici_mesh_shape=(2,2,2)']
-  assert main([*named, '--topology=cpu:8', '--nocompile']) == 0
-  assert 'analytic: formulas, no compiler' in capsys.readouterr().out
+  assert main([*named, '--topology=cpu:8', '--nocompile', f'--html={tmp_path}/new/plan.html']) == 0
+  out = capsys.readouterr().out
+  assert 'analytic: formulas, no compiler' in out and f'wrote {tmp_path}/new/plan.html' in out
+  assert 'lm.SyntheticLmTiny' in (tmp_path / 'new' / 'plan.html').read_text()
   assert main(['plan', '--exp=lm.SyntheticLmTiny']) == 2
   assert '--topology is missing' in capsys.readouterr().err
+  assert main([*named, '--topology=cpu:8', '--html=']) == 2
+  assert '--html is empty: name a file' in capsys.readouterr().err
+  assert main([*named, '--topology=cpu:8', f'--html={tmp_path}']) == 2
+  assert f'is a directory: name a file, as in --html={tmp_path}/plan.html' in capsys.readouterr().err
   assert main([*named, '--topology=h101:8']) == 2
   assert "Did you mean 'h100'" in capsys.readouterr().err
   assert main([*named, '--topology=h100:16']) == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_states import layout_on, random_state
 
-from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 SAVE_FOR_EVER = """
 import sys, jax, jax.numpy as jnp
 from small_states import layout_on, random_state
-from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer
 layout = layout_on(4)
 checkpointer = Checkpointer(sys.argv[1], max_to_keep=2)
 step = checkpointer.latest_step() or 0

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from small_states import Layout, assert_same, layout_on, random_state, true_values
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.runtime.checkpoints import Checkpointer
 
 
 def save(directory, state, layout, step=1, input_state=None, **options):

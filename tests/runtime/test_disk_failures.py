@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from small_states import layout_on, random_state
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.errors import UserError
-from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.runtime.metrics import SummaryWriter
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ SAVE_WITHOUT_ROOM = """
 import resource, sys, time
 from small_states import layout_on, random_state
 from praxis_lite.errors import CheckpointError
-from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer
 layout = layout_on(1)
 checkpointer = Checkpointer(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
@@ -37,7 +37,7 @@ RESTORE = """
 import sys, time
 from small_states import layout_on
 from praxis_lite.errors import CheckpointError
-from praxis_lite.runtime.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer
 try:
   Checkpointer(sys.argv[1]).restore(*layout_on(1))
 except CheckpointError as error:

@@ -13,9 +13,10 @@ import pytest
 from test_executor import curves, wait_for
 from tiny_runs import Config, examples, open_gate, tiny_run
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.inputs import ArrayInput
-from praxis_lite.runtime import Checkpointer, Hook, run_eval, run_train
+from praxis_lite.runtime import Hook, run_eval, run_train
 from praxis_lite.runtime.improvement import WatchedMetric
 from praxis_lite.runtime.metrics import EvalResult
 

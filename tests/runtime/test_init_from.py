@@ -9,10 +9,11 @@ import pytest
 from tiny_runs import HIDDEN, INPUTS, tiny_run
 
 from praxis_lite import Layer
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import Config
 from praxis_lite.errors import UserError
 from praxis_lite.models.base import BaseModel
-from praxis_lite.runtime import Checkpointer, Hook, run_train
+from praxis_lite.runtime import Hook, run_train
 from praxis_lite.weights import WeightHParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]

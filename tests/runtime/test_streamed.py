@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from small_states import layout_on, random_state
 
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
 from praxis_lite.errors import CheckpointError
 from praxis_lite.partitioning.padding import slice_to
-from praxis_lite.runtime.checkpoints import Checkpointer
-from praxis_lite.runtime.streamed import StreamedArray, boxes, whole
 from praxis_lite.training.state import TrainState
 
 

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from tiny_runs import expected_loss, open_gate, tiny_run
 
-from praxis_lite.runtime import Checkpointer, run_train
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.runtime import run_train
 
 pytestmark = pytest.mark.slow
 
 RUN = """
 import os, signal, sys
-from praxis_lite.runtime import Checkpointer, Hook, initialize_distributed, run_train
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.runtime import Hook, initialize_distributed, run_train
 initialize_distributed(sys.argv[1], 2, int(sys.argv[2]))
 from tiny_runs import tiny_run
 if sys.argv[5:] == ['interrupted'] and sys.argv[2] == '1':

@@ -7,13 +7,13 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import host_memory
-from praxis_lite.runtime.checkpoints import Checkpointer
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 

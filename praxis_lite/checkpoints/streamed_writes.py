@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from praxis_lite.runtime.streamed import StreamedArray, boxes, whole
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
 
 # Parts that are compressed and written while the next one is read.
 _IN_FLIGHT = 2

@@ -18,27 +18,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
-import logging
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from praxis_lite.checkpoints.contents import (
+  as_data,
+  check_same_model,
+  data_shape,
+  from_data,
+  records_of,
+  to_nested_dict,
+)
+from praxis_lite.checkpoints.orbax import orbax_checkpoint
+from praxis_lite.checkpoints.streamed import first_line, stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
+from praxis_lite.files import replace_file
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.runtime.files import replace_file
-from praxis_lite.runtime.streamed import first_line, stored_arrays
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, map_with_path, merge, path_name
+from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
@@ -58,20 +62,6 @@ class BestCheckpoint(NamedTuple):
   metric: str
   mode: str  # 'min' or 'max'
   value: float
-
-
-class OtherModelError(CheckpointError):
-  """A checkpoint has other arrays than the task.
-
-  Attributes:
-    difference: which arrays differ, and of which checkpoint.
-    only_learner: whether the variables of the model are the same.
-  """
-
-  def __init__(self, difference: str, remedy: str, only_learner: bool):
-    super().__init__(f'{difference}. {remedy}')
-    self.difference = difference
-    self.only_learner = only_learner
 
 
 class Checkpointer:
@@ -100,8 +90,8 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
-    ocp = _orbax()
-    from praxis_lite.runtime.streamed_writes import pytree_handlers
+    ocp = orbax_checkpoint()
+    from praxis_lite.checkpoints.streamed_writes import pytree_handlers
 
     self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
     policies = ocp.checkpoint_managers
@@ -139,10 +129,10 @@ class Checkpointer:
     Raises:
       CheckpointError: this save, or the one before, failed.
     """
-    ocp = _orbax()
+    ocp = orbax_checkpoint()
     if step in self._manager.all_steps():
       return False
-    arrays = _to_nested_dict(jax.tree.map(_as_data, state))
+    arrays = to_nested_dict(jax.tree.map(as_data, state))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(arrays),
       inputs=ocp.args.JsonSave({'input_state': input_state}),
@@ -258,7 +248,7 @@ class Checkpointer:
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
     check_same_model(self.about(step)['variables'], records_of(true_shapes), where)
-    arrays = self.restore_arrays(_to_nested_dict(shapes), step=step)
+    arrays = self.restore_arrays(to_nested_dict(shapes), step=step)
     return map_with_path(lambda path, _: lookup(arrays, path), shapes)
 
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
@@ -267,15 +257,15 @@ class Checkpointer:
     `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as those in the checkpoint; otherwise as
     `restore`, but shapes are not compared.
     """
-    ocp, step = _orbax(), self.existing_step(step)
-    data_shapes = jax.tree.map(_data_shape, shapes)
+    ocp, step = orbax_checkpoint(), self.existing_step(step)
+    data_shapes = jax.tree.map(data_shape, shapes)
     restore_args = jax.tree.map(
       lambda x: ocp.ArrayRestoreArgs(global_shape=x.shape, dtype=x.dtype, sharding=x.sharding, strict=False),
       data_shapes,
     )
     args = ocp.args.PyTreeRestore(item=data_shapes, restore_args=restore_args, partial_restore=True)
     arrays = self._read(step, 'state', args)
-    return map_with_path(lambda path, shape: _from_data(shape, lookup(arrays, path)), shapes)
+    return map_with_path(lambda path, shape: from_data(shape, lookup(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
     """Returns the model's variables as arrays that are read in parts when they are needed, in the dtypes of the file.
@@ -303,15 +293,15 @@ class Checkpointer:
 
   def input_state(self, step: Step = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
-    return self._read(self.existing_step(step), 'inputs', _orbax().args.JsonRestore())['input_state']
+    return self._read(self.existing_step(step), 'inputs', orbax_checkpoint().args.JsonRestore())['input_state']
 
   def about(self, step: Step = None) -> dict[str, Any]:
     """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
-    return self._read(self.existing_step(step), 'about', _orbax().args.JsonRestore())
+    return self._read(self.existing_step(step), 'about', orbax_checkpoint().args.JsonRestore())
 
   def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
     try:
-      return self._manager.restore(step, args=_orbax().args.Composite(**{item: args}))[item]
+      return self._manager.restore(step, args=orbax_checkpoint().args.Composite(**{item: args}))[item]
     except Exception as error:
       where = os.path.join(self.directory, str(step))
       raise CheckpointError(
@@ -358,90 +348,6 @@ def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
   }
 
 
-# -------------------------------------------------------------------- PRNG keys, stored as the integers in them
-
-
-def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _as_data(x: jax.Array) -> jax.Array:
-  return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _data_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  data = jax.eval_shape(_as_data, x)
-  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-
-
-def _from_data(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
-  if not _is_key(shape):
-    return x
-  impls: list[Any] = []
-  jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
-  return jax.random.wrap_key_data(x, impl=impls[0])
-
-
-Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
-_SHOWN = 3
-
-
-def _to_nested_dict(tree: object) -> NestedDict:
-  """Returns the leaves of any tree in nested dicts, by their paths."""
-  nested: NestedDict = {}
-  for path, leaf in leaves_by_path(tree).items():
-    nested = inserted(nested, path, leaf)
-  return nested
-
-
-def records_of(shapes: object) -> dict[str, Record]:
-  """Returns the shape and dtype of each array of a tree by name, for JSON."""
-  return {
-    path_name(path): {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
-    for path, leaf in leaves_by_path(shapes).items()
-  }
-
-
-def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where: str) -> None:
-  """Checks that a checkpoint has the arrays to restore, from the records of true shapes in it and of those wanted.
-
-  Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
-  differ: the values are cast.
-
-  Raises:
-    OtherModelError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
-  """
-  parts = {name.partition('.')[0] for name in wanted}
-  saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
-  names = sorted(saved.keys() | wanted.keys())
-  different = {n: text for n in names if (text := _difference(saved.get(n), wanted.get(n)))}
-  if not different:
-    return
-  only_learner = not any(name.startswith('mdl_vars') for name in different)
-  whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
-  shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
-  more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
-  raise OtherModelError(
-    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}',
-    f'Set {remedy} back to what it was trained with, or start a new run in another --job_log_dir.',
-    only_learner,
-  )
-
-
-def _difference(saved: Record | None, wanted: Record | None) -> str:
-  if saved and wanted and saved['shape'] == wanted['shape'] and castable(saved['dtype'], wanted['dtype']):
-    return ''
-  in_it, here = (f'{record["dtype"]}{record["shape"]}' if record else 'not' for record in (saved, wanted))
-  return f'{in_it} in it and {here} here'
-
-
-def castable(*dtypes: str) -> bool:
-  """Whether the values of an array of one dtype may become those of the other."""
-  if dtypes[0] == dtypes[1]:
-    return True
-  return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)
-
-
 def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
   """Returns the model's variables; with `use_ema`, those that have a moving average are replaced by it."""
   return merge(state.mdl_vars, state.ema_vars) if use_ema and state.ema_vars is not None else state.mdl_vars
@@ -464,26 +370,3 @@ def restore_variables(
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
   state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
   return eval_variables(state, use_ema=use_ema), state.step
-
-
-@functools.cache
-def _orbax() -> ModuleType:
-  """Imports Orbax, which takes a second, and keeps what it logs off the console: its failures are exceptions as well.
-
-  On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks, and its event loop
-  reports every read and write that returns after the first failure.
-  """
-  import orbax.checkpoint
-
-  folder = f'{os.sep}orbax{os.sep}'
-  logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # asyncio names the coroutine whose exception was never retrieved, and its file.
-  logging.getLogger('asyncio').addFilter(lambda record: folder not in record.getMessage())
-  report = sys.unraisablehook
-
-  def report_others(unraisable: sys.UnraisableHookArgs) -> None:
-    if repr(unraisable.exc_value) != "RuntimeError('Event loop is closed')":
-      report(unraisable)
-
-  sys.unraisablehook = report_others
-  return orbax.checkpoint

@@ -1,0 +1,10 @@
+"""Checkpoints of a train state: written whole, read on any mesh."""
+
+from praxis_lite.checkpoints.checkpointer import (
+  BestCheckpoint,
+  Checkpointer,
+  Step,
+  eval_variables,
+  restore_variables,
+  saved_steps,
+)

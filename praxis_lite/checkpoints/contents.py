@@ -1,0 +1,108 @@
+"""What a checkpoint holds, and what it may be restored to: records of its arrays, and the same arrays by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import CheckpointError
+from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
+
+Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
+_SHOWN = 3
+
+
+class OtherModelError(CheckpointError):
+  """A checkpoint has other arrays than the task.
+
+  Attributes:
+    difference: which arrays differ, and of which checkpoint.
+    only_learner: whether the variables of the model are the same.
+  """
+
+  def __init__(self, difference: str, remedy: str, only_learner: bool):
+    super().__init__(f'{difference}. {remedy}')
+    self.difference = difference
+    self.only_learner = only_learner
+
+
+def to_nested_dict(tree: object) -> NestedDict:
+  """Returns the leaves of any tree in nested dicts, by their paths."""
+  nested: NestedDict = {}
+  for path, leaf in leaves_by_path(tree).items():
+    nested = inserted(nested, path, leaf)
+  return nested
+
+
+def records_of(shapes: object) -> dict[str, Record]:
+  """Returns the shape and dtype of each array of a tree by name, for JSON."""
+  return {
+    path_name(path): {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
+    for path, leaf in leaves_by_path(shapes).items()
+  }
+
+
+def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where: str) -> None:
+  """Checks that a checkpoint has the arrays to restore, from the records of true shapes in it and of those wanted.
+
+  Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
+  differ: the values are cast.
+
+  Raises:
+    OtherModelError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
+  """
+  parts = {name.partition('.')[0] for name in wanted}
+  saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
+  names = sorted(saved.keys() | wanted.keys())
+  different = {n: text for n in names if (text := _difference(saved.get(n), wanted.get(n)))}
+  if not different:
+    return
+  only_learner = not any(name.startswith('mdl_vars') for name in different)
+  whose, remedy = ('another learner', 'task.train.learner') if only_learner else ('another model', 'task.model')
+  shown = [f'{name} is {text}' for name, text in list(different.items())[:_SHOWN]]
+  more = [f'and {len(different) - _SHOWN} more'] if len(different) > _SHOWN else []
+  raise OtherModelError(
+    f'{where} is a checkpoint of {whose}: {"; ".join([*shown, *more])}',
+    f'Set {remedy} back to what it was trained with, or start a new run in another --job_log_dir.',
+    only_learner,
+  )
+
+
+def _difference(saved: Record | None, wanted: Record | None) -> str:
+  if saved and wanted and saved['shape'] == wanted['shape'] and castable(saved['dtype'], wanted['dtype']):
+    return ''
+  in_it, here = (f'{record["dtype"]}{record["shape"]}' if record else 'not' for record in (saved, wanted))
+  return f'{in_it} in it and {here} here'
+
+
+def castable(*dtypes: str) -> bool:
+  """Whether the values of an array of one dtype may become those of the other."""
+  if dtypes[0] == dtypes[1]:
+    return True
+  return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)
+
+
+# -------------------------------------------------------------------- PRNG keys, stored as the integers in them
+
+
+def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def as_data(x: jax.Array) -> jax.Array:
+  return jax.random.key_data(x) if _is_key(x) else x
+
+
+def data_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  data = jax.eval_shape(as_data, x)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+
+def from_data(shape: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+  if not _is_key(shape):
+    return x
+  impls: list[Any] = []
+  jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
+  return jax.random.wrap_key_data(x, impl=impls[0])
