@@ -43,21 +43,23 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
       groups.setdefault((str(c.cause), '+'.join(c.axes) or '-', *apart), []).append(c)
   head = ['why it communicates', 'over', *(('collective', 'layer', 'phase') if every else ()), 'sent', 'declared by']
   least = 0.0 if every else _NEGLIGIBLE * sum(map(_sent, groups.values()))
+  ordered = sorted(groups.items(), key=lambda item: -_sent(item[1]))
+  shown = [(key, found) for key, found in ordered if _sent(found) > least]
+  lines = aligned([head, *((*key, format_bytes(_sent(found)), '') for key, found in shown)], right={len(head) - 2})
+  left = lines[0].index(head[-1])
   rows = [
-    (*key, format_bytes(_sent(found)), _declared_by(found, every))
-    for key, found in sorted(groups.items(), key=lambda item: -_sent(item[1]))
-    if _sent(found) > least
+    f'{line:<{left}}{_declared_by(f, None if every else _WIDTH - left)}' for line, (_, f) in zip(lines[1:], shown)
   ]
-  lines = aligned([head, *rows], right={len(head) - 2})
-  return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 140), *lines[1:]])
+  return '\n'.join([lines[0], '-' * min(max(map(len, rows)), 140), *rows])
 
 
-def _declared_by(found: Iterable[Communication], every: bool) -> str:
+def _declared_by(found: Iterable[Communication], width: int | None) -> str:
+  """The fields of some collectives; the first one alone, cut where it begins, if there is only so much room."""
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
-  if every or not fields:
+  if width is None or not fields:
     return ', '.join(fields) or '-'
   more = f', {len(fields) - 1} more' if len(fields) > 1 else ''
-  most = _WIDTH - _WIDTH // 2 - len(more)
+  most = width - len(more)
   return (fields[0] if len(fields[0]) <= most else f'..{fields[0][2 - most :]}') + more
 
 

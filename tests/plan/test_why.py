@@ -92,7 +92,7 @@ def test_bad_mappings_are_named_by_their_fields(bad):
 
 
 @pytest.mark.slow
-def test_explain_shows_what_the_compiler_made_of_activations(bad):
+def test_explain_shows_what_the_compiler_made_of_activations(bad, monkeypatch, capsys):
   found = {e.path: e for e in bad.activations}
   hidden, free = found[f'{LAYERS}.ff.hidden'], found[f'{LAYERS}.ff_norm.out']
   assert hidden.compiled == hidden.local_shape == (4, 32, 96) and not hidden.differs
