@@ -100,6 +100,9 @@ def test_explain_shows_what_the_compiler_made_of_activations(bad, monkeypatch, c
   other = dataclasses.replace(hidden, compiled=(4, 32, 64))
   text = format_report(ShardingReport(bad.mesh, [], [], [hidden, other, free], []))
   assert re.search(r'hidden .* 4 x 32 x 96 +4 x 32 x 96 ', text) and '4 x 32 x 64 (differs)' in text
+  monkeypatch.setattr('praxis_lite.plan.plan', lambda *args, **kwargs: bad)
+  assert main(['show', '--exp=lm.SyntheticLmTiny', '--compiled=cpu:8']) == 0
+  assert re.search(r'ff.hidden .* 4 x 32 x 96 +4 x 32 x 96 ', capsys.readouterr().out)
 
 
 def why_of(config):
