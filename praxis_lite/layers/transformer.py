@@ -82,7 +82,7 @@ class TransformerBlock(Layer):
     Args:
       x_BTD: the residual stream.
       paddings: [B, T], not zero where a token is padding; for feed-forward layers that take them.
-      **attention: keyword arguments of `attention`: segment_ids, segment_pos, mask.
+      **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask.
     """
     return self._block(x_BTD, lambda x: self.attention(x, **attention), paddings)
 
@@ -90,9 +90,9 @@ class TransformerBlock(Layer):
     """Allocates the cache; see `MultiHeadAttention.init_decode_state`."""
     self.attention.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *prefix_lengths: jax.Array) -> jax.Array:
     """Returns [B, T, D] for the next tokens; see `MultiHeadAttention.extend_step`."""
-    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT), pos_BT < 0)
+    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *prefix_lengths), pos_BT < 0)
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
     feed_forward = functools.partial(self.ff, paddings=paddings) if self.ff.takes_paddings else self.ff
@@ -282,6 +282,7 @@ class TransformerLm(Layer):
     *,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
   ) -> SoftmaxOutput:
     """Returns the cross entropy of the labels [B, T], and logits [B, T, V] unless the softmax works in chunks.
 
@@ -291,8 +292,11 @@ class TransformerLm(Layer):
       weights_BT: weights of the labels in auxiliary losses; None: all weigh 1.
       segment_ids: int32 [B, T], 0 is padding; tokens attend within their segment. None: each row is one segment.
       segment_pos: int32 [B, T], position of a token in its segment; None: 0, 1, 2, ...
+      prefix_lengths: int32 [B], how many of the first tokens of each row all of its tokens attend to (prefix-LM); None:
+        each attends to those before it alone.
     """
-    return self.softmax(self._encode(ids_BT, weights_BT, segment_ids, segment_pos), labels_BT, weights_BT)
+    x_BTD = self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths)
+    return self.softmax(x_BTD, labels_BT, weights_BT)
 
   def logits(
     self,
@@ -301,24 +305,29 @@ class TransformerLm(Layer):
     *,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, T, V]; the arguments are those of `__call__`."""
-    return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos))
+    return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates caches of `max_len` slots for each of `batch_size` sequences."""
     self._check_length(max_len)
     self.transformer.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array) -> jax.Array:
+  def extend_step(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, prefix_lengths: jax.Array | None = None
+  ) -> jax.Array:
     """Appends T tokens to each row of the caches and returns logits [B, V] of the token after number `last_B`.
 
     Args:
       ids_BT: int32 tokens.
       pos_BT: int32 position of each; -1 is padding.
       last_B: int32 index in [0, T).
+      prefix_lengths: see `MultiHeadAttention.extend_step`.
     """
-    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT)
+    prefix = () if prefix_lengths is None else (prefix_lengths,)
+    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     return self.softmax.get_logits(self._normalize(x_B1D))[:, 0]
 
@@ -328,12 +337,15 @@ class TransformerLm(Layer):
     weights_BT: jax.Array | None,
     segment_ids_BT: jax.Array | None,
     segment_pos_BT: jax.Array | None,
+    prefix_lengths_B: jax.Array | None,
   ) -> jax.Array:
     if segment_pos_BT is None:
       self._check_length(ids_BT.shape[1])
     x_BTD = self._embed(ids_BT, segment_pos_BT)
-    paddings = {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
-    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **paddings)
+    more = {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
+    if prefix_lengths_B is not None:
+      more['prefix_lengths'] = prefix_lengths_B
+    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **more)
     return self._normalize(y_BTD)
 
   def _embed(self, ids_BT: jax.Array, pos_BT: jax.Array | None) -> jax.Array:
