@@ -28,7 +28,7 @@ from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import Remat
-from praxis_lite.layers.repeat import Repeat, check_pattern, pattern
+from praxis_lite.layers.repeat import Repeat, all_kinds, check_pattern, pattern
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 
 T = TypeVar('T')
@@ -113,12 +113,14 @@ class StackedTransformer(Layer):
   Attributes:
     layers_tpl: of each layer; or a pattern of several, taken in turn.
     num_layers: number of layers.
+    first_tpl: layers that come before those of `layers_tpl`; see `Repeat`.
     sliding_windows: see `with_windows`.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
   """
 
   layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
   num_layers: int = REQUIRED
+  first_tpl: tuple[Config, ...] = ()
   sliding_windows: tuple[int | None, ...] | None = None
   remat: str | tuple[str, ...] = 'none'
   remat_save_names: tuple[str, ...] = ()
@@ -126,11 +128,12 @@ class StackedTransformer(Layer):
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
-    check_pattern(self.layers_tpl, self.num_layers, self.path_name)
+    check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
     configs = with_windows(self.layers_tpl, self.sliding_windows, self.path_name)
     self._period = len(configs)
     self._remat = Remat.of(self, self._period)
-    self.create_children('layers', templates=list(itertools.islice(itertools.cycle(configs), self.num_layers)))
+    in_turn = itertools.chain(self.first_tpl, itertools.cycle(configs))
+    self.create_children('layers', templates=list(itertools.islice(in_turn, self.num_layers)))
 
   def __call__(self, x: T, **kwargs: Any) -> T:
     """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
@@ -138,7 +141,8 @@ class StackedTransformer(Layer):
     for i, layer in enumerate(self.layers):
       key = self.next_prng_key() if self.has_prng_key() else None
       apply = functools.partial(layer.apply, key=key, **kwargs)
-      body = self._remat(apply, i % self._period, in_scan=False, regathers=regathers)
+      kind = max(i - len(self.first_tpl), 0) % self._period
+      body = self._remat(apply, kind, in_scan=False, regathers=regathers)
       x, side = body(layer.variables, x)
       layer.absorb(side)
     return x
@@ -217,13 +221,13 @@ class TransformerLm(Layer):
     model_dims: D.
     num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    hidden_dims: hidden dims of the feed-forward layers; None: 4 D.
+    hidden_dims: hidden dims of the feed-forward layers; None: 4 D. Those of blocks that come first may have their own.
     use_bias: whether all layers that may have biases, but the softmax, have them; None: as their templates say.
     embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
     position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
     dropout_tpl: of the child `embedding_dropout`.
     transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block, or a
-      pattern of several.
+      pattern of several; and it may have `first_tpl`, blocks that come first.
     final_norm_tpl: of the child `final_norm`; None disables it, as after post-norm blocks.
     softmax_tpl: of the child `softmax`.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
@@ -256,8 +260,10 @@ class TransformerLm(Layer):
     sizes |= {field: getattr(self, field) for field in _HEADS}
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
     may_have_bias = [final_norm]
-    for block in pattern(transformer.layers_tpl):
-      block.set(**sizes)
+    first = getattr(transformer, 'first_tpl', ())
+    for block in all_kinds(transformer):
+      has_its_own = block.hidden_dims is not REQUIRED and any(block is other for other in first)
+      block.set(**sizes | ({'hidden_dims': block.hidden_dims} if has_its_own else {}))
       block.attention_tpl.causal = True
       may_have_bias += [block.attention_tpl, block.ff_tpl, block.norm_tpl]
     for config in may_have_bias:

@@ -5,13 +5,16 @@ library kernels.
     ragged_dot_general      2 * M * N * K: each row by the weights of its group
     conv_general_dilated    2 * output elements * kernel elements per output channel
     fused attention         4 * B * N * T * S * H, the two products that it computes
+
+Of attention in blocks, those blocks count that its mask does not empty: of a causal mask half of them, and those on the
+diagonal. Dense attention computes all of them, and all count.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from jax.extend import core
 
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
+from praxis_lite.training.trips import Bound, Bounds
 
 
 def model_flops(partitioned: PartitionedTask) -> float:
@@ -31,33 +35,42 @@ def model_flops(partitioned: PartitionedTask) -> float:
 
 
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
-  """Returns the operations of one call: of the most expensive branch of a `cond`, and of one round of a `while`."""
-  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+  """Returns the operations of one call.
+
+  Of a `cond` the most expensive branch counts, and a `while` as often as it may run at most: attention in blocks, for
+  which segment ids say how many blocks meet, as if each row were one segment, and a ring of devices as if there were no
+  mask. A `while` for which the program shows no such number counts once.
+  """
+  return _flops(jaxpr, [])
 
 
-def flops_by_scope(jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '') -> Iterator[tuple[str, float]]:
-  """Yields for each product its scopes, as in 'jvp(lm)/ff', and its operations; of a `cond` those of all branches."""
+def flops_by_scope(
+  jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '', inputs: Sequence[Bound] = ()
+) -> Iterator[tuple[str, float]]:
+  """Yields for each product its scopes, as in 'jvp(lm)/ff', and its operations in a call, as `count_flops` counts."""
+  bounds = Bounds(jaxpr, inputs)
   for equation in jaxpr.eqns:
-    params, name = equation.params, '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
-    below = [inner for inner in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(inner)]
-    if not below or equation.primitive.name == 'dot_general':
-      if flops := _equation_flops(equation):
-        yield name, flops
-      continue
-    times = _times(equation)
-    for inner in below:
-      yield from ((at, times * flops) for at, flops in flops_by_scope(inner, name))
+    name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
+    below = [inner for inner in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr) if _is_jaxpr(inner)]
+    flops = _equation_flops(equation, bounds)
+    parts = [part for inner in below for part in flops_by_scope(inner, name, bounds.below(equation, inner))]
+    once = sum(part for _, part in parts)
+    if once:
+      yield from ((at, flops * part / once) for at, part in parts)
+    elif flops:
+      yield name, flops
+    bounds.add(equation)
 
 
-def _times(equation: core.JaxprEqn) -> float:
-  """How often the equations below one run, over all devices."""
-  params = equation.params
-  if equation.primitive.name == 'shard_map':  # Inside, shapes are those of one device.
-    return math.prod(params['mesh'].shape[axis] for axis in params['newly_manual_axes'])
-  return params['length'] if equation.primitive.name == 'scan' else 1
+def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> float:
+  bounds, total = Bounds(jaxpr, inputs), 0.0
+  for equation in jaxpr.eqns:
+    total += _equation_flops(equation, bounds)
+    bounds.add(equation)
+  return total
 
 
-def _equation_flops(equation: core.JaxprEqn) -> float:
+def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
   name, params = equation.primitive.name, equation.params
   shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0
@@ -77,10 +90,17 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
   if name.startswith('dot_product_attention_fwd'):
     query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
-  if name == 'cond':
-    return max(count_flops(branch) for branch in params['branches'])
-  below = sum(count_flops(jaxpr) for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr))
-  return below * _times(equation)
+  jaxprs = [jaxpr for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr)]
+  flops = [_flops(jaxpr, bounds.below(equation, jaxpr)) for jaxpr in jaxprs]
+  below = max(flops) if name == 'cond' else sum(flops)
+  if name == 'scan':
+    return below * params['length']
+  if name == 'while':
+    return below * (1 if below == 0 or (trips := bounds.most_trips(equation)) is None else trips)
+  if name == 'shard_map':  # Inside, shapes are those of one device.
+    sizes, mapped = params['mesh'].shape, params['newly_manual_axes']
+    return below * math.prod(sizes[axis] for axis in mapped)
+  return below
 
 
 def _is_jaxpr(value: object) -> bool:
