@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
+_FORMAT = 2  # That of 1 had no checksums.
 
 
 class OtherModelError(CheckpointError):
@@ -26,6 +29,41 @@ class OtherModelError(CheckpointError):
     super().__init__(f'{difference}. {remedy}')
     self.difference = difference
     self.only_learner = only_learner
+
+
+class DamagedError(CheckpointError):
+  """A checkpoint is not what was written: a part of it is missing or changed."""
+
+
+# What an error of TensorStore begins with that says nothing about the data.
+_NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
+
+
+def is_damage(error: Exception) -> bool:
+  """Whether an error says that what is stored is not what was written, and not that it cannot be reached now."""
+  if isinstance(error, PermissionError | MemoryError | jax.errors.JaxRuntimeError):
+    return False
+  return not str(error).startswith(_NOT_REACHED)
+
+
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+  """Returns a record for JSON with its format and a checksum of it all."""
+  record = {**record, 'format': _FORMAT}
+  return {**record, 'checksum': _checksum(record)}
+
+
+def unsealed(record: dict[str, Any], where: str) -> dict[str, Any]:
+  """Returns what was sealed; raises DamagedError if it is not what it was. Records of the first format have no seal."""
+  content = {name: value for name, value in record.items() if name != 'checksum'}
+  is_old = 'checksum' not in record and record.get('format', 1) == 1
+  if not is_old and record.get('checksum') != _checksum(content):
+    raise DamagedError(f'{where} cannot be read (its checksum differs)')
+  return content
+
+
+def _checksum(record: dict[str, Any]) -> str:
+  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # Keys become what they are when they are read.
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def to_nested_dict(tree: object) -> NestedDict:

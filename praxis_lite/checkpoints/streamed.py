@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import abc
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,15 +118,17 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int]]) -> dict[str,
 
   def opened(context: ts.Context) -> dict[str, ts.TensorStore]:
     base = {'driver': 'file', 'path': f'{folder}/'}
-    specs = {name: {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
+    specs = {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
     futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
     return {name: future.result() for name, future in futures.items()}
 
   try:
+    about = json.loads(Path(folder, '_METADATA').read_text(encoding='utf-8'))
+    driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # Those without checksums, of earlier versions.
     stores = opened(ts.Context())
     largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
     stores = opened(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))
-  except ValueError as error:
+  except (OSError, ValueError) as error:
     raise CheckpointError(f'{folder} cannot be read ({first_line(error)})') from error
   return {name: StoredArray(stores[name], tuple(shape), f'{folder}: {name}') for name, shape in shapes.items()}
 
