@@ -155,7 +155,7 @@ class Checkpointer:
       CheckpointError: this save, or the one before, failed.
     """
     ocp = orbax_checkpoint()
-    self.wait()
+    self.wait_until_complete()
     if step in self._manager.all_steps():
       return False
     arrays = to_nested_dict(jax.tree.map(as_data, state))
@@ -169,8 +169,8 @@ class Checkpointer:
       return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps are saved.
 
   def wait(self) -> None:
-    """Waits until all saves are on disk; raises CheckpointError if saving failed."""
-    self._complete()
+    """Waits until all saves are on disk, and others removed; raises CheckpointError if saving failed."""
+    self.wait_until_complete()
     self._retention.wait()
 
   def newly_complete(self) -> list[tuple[int, Path]]:
@@ -181,15 +181,16 @@ class Checkpointer:
     """
     if not self._being_saved or self._manager.is_saving_in_progress():
       return []
-    self._complete()
+    self.wait_until_complete()
     folders = [(step, Path(self.directory, str(step))) for step in self._being_saved]
     self._being_saved = []
     return [(step, folder) for step, folder in folders if folder.exists()]
 
-  def _complete(self) -> None:
-    """Waits until a save has become complete; then the best one is on record, and others may leave."""
+  def wait_until_complete(self) -> None:
+    """Waits until all saves are on disk, and begins to remove others; raises CheckpointError if saving failed."""
     with self._saving():
       self._manager.wait_until_finished()
+    with contextlib.suppress(OSError):  # It is kept all the same, and recorded after the next save.
       self._record_best()
     if self._being_saved and not self._read_only and jax.process_index() == 0:
       self._retention.start(self.kept_steps())

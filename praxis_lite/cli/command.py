@@ -73,6 +73,12 @@ def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
   return values
 
 
+def damage_flag(values: flags.FlagValues) -> None:
+  """Defines --on_damage."""
+  damage = 'Where the newest checkpoint is damaged: use the one before, or fail. Example: --on_damage=fail'
+  flags.DEFINE_enum('on_damage', 'previous', ['previous', 'fail'], damage, flag_values=values)
+
+
 class _StepParser(flags.ArgumentParser[int | str]):
   """Reads the number of a step, or best."""
 

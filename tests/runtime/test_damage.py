@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
-import jax
 import numpy as np
 import pytest
 from small_states import assert_same, layout_on, random_state, true_values
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.contents import DamagedError
-from praxis_lite.errors import CheckpointError
 
 
 @pytest.fixture
