@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -34,20 +35,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import (
-  DamagedError,
   as_data,
   check_same_model,
   data_shape,
   from_data,
-  is_damage,
+  read_record,
   records_of,
   sealed,
   to_nested_dict,
-  unsealed,
 )
+from praxis_lite.checkpoints.failures import DamagedError, first_line, unreadable
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
-from praxis_lite.checkpoints.streamed import first_line, stored_arrays
+from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import replace_file
 from praxis_lite.partitioning.layout import StateLayout
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
 _DIRECTORY = 'checkpoints'
-_BEST = 'best.json'
+BEST = 'best.json'
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -165,6 +165,8 @@ class Checkpointer:
       about=ocp.args.JsonSave(sealed(_about(state, true_shapes))),
     )
     with self._saving():
+      if jax.process_index() == 0:
+        self._check_that_files_can_be_made()
       self._being_saved.append(step)
       return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps are saved.
 
@@ -226,7 +228,7 @@ class Checkpointer:
 
   @property
   def _best_path(self) -> Path:
-    return Path(self.directory).parent / _BEST
+    return Path(self.directory).parent / BEST
 
   def kept_steps(self) -> set[int]:
     """Returns the steps of checkpoints that are never deleted because they are the best."""
@@ -305,11 +307,11 @@ class Checkpointer:
       data_shapes,
     )
     args = ocp.args.PyTreeRestore(item=data_shapes, restore_args=restore_args, partial_restore=True)
-    arrays = self._read(step, 'state', args)
+    arrays = self._read_arrays(step, args)
     for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
       found = lookup(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise DamagedError(f'{self.folder(step)} cannot be read (what it says of {path_name(path)} is wrong)')
+        raise unreadable(self.folder(step), ValueError(f'what it says of {path_name(path)} is wrong'))
     return map_with_path(lambda path, shape: from_data(shape, lookup(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
@@ -385,21 +387,22 @@ class Checkpointer:
     self.notes.append(f'{reason}{aside}; the checkpoint before is used, of step {self.latest_step()}')
 
   def _read_json(self, step: Step, item: str) -> dict[str, Any]:
-    step = self.existing_step(step)
-    record = self._read(step, item, orbax_checkpoint().args.JsonRestore())
-    return unsealed(record, os.path.join(self.folder(step), item))
+    return read_record(Path(self.folder(self.existing_step(step))), item)
 
-  def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+  def _read_arrays(self, step: int, args: ocp.args.PyTreeRestore) -> Any:
     try:
-      out = self._manager.restore(step, args=orbax_checkpoint().args.Composite(**{item: args}))[item]
+      out = self._manager.restore(step, args=orbax_checkpoint().args.Composite(state=args))['state']
       if isinstance(out, Exception):
         raise out
       return out
     except Exception as error:
-      message = f'{self.folder(step)} cannot be read ({first_line(error)})'
-      if not is_damage(error):
-        raise CheckpointError(message) from error
-      raise DamagedError(f'{message}; remove this folder to go back to the checkpoint before') from error
+      raise unreadable(self.folder(step), error) from error
+
+  def _check_that_files_can_be_made(self) -> None:
+    """Raises OSError if not: where Orbax finds that, some of its threads wait for others, and end after minutes."""
+    os.makedirs(self.directory, exist_ok=True)
+    with tempfile.TemporaryFile(dir=self.directory):
+      pass
 
   @contextlib.contextmanager
   def _saving(self) -> Iterator[None]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.errors import CheckpointError
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
@@ -31,33 +33,27 @@ class OtherModelError(CheckpointError):
     self.only_learner = only_learner
 
 
-class DamagedError(CheckpointError):
-  """A checkpoint is not what was written: a part of it is missing or changed."""
-
-
-# What an error of TensorStore begins with that says nothing about the data.
-_NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
-
-
-def is_damage(error: Exception) -> bool:
-  """Whether an error says that what is stored is not what was written, and not that it cannot be reached now."""
-  if isinstance(error, PermissionError | MemoryError | jax.errors.JaxRuntimeError):
-    return False
-  return not str(error).startswith(_NOT_REACHED)
-
-
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
   """Returns a record for JSON with its format and a checksum of it all."""
   record = {**record, 'format': _FORMAT}
   return {**record, 'checksum': _checksum(record)}
 
 
-def unsealed(record: dict[str, Any], where: str) -> dict[str, Any]:
-  """Returns what was sealed; raises DamagedError if it is not what it was. Records of the first format have no seal."""
-  content = {name: value for name, value in record.items() if name != 'checksum'}
-  is_old = 'checksum' not in record and record.get('format', 1) == 1
-  if not is_old and record.get('checksum') != _checksum(content):
-    raise DamagedError(f'{where} cannot be read (its checksum differs)')
+def read_record(folder: Path, item: str) -> dict[str, Any]:
+  """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Those of the first format have no checksum.
+
+  Raises:
+    DamagedError: it is not what was written.
+    CheckpointError: it cannot be read.
+  """
+  try:
+    record = json.loads((folder / item / 'metadata').read_text(encoding='utf-8'))
+    content = {name: value for name, value in record.items() if name != 'checksum'}
+    is_old = 'checksum' not in record and record.get('format', 1) == 1
+    if not is_old and record.get('checksum') != _checksum(content):
+      raise ValueError(f'the checksum of {item} differs')
+  except (OSError, ValueError, AttributeError) as error:
+    raise unreadable(folder, error) from error
   return content
 
 

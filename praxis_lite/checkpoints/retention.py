@@ -106,6 +106,12 @@ def set_aside(folder: Path) -> Path:
   return aside
 
 
+def is_set_aside(folder: Path) -> bool:
+  """Whether a folder is a damaged step that was set aside."""
+  step, _, rest = folder.name.partition('.')
+  return step.isdecimal() and f'.{rest}'.startswith(_DAMAGED)
+
+
 @contextlib.contextmanager
 def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
   """Locks a folder. Raises FileNotFoundError if there is none, BlockingIOError if it cannot be locked alone now."""

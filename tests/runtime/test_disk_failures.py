@@ -107,7 +107,7 @@ def test_metrics_that_cannot_be_written_are_kept_and_told_of_once(tmp_path):
 
 
 def steps_of_events(path):
-  """The steps of the scalars in an event file, whose records are a length, its checksum, the event, and its checksum."""
+  """The steps of the scalars in an event file; a record is a length, its checksum, the event, and its checksum."""
   from tensorboardX.proto.event_pb2 import Event
 
   data, at, steps = path.read_bytes(), 0, []
