@@ -118,6 +118,7 @@ class Checkpointer:
     self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
     self._to_close = contextlib.ExitStack()
     self._manager = self._opened()
+    self._is_broken = False
     self._being_saved: list[int] = []
     self._best = self._recorded_best = self._read_best()
 
@@ -156,6 +157,9 @@ class Checkpointer:
     """
     ocp = orbax_checkpoint()
     self.wait_until_complete()
+    if self._is_broken:
+      with self._saving():
+        self._mend()
     if step in self._manager.all_steps():
       return False
     arrays = to_nested_dict(jax.tree.map(as_data, state))
@@ -190,8 +194,9 @@ class Checkpointer:
 
   def wait_until_complete(self) -> None:
     """Waits until all saves are on disk, and begins to remove others; raises CheckpointError if saving failed."""
-    with self._saving():
-      self._manager.wait_until_finished()
+    if not self._is_broken:
+      with self._saving():
+        self._manager.wait_until_finished()
     with contextlib.suppress(OSError):  # It is kept all the same, and recorded after the next save.
       self._record_best()
     if self._being_saved and not self._read_only and jax.process_index() == 0:
@@ -404,6 +409,13 @@ class Checkpointer:
     with tempfile.TemporaryFile(dir=self.directory):
       pass
 
+  def _mend(self) -> None:
+    """Replaces Orbax's manager, which does not go on after an error."""
+    with contextlib.suppress(Exception):
+      self._manager.close()
+    self._manager = self._opened()
+    self._is_broken = False
+
   @contextlib.contextmanager
   def _saving(self) -> Iterator[None]:
     try:
@@ -411,11 +423,10 @@ class Checkpointer:
     except Exception as error:
       self._being_saved = []
       self._best = self._recorded_best
-      if jax.process_count() == 1:  # Orbax's manager does not go on after an error.
+      if jax.process_count() == 1:
+        self._is_broken = True
         with contextlib.suppress(Exception):
-          self._manager.close()
-        with contextlib.suppress(Exception):
-          self._manager = self._opened()
+          self._mend()
       raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
 
 
