@@ -49,7 +49,7 @@ from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import replace_file
+from praxis_lite.files import local_path, replace_file
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -110,7 +110,7 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
-    self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
+    self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), _DIRECTORY)
     self.notes: list[str] = []
     self._read_only = read_only
     self._on_damage = on_damage
