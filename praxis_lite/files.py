@@ -14,7 +14,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
   """Returns the path of a run or of its checkpoints; raises UserError if it is one of an object store."""
   if re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)):
     raise UserError(
-      f'{os.fspath(path)}: runs are in directories of a file system that all hosts see, and not in object stores; mount '
+      f'{os.fspath(path)}: runs are in directories of a file system that all hosts see, not in object stores; mount '
       'the store, or train in a local directory and copy it there'
     )
   return Path(path).expanduser()
