@@ -6,12 +6,14 @@ import html
 import importlib.resources
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.errors import UserError
 from praxis_lite.explain.check import Problem
 from praxis_lite.explain.explanation import Explanation, Kind, ShardingReport, format_mesh
+
+_HERE = 'praxis_lite.explain'
 
 
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
@@ -19,7 +21,12 @@ def write_page(path: str, report: ShardingReport, title: str, problems: Sequence
 
   Directories above the file are made. `title` says what the report is of; what `check` has found is shown above.
   """
-  file, page = pathlib.Path(path), render_page(report, title, problems)
+  return write_file(path, render_page(report, title, problems))
+
+
+def write_file(path: str, page: str) -> pathlib.Path:
+  """Writes a page to the file `path`, which is returned; raises UserError if it cannot be written."""
+  file = pathlib.Path(path)
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page, encoding='utf-8')
@@ -39,18 +46,31 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
       {'severity': str(p.severity), 'text': f'{p.kind}: {p.path}: {p.message}', 'remedy': p.remedy} for p in problems
     ],
   }
+  return fill_page(_HERE, title, data, 'page', ('picture', 'page'))
+
+
+def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
+  """Returns a page of its own: template, style and scripts of a package, and the data.
+
+  Args:
+    package: the package with `assets/{name}.html`, `assets/{name}.css` and the scripts.
+    title: what the page is of.
+    data: what the scripts find in the element `data`; JSON can say it.
+    scripts: names of its own scripts, in their order; those that all pages share come before them.
+  """
   # A script ends at the first '</', wherever it stands.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')
-  page = _asset('page.html')
-  script = '\n'.join(_asset(f'{part}.js') for part in ('treemap', 'picture', 'page'))
-  parts = {'TITLE': html.escape(title), 'STYLE': _asset('page.css'), 'DATA': text, 'SCRIPT': script}
-  for name, content in parts.items():
-    page = page.replace(f'%{name}%', content, 1)
+  style = '\n'.join([_asset(_HERE, 'common.css'), _asset(package, f'{name}.css')])
+  shared = [_asset(_HERE, f'{part}.js') for part in ('common', 'treemap')]
+  script = '\n'.join([*shared, *(_asset(package, f'{part}.js') for part in scripts)])
+  page = _asset(package, f'{name}.html')
+  for part, content in {'TITLE': html.escape(title), 'STYLE': style, 'DATA': text, 'SCRIPT': script}.items():
+    page = page.replace(f'%{part}%', content, 1)
   return page
 
 
-def _asset(name: str) -> str:
-  return (importlib.resources.files('praxis_lite.explain') / 'assets' / name).read_text(encoding='utf-8')
+def _asset(package: str, name: str) -> str:
+  return (importlib.resources.files(package) / 'assets' / name).read_text(encoding='utf-8')
 
 
 def _array(e: Explanation) -> dict[str, Any]:

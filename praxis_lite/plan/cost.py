@@ -10,7 +10,8 @@ The cost of an instruction, times the trip counts of the loops that contain it:
     collectives  see `links.py`
 
 Instructions run in the order of the schedule. A collective between its start and its end is overlapped with what runs
-there; what it takes beyond that is exposed. Collectives wait for each other.
+there; what it takes beyond that is exposed. Collectives wait for each other, but for shifts in opposite directions on
+a torus, each of which has links of its own.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ class Operation:
   bytes: float
   seconds: float
 
+  def limit(self, target: Target) -> str:
+    """What its seconds are those of: 'compute', 'memory', or 'overhead', the time that any operation takes."""
+    at_memory = self.bytes / (target.device_bandwidth * target.efficiency.memory)
+    if self.seconds > max(at_memory, target.efficiency.seconds_per_operation):
+      return 'compute'
+    return 'memory' if self.seconds <= at_memory else 'overhead'
+
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
@@ -89,6 +97,24 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+  """When an operation, a collective or a loop runs.
+
+  Attributes:
+    name: as of an `Operation` or a `Communication`, or the name of the loop.
+    start, end: in seconds since the step began, or since the round began of the loop that it is in.
+    rounds: how often what is inside runs, one after the other; 0 if it is no loop.
+    inside: of one round.
+  """
+
+  name: str
+  start: float
+  end: float
+  rounds: int = 0
+  inside: tuple[Span, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Cost:
   """The cost of one run of a program.
 
@@ -96,12 +122,14 @@ class Cost:
     operations, collectives: in the order of the schedule.
     seconds: of a step.
     unknown_loops: names of loops whose trip count the program does not say; they count once.
+    schedule: when each of them runs; empty if there is no schedule, as without a compiler.
   """
 
   operations: tuple[Operation, ...]
   collectives: tuple[Communication, ...]
   seconds: float
   unknown_loops: tuple[str, ...] = ()
+  schedule: tuple[Span, ...] = ()
 
   @property
   def flops(self) -> float:
@@ -126,11 +154,7 @@ class Cost:
     """
     limits = dict.fromkeys(('compute', 'memory', 'overhead', 'communication'), 0.0)
     for op in self.operations:
-      at_memory = op.bytes / (target.device_bandwidth * target.efficiency.memory)
-      kind = 'memory' if op.seconds <= at_memory else 'overhead'
-      if op.seconds > max(at_memory, target.efficiency.seconds_per_operation):
-        kind = 'compute'
-      limits[kind] += op.count * op.seconds
+      limits[op.limit(target)] += op.count * op.seconds
     limits['communication'] = self.exposed_seconds
     return limits
 
@@ -153,7 +177,9 @@ def cost_of(
   """
   model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()))
   step = model.timeline(program.entry)
-  return Cost(tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops))
+  return Cost(
+    tuple(step.operations), tuple(step.collectives), step.seconds, tuple(model.unknown_loops), tuple(step.spans)
+  )
 
 
 # ---------------------------------------------------------------- layers
@@ -202,15 +228,32 @@ class LayerNames:
 # ---------------------------------------------------------------- schedule
 
 
+_DIRECTIONS = ('up', 'down')
+
+
 @dataclasses.dataclass
 class _Timeline:
   """What a computation runs, and its seconds."""
 
   operations: list[Operation] = dataclasses.field(default_factory=list)
   collectives: list[Communication] = dataclasses.field(default_factory=list)
+  spans: list[Span] = dataclasses.field(default_factory=list)
   seconds: float = 0.0
 
-  def append(self, other: _Timeline, times: int = 1) -> None:
+  def append(self, other: _Timeline) -> None:
+    """Adds what runs after it."""
+    begins = self.seconds
+    self.spans += [dataclasses.replace(s, start=begins + s.start, end=begins + s.end) for s in other.spans]
+    self._count(other, 1)
+
+  def repeat(self, other: _Timeline, times: int, name: str) -> None:
+    """Adds the rounds of a loop."""
+    ends = self.seconds + other.seconds * times
+    if times and other.spans:
+      self.spans.append(Span(name, self.seconds, ends, times, tuple(other.spans)))
+    self._count(other, times)
+
+  def _count(self, other: _Timeline, times: int) -> None:
     self.operations += [dataclasses.replace(op, count=op.count * times) for op in other.operations]
     self.collectives += [dataclasses.replace(c, count=c.count * times) for c in other.collectives]
     self.seconds += other.seconds * times
@@ -231,14 +274,17 @@ class _CostModel:
     return self._done[computation.name]
 
   def _run(self, computation: Computation) -> _Timeline:
-    line, links_free, copies_free = _Timeline(), 0.0, 0.0
+    line, copies_free, free_from = _Timeline(), 0.0, dict.fromkeys(_DIRECTIONS, 0.0)
     started, copying = dict[str, tuple[int, float]](), dict[str, float]()
 
-    def start(key: str, collective: Communication, overlapped: bool) -> None:
-      nonlocal links_free
-      links_free = max(links_free, line.seconds) + collective.seconds
+    def start(key: str, instruction: Instruction, where: Computation, overlapped: bool) -> None:
+      collective, taken = self._communication(instruction, where), self._directions(instruction)
+      begins = max(line.seconds, *(free_from[direction] for direction in taken))
+      ends = begins + collective.seconds
+      free_from.update(dict.fromkeys(taken, ends))
       line.collectives.append(collective)
-      started[key] = (len(line.collectives) - 1, links_free)
+      line.spans.append(Span(collective.name, begins, ends))
+      started[key] = (len(line.collectives) - 1, ends)
       if not overlapped:
         finish(key)
 
@@ -255,7 +301,7 @@ class _CostModel:
       inside = self._collectives_inside(instruction)
       if instruction.collective:
         overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
-        start(instruction.name, self._communication(instruction, computation), overlapped)
+        start(instruction.name, instruction, computation, overlapped)
       elif instruction.opcode == 'async-update':
         for operand in instruction.operands[:1]:
           if operand in started:
@@ -264,28 +310,30 @@ class _CostModel:
         for operand in instruction.operands[:1]:
           finish(operand)
       elif instruction.opcode in ('copy-start', 'slice-start', 'dynamic-slice-start'):
-        copies_free = max(copies_free, line.seconds) + self._compute(instruction, computation, line)
+        begins = max(copies_free, line.seconds)
+        copies_free = begins + self._compute(instruction, computation, line, begins)
         copying[instruction.name] = copies_free
       elif instruction.opcode == 'async-start' and inside:
-        start(instruction.name, self._communication(inside[0][0], inside[0][1]), overlapped=True)
+        start(instruction.name, *inside[0], overlapped=True)
       elif inside and instruction.opcode == 'fusion':  # TPU: fusions start, carry forward and end collectives.
         line.seconds += self._compute(instruction, computation, line)
-        marks = {i.attribute('custom_call_target').strip('"') for _, c in inside for i in c.instructions}
+        marks = {target for _, called in inside for target in called.custom_calls}
         for found, where in inside:
           key = f'channel {channel_of(found)}'
           if 'AsyncCollectiveDone' in marks:
             finish(key)
           elif 'AsyncCollectiveStart' in marks:
-            start(key, self._communication(found, where), overlapped=True)
-          elif key not in started:
-            start(found.name, self._communication(found, where), overlapped=False)
+            start(key, found, where, overlapped=True)
+          elif key not in started and not self._program.is_carried_on(found, where):
+            start(found.name, found, where, overlapped=False)
       elif instruction.opcode == 'while':
         trips = self._program.trip_count(instruction, computation)
         if trips is None:
           self.unknown_loops.append(instruction.name)
+        within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
         for called in self._program.called(instruction):
-          within = instruction.op_name or self._within[computation.name]
-          line.append(self.timeline(called, within), 1 if trips is None else trips)
+          one_round.append(self.timeline(called, within))
+        line.repeat(one_round, 1 if trips is None else trips, instruction.name)
       elif instruction.opcode == 'conditional':
         branches = [
           self.timeline(called, self._within[computation.name]) for called in self._program.called(instruction)
@@ -300,18 +348,23 @@ class _CostModel:
       finish(key)
     return line
 
-  def _compute(self, instruction: Instruction, computation: Computation, line: _Timeline) -> float:
-    """Adds an operation, and returns its seconds."""
+  def _compute(
+    self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
+  ) -> float:
+    """Adds an operation that begins now, or as given, and returns its seconds."""
     products = list(products_of(instruction, computation, self._program))
     moved = bytes_of(instruction, computation, self._program)
     if not products and not moved:
       return 0.0
     target, efficiency = self._target, self._target.efficiency
-    computes = sum(p.flops / (target.peak(p.dtype) * efficiency.compute) for p in products)
+    reached = {False: efficiency.compute, True: efficiency.attention}
+    computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
     seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
     # A fusion has the name of its last operation; what is most expensive in it is what it is for.
     name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
     flops = sum(p.flops for p in products)
+    begins = line.seconds if begins is None else begins
+    line.spans.append(Span(instruction.name, begins, begins + seconds))
     line.operations.append(
       Operation(
         instruction.name,
@@ -367,6 +420,13 @@ class _CostModel:
       traffic.seconds,
       traffic.seconds,
     )
+
+  def _directions(self, instruction: Instruction) -> tuple[str, ...]:
+    """Which links of a torus a collective uses: those of one direction, if it is a shift."""
+    if instruction.collective != 'collective-permute' or not self._target.torus:
+      return _DIRECTIONS
+    up = [pair[0] < pair[1] for pair in groups_of(instruction, self._program.num_devices) if len(pair) > 1]
+    return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
 
   def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ."""

@@ -11,16 +11,30 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from praxis_lite.partitioning.hlo import Array, Computation, Instruction, Program, Shape
 from praxis_lite.partitioning.host_memory import is_on_host
+from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.plan.cost import LayerNames, name_of
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.trees import leaves_by_path, path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+  """Arrays alike: how many of a shape, such as 'bf16[4, 512, 128]', an operation makes, and the bytes of all."""
+
+  operation: str
+  shape: str
+  count: int
+  bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +45,8 @@ class Live:
     kind: 'saved activations', 'gradients' or 'temporaries'.
     layer, phase: as of an `Operation`.
     bytes: on each device.
-    largest: shape of the largest of them, as 'bf16[4,512,128]'.
+    largest: shape of the largest of them, as 'bf16[4, 512, 128]'.
+    buffers: what they are, the largest first.
   """
 
   kind: str
@@ -39,16 +54,36 @@ class Live:
   phase: str
   bytes: int
   largest: str
+  buffers: tuple[Buffers, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StateArray:
+  """An array that a step takes.
+
+  Attributes:
+    kind: 'parameters', 'optimizer slots', 'moving averages' or 'inputs'.
+    layer: path of the layer that it is of; that of a slot is that of its variable.
+    name: in its layer; of a slot, that of its variable and its own.
+    shape, bytes: of the part on each device.
+  """
+
+  kind: str
+  layer: str
+  name: str
+  shape: str
+  bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-  """Bytes on each device of what a step takes: exact, padding included."""
+  """Bytes on each device of what a step takes: exact, padding included; and each of its arrays."""
 
   parameters: int
   slots: int
   averages: int
   inputs: int
+  arrays: tuple[StateArray, ...] = ()
 
   @property
   def total(self) -> int:
@@ -64,6 +99,8 @@ class Memory:
     state: of what a step takes.
     arguments, outputs, aliased, temporaries, code: what the compiler says; aliased outputs are in donated arguments.
     live: what the temporaries are at their peak, the largest first; an estimate.
+    over_time: of each instruction, the bytes of temporaries of its computation that are live when it runs. Those of
+      the round of a loop come on top of those of the loop. An estimate.
   """
 
   capacity: int
@@ -74,6 +111,7 @@ class Memory:
   temporaries: int
   code: int = 0
   live: tuple[Live, ...] = ()
+  over_time: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def peak(self) -> int:
@@ -102,24 +140,46 @@ class Memory:
     return {name: size for name, size in parts.items() if size} | {'other': self.peak - sum(parts.values())}
 
 
+_KINDS = ('parameters', 'optimizer slots', 'moving averages', 'inputs')
+
+
 def state_bytes(task: PartitionedTask) -> StateBytes:
   """Returns the bytes on each device of the arguments of a train step; those kept in the host's memory count none."""
+  arrays = tuple(_state_arrays(task))
+  parameters, slots, averages, inputs = (sum(a.bytes for a in arrays if a.kind == kind) for kind in _KINDS)
+  return StateBytes(parameters, slots, averages, inputs, arrays)
+
+
+def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
   state, _, inputs = task.train_step.arguments
-  return StateBytes(
-    _on_each(state.mdl_vars),
-    _on_each(state.opt_states),
-    _on_each(state.ema_vars),
-    _on_each(inputs),
-  )
+  variables = leaves_by_path(state.mdl_vars)
+  for kind, tree in zip(_KINDS, (state.mdl_vars, state.opt_states, state.ema_vars, inputs)):
+    for path, struct in leaves_by_path(tree).items():
+      owner = path if kind == 'parameters' else owner_of(path, variables)
+      *layer, name = owner or path[-1:]
+      if owner and owner != path:
+        before, _, after = path_name(path).partition(f'.{path_name(owner)}')
+        name += f' · {before.rpartition(".")[2]}{after}'
+      part = f'{_hlo_name(struct.dtype)}{list(struct.sharding.shard_shape(struct.shape))}'
+      if size := bytes_on_each(struct):
+        yield StateArray(kind, path_name(tuple(layer)), name, part, size)
 
 
-def _on_each(tree: Any) -> int:
+def bytes_on_each(tree: Any) -> int:
+  """Returns the bytes on each device of a tree of shapes with shardings; what is in the host's memory counts none."""
   total = 0
   for struct in jax.tree.leaves(tree):
     if not is_on_host(struct.sharding):
       itemsize = 4 if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended) else struct.dtype.itemsize
       total += math.prod(struct.sharding.shard_shape(struct.shape)) * itemsize
   return total
+
+
+def _hlo_name(dtype: Any) -> str:
+  """'bf16' of bfloat16, 's32' of int32."""
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    return 'key'
+  return dtype.name.replace('float', 'f').replace('uint', 'u').replace('int', 's')
 
 
 # ---------------------------------------------------------------- liveness
@@ -135,6 +195,11 @@ class _Buffer:
   kind: str = 'temporaries'
   last_use: int = -1
   given: bool = False  # By the caller, or as an argument or a result of the program: not a temporary.
+  operands: tuple[_Buffer, ...] = ()  # Of a fusion, those as large: it may write over one that nothing else needs.
+
+  @property
+  def shape(self) -> str:
+    return f'{self.array.dtype}{list(self.array.dims)}'
 
 
 _Held = _Buffer | tuple['_Held', ...]
@@ -145,21 +210,48 @@ _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 def live_at_peak(program: Program, names: LayerNames) -> tuple[Live, ...]:
   """Returns what is live when the temporaries of a scheduled program take most, the largest first."""
-  totals: dict[tuple[str, str, str], int] = collections.Counter()
-  largest: dict[tuple[str, str, str], Array] = {}
+  groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
   for buffer in _Liveness(program).peak(program.entry, is_entry=True)[1]:
-    key = (buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name))
-    totals[key] += buffer.array.bytes
-    if key not in largest or buffer.array.bytes > largest[key].bytes:
-      largest[key] = buffer.array
-  found = [Live(*key, size, f'{largest[key].dtype}{list(largest[key].dims)}') for key, size in totals.items() if size]
+    if buffer.array.bytes:
+      groups[buffer.kind, names.layer(buffer.op_name), names.phase(buffer.op_name)].append(buffer)
+  found = []
+  for key, buffers in groups.items():
+    alike = _alike(buffers)
+    largest = max(buffers, key=lambda buffer: buffer.array.bytes).shape
+    found.append(Live(*key, sum(b.bytes for b in alike), largest, alike))
   return tuple(sorted(found, key=lambda live: -live.bytes))
+
+
+def _alike(buffers: Iterable[_Buffer]) -> tuple[Buffers, ...]:
+  counts = collections.Counter((_operation(b.op_name), b.shape, b.array.bytes) for b in buffers)
+  found = [Buffers(name, shape, count, count * size) for (name, shape, size), count in counts.items()]
+  return tuple(sorted(found, key=lambda b: -b.bytes))
+
+
+def _operation(op_name: str) -> str:
+  """'dot_general' of 'jit(step)/lm/ff/dot_general'; an argument has a name such as "state.mdl_vars[\\'lm\\']"."""
+  if keys := re.findall(r"\[\\?'(\w+)", op_name):
+    return f'copy of {".".join(keys)}'
+  return op_name.rpartition('/')[2].rstrip(')')
+
+
+def live_over_time(program: Program) -> dict[str, int]:
+  """Returns what is live when each instruction of a scheduled program runs; see `Memory.over_time`."""
+  liveness = _Liveness(program)
+  liveness.peak(program.entry, is_entry=True)
+  return {
+    instruction.name: size
+    for computation, sizes in liveness.live.items()
+    for instruction, size in zip(program.computations[computation].instructions, sizes)
+    if size
+  }
 
 
 class _Liveness:
   def __init__(self, program: Program):
     self._program = program
     self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
+    self.live: dict[str, list[int]] = {}  # Of each computation, when each of its instructions runs.
 
   def peak(self, computation: Computation, is_entry: bool = False) -> tuple[int, list[_Buffer]]:
     """Returns the most bytes that a computation needs beside what it is given, and the buffers that take them."""
@@ -183,7 +275,16 @@ class _Liveness:
       buffer.last_use = len(computation.instructions)
       buffer.given |= True  # The caller has a place for results.
     own = [b for b in buffers if not b.given and b.array.space == 0]
-    return _most(own, inside, len(computation.instructions))
+    for buffer in own:
+      over = (b for b in buffer.operands if b.last_use == buffer.defined and not b.given and b.array.space == 0)
+      if (operand := next(over, None)) is not None:
+        operand.last_use -= 1
+    live = self.live[computation.name] = _live(own, len(computation.instructions))
+    totals = [size + inside.get(at, (0, []))[0] for at, size in enumerate(live)]
+    most = max(totals, default=0)
+    when = totals.index(most) if totals else 0
+    at_peak = [b for b in own if b.defined <= when <= max(b.last_use, b.defined)]
+    return most, at_peak + inside.get(when, (0, []))[1]
 
   def _result(
     self, instruction: Instruction, computation: Computation, used: list[_Held], at: int, buffers: list[_Buffer]
@@ -209,6 +310,8 @@ class _Liveness:
       if not isinstance(shape, Array):
         return tuple(map(new, shape))
       buffer = _Buffer(shape, at, name_of(instruction, computation), given=opcode in ('parameter', 'constant', 'iota'))
+      if opcode == 'fusion':
+        buffer.operands = tuple(b for b in _flat(used) if b.array.bytes == shape.bytes)
       buffers.append(buffer)
       return buffer
 
@@ -258,19 +361,10 @@ def _flat(held: list[_Held] | tuple[_Held, ...]) -> Iterator[_Buffer]:
       yield from _flat(part)
 
 
-def _most(
-  buffers: list[_Buffer], inside: dict[int, tuple[int, list[_Buffer]]], steps: int
-) -> tuple[int, list[_Buffer]]:
-  """The step at which the live buffers, and those of the computations that it runs, take most: bytes and buffers."""
-  change = [0] * (steps + 2)
+def _live(buffers: list[_Buffer], steps: int) -> list[int]:
+  """The bytes of the buffers that are live at each step."""
+  change = [0] * (steps + 1)
   for buffer in buffers:
     change[buffer.defined] += buffer.array.bytes
-    change[max(buffer.last_use, buffer.defined) + 1] -= buffer.array.bytes
-  live, most, when = 0, -1, 0
-  for at in range(steps):
-    live += change[at]
-    total = live + inside.get(at, (0, []))[0]
-    if total > most:
-      most, when = total, at
-  at_peak = [b for b in buffers if b.defined <= when <= max(b.last_use, b.defined)]
-  return most, at_peak + inside.get(when, (0, []))[1]
+    change[min(max(buffer.last_use, buffer.defined) + 1, steps)] -= buffer.array.bytes
+  return list(itertools.accumulate(change[:steps]))

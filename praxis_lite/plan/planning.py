@@ -28,7 +28,7 @@ from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
 from praxis_lite.plan.cost import Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
-from praxis_lite.plan.memory import Memory, live_at_peak, state_bytes
+from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
 from praxis_lite.task import SingleTask
 from praxis_lite.training.flops import model_flops
@@ -170,6 +170,7 @@ def plan(
         state_bytes(partitioned),
         *(step.arguments, step.outputs, step.aliased, step.temporaries, step.code),
         live=live_at_peak(program, names),
+        over_time=live_over_time(program),
       )
       return _planned(partitioned, topology, step, memory, cost, _doubts(cost))
   elif compile:
@@ -195,7 +196,9 @@ def _planned(
   notes = [*reasons, *_padding(partitioned)]
   if target.kind == 'cpu':
     notes.append('times on cpu are of an imagined machine: orders of magnitude alone')
-  elif not target.efficiency.calibrated:
+  elif target.efficiency.calibrated:
+    notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
+  else:
     notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
   if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
     notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from praxis_lite.explain.explanation import format_bytes, format_mesh
@@ -9,6 +10,7 @@ from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
 
 _MOST_ROWS = 8
+_WIDTH, _BAR, _NARROWEST = 100, 40, 12  # In characters: of a line, a bar, and a column that is cut.
 
 
 def format_plan(plan: Plan) -> str:
@@ -17,23 +19,24 @@ def format_plan(plan: Plan) -> str:
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
   rows = [
     ('model', f'{plan.name}: {work.parameters:,} parameters{active}'),
-    ('topology', f'{topology.name}: {_chips(plan)}'),
+    ('topology', f'{topology.name}: {chips_text(plan)}'),
     ('mesh', format_mesh(plan.mesh)),
-    ('mode', _mode(plan)),
+    ('mode', mode_text(plan)),
     ('fits' if plan.fits else 'does not fit', _fits(plan)),
     ('step', _time(plan)),
     ('model FLOPs', _mfu(plan)),
     ('bottleneck', plan.bottleneck),
   ]
   width = max(len(name) for name, _ in rows)
-  sections = ['\n'.join(f'{name:<{width}}  {text}' for name, text in rows), _memory_table(plan), _time_table(plan)]
+  head = '\n'.join(_wrapped(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
+  sections = [head, _memory_table(plan), _time_table(plan)]
   if plan.cost.collectives:
     sections.append(_collectives_table(plan))
-  sections += ['\n'.join(f'note: {note}' for note in plan.notes)] if plan.notes else []
+  sections += ['\n'.join(_wrapped(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
   return '\n\n'.join(sections)
 
 
-def _chips(plan: Plan) -> str:
+def chips_text(plan: Plan) -> str:
   topology, target = plan.topology, plan.topology.target
   count, name = topology.num_chips, target.cuda.name if target.cuda else target.name
   if target.kind == 'cpu':
@@ -46,7 +49,7 @@ def _chips(plan: Plan) -> str:
   return f'{count:,} TPU {name} chip{plural}{slices}, torus of {rings}'
 
 
-def _mode(plan: Plan) -> str:
+def mode_text(plan: Plan) -> str:
   if plan.mode == 'analytic':
     return 'analytic: formulas, no compiler'
   when = ', by an earlier plan' if plan.is_cached else ''
@@ -71,27 +74,39 @@ def _mfu(plan: Plan) -> str:
   if plan.work.tokens is None:
     return f'{plan.work.flops:.4g} a step, MFU {plan.mfu:.1%}'
   whole, causal = plan.work.flops / plan.work.tokens, plan.work.causal_flops / plan.work.tokens
-  return f'MFU {plan.mfu:.1%} by 6N + 12LdS = {whole:.4g} a token, {plan.causal_mfu:.1%} by 6N + 6LdS = {causal:.4g}'
+  return f'MFU {plan.mfu:.1%} by 6N + 12LdS = {whole:.3g} a token, {plan.causal_mfu:.1%} by 6N + 6LdS = {causal:.3g}'
 
 
 def _memory_table(plan: Plan) -> str:
-  kinds = plan.memory.by_kind()
-  rows = [('memory on each device', 'bytes', 'share')]
-  rows += [(name, format_bytes(size), f'{size / plan.memory.peak:.1%}') for name, size in kinds.items() if size > 0]
-  live = [entry for entry in plan.memory.live if entry.bytes][:_MOST_ROWS]
-  text = _table(rows, right=(1, 2))
+  memory = plan.memory
+  rows = [('memory on each device', f'of {format_bytes(memory.capacity)}'.ljust(_BAR), 'bytes', 'of peak')]
+  whole, below = max(memory.capacity, memory.peak), 0
+  for name, size in memory.by_kind().items():
+    if size < 0:  # The schedule counts it twice.
+      rows.append(('used again', '', f'-{format_bytes(-size)}', f'{size / memory.peak:.1%}'))
+    elif size:
+      rows.append((name, _bar(below, size, whole), format_bytes(size), f'{size / memory.peak:.1%}'))
+    below += size
+  if plan.fits:
+    rows.append(('left', _bar(memory.peak, memory.room, whole, '.'), format_bytes(memory.room), ''))
+  elif memory.room < 0:
+    rows.append(('too much', _bar(memory.capacity, -memory.room, whole, '!'), format_bytes(-memory.room), ''))
+  text = format_table(rows, right=(2, 3))
+  live = memory.live[:_MOST_ROWS]
   if not live or plan.mode == 'analytic':
     return text
   at_peak = [('live at the peak', 'layer', 'phase', 'bytes', 'largest')]
   at_peak += [(e.kind, e.layer or '-', e.phase, format_bytes(e.bytes), e.largest) for e in live]
-  return f'{text}\n\n{_table(at_peak, right=(3,))}'
+  return f'{text}\n\n{format_table(at_peak, right=(3,), cut=1)}'
 
 
 def _time_table(plan: Plan) -> str:
-  cost = plan.cost
-  limits = cost.seconds_by_limit(plan.topology.target)
-  rows = [('time of a step', 'seconds', 'share')]
-  rows += [(n, format_seconds(s), f'{s / cost.seconds:.1%}') for n, s in limits.items() if s > 0]
+  cost, below = plan.cost, 0.0
+  rows = [('time of a step', ''.ljust(_BAR), 'seconds', 'share')]
+  for name, seconds in cost.seconds_by_limit(plan.topology.target).items():
+    if seconds > 0:
+      rows.append((name, _bar(below, seconds, cost.seconds), format_seconds(seconds), f'{seconds / cost.seconds:.1%}'))
+      below += seconds
   layers: dict[str, list[float]] = {}
   for op in cost.operations:
     entry = layers.setdefault(op.layer, [0.0, 0.0, 0.0])
@@ -100,31 +115,42 @@ def _time_table(plan: Plan) -> str:
   for c in cost.collectives:
     layers.setdefault(c.layer, [0.0, 0.0, 0.0])[2] += c.count * c.exposed
   ordered = sorted(layers.items(), key=lambda item: -item[1][0] - item[1][2])[:_MOST_ROWS]
-  by_layer = [('layer', 'operations', 'FLOPs', 'exposed communication')]
-  by_layer += [(n or '(no layer)', format_seconds(s), f'{f:.3g}', format_seconds(e)) for n, (s, f, e) in ordered]
-  return f'{_table(rows, right=(1, 2))}\n\n{_table(by_layer, right=(1, 2, 3))}'
+  longest = max((seconds + exposed for _, (seconds, _, exposed) in ordered), default=1.0)
+  by_layer = [('layer', f'{"=" * 3} operations, {"~" * 3} waits', 'FLOPs', 'operations', 'waits')]
+  for name, (seconds, flops, exposed) in ordered:
+    bar = _bar(0, seconds, longest, '=', 24) + _bar(seconds, exposed, longest, '~', 24).lstrip()
+    by_layer.append((name or '(no layer)', bar, f'{flops:.3g}', format_seconds(seconds), format_seconds(exposed)))
+  return f'{format_table(rows, right=(2, 3))}\n\n{format_table(by_layer, right=(2, 3, 4), cut=0)}'
+
+
+def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
+  """A bar from `below` to `below + size` of `whole`; at least one letter of whatever there is."""
+  start, end = (round(width * value / whole) for value in (below, below + size))
+  return ' ' * min(start, width - 1) + letter * max(end - start, size > 0)
 
 
 def _collectives_table(plan: Plan) -> str:
   groups: dict[tuple[str, ...], list[Communication]] = {}
+  every = {axis for axis, size in plan.mesh.items() if size > 1}
   for c in plan.cost.collectives:
-    groups.setdefault((c.kind, '+'.join(c.axes) or '-', c.layer or '-', c.phase), []).append(c)
+    over = 'all axes' if len(c.axes) > 1 and every == {*c.axes} else '+'.join(c.axes) or '-'
+    groups.setdefault((c.kind, over, c.layer or '-', c.phase), []).append(c)
 
   def total(found: Sequence[Communication], what: str) -> float:
     return sum(c.count * getattr(c, what) for c in found)
 
   ordered = sorted(groups.items(), key=lambda item: -total(item[1], 'seconds'))
-  rows: list[tuple[str, ...]] = [
-    ('collective', 'over', 'layer', 'phase', 'count', 'fast links', 'network', 'seconds', 'exposed')
-  ]
+  rows: list[tuple[str, ...]] = [('collective', 'over', 'layer', 'phase', 'sent', 'seconds', 'exposed')]
   for key, found in ordered[:_MOST_ROWS]:
-    sent = [format_bytes(total(found, f'{kind}_bytes')) for kind in ('fast', 'network')]
+    fast, network = total(found, 'fast_bytes'), total(found, 'network_bytes')
     times = [format_seconds(total(found, what)) for what in ('seconds', 'exposed')]
-    rows.append((*key, str(sum(c.count for c in found)), *sent, *times))
-  lines = [_table(rows, right=(4, 5, 6, 7, 8))]
+    rows.append((*key, f'{format_bytes(fast + network)}{"*" if network else " "}', *times))
+  lines = [format_table(rows, right=(4, 5, 6), cut=2)]
   if len(ordered) > _MOST_ROWS:
     rest = [c for _, found in ordered[_MOST_ROWS:] for c in found]
     lines.append(f'and {len(ordered) - _MOST_ROWS} more, {format_seconds(total(rest, "seconds"))}')
+  sent = [format_bytes(total(plan.cost.collectives, f'{kind}_bytes')) for kind in ('fast', 'network')]
+  lines.append(f'each device sends {sent[0]} over fast links and {sent[1]} over the network (*)')
   return '\n'.join(lines)
 
 
@@ -136,10 +162,26 @@ def format_seconds(seconds: float) -> str:
   return f'{seconds * 1e6:.3g} us' if seconds else '0 s'
 
 
-def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:
+  """Returns rows of cells, the first of them the head; columns in `right` end at the right.
+
+  Cells of column `cut` lose what they begin with where a line would be too long for a terminal.
+  """
   widths = [max(map(len, column)) for column in zip(*rows)]
+  if cut is not None:
+    others = sum(widths) - widths[cut] + 2 * (len(widths) - 1)
+    widths[cut] = min(widths[cut], max(_WIDTH - others, _NARROWEST))
+    rows = [[_ending(cell, widths[i]) if i == cut else cell for i, cell in enumerate(row)] for row in rows]
   lines = [
     '  '.join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
     for row in rows
   ]
   return '\n'.join([lines[0], '-' * max(map(len, lines)), *lines[1:]])
+
+
+def _wrapped(line: str, indent: int) -> str:
+  return '\n'.join(textwrap.wrap(line, _WIDTH, subsequent_indent=' ' * indent, break_on_hyphens=False))
+
+
+def _ending(text: str, width: int) -> str:
+  return text if len(text) <= width else f'..{text[len(text) - width + 2 :]}'

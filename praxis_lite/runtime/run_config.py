@@ -88,7 +88,7 @@ class Datasets(NamedTuple):
         except StopIteration:
           raise DataError(f'{data.label}: there is no batch in it') from None
         data.reset()
-        model.check_input(data, batch)
+        model.check_input(data, data.rows_in_memory() or batch)
         for training in self.inputs:
           if training.is_training and data is not training:
             training.check_beside(data)

@@ -54,15 +54,15 @@ def outcomes(reports):
 
 @pytest.mark.slow
 def test_random_operations_are_right():
-  counts = outcomes(hunt('operations', 2026, range(90)))
-  assert counts['right'] > 80
-  assert counts['guarded'] > 5
+  counts = outcomes(hunt('operations', 2026, range(45)))
+  assert counts['right'] > 40
+  assert counts['guarded'] > 2
 
 
 @pytest.mark.slow
 def test_random_models_are_right():
-  counts = outcomes(hunt('models', 2026, range(5)))
-  assert counts['right'] >= 3
+  counts = outcomes(hunt('models', 2026, range(3)))
+  assert counts['right'] >= 2
   assert counts['guarded']
 
 

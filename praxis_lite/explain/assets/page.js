@@ -1,19 +1,10 @@
 'use strict';
 // The page: filters, the layer tree, the areas, and the array that is selected.
 
-const data = JSON.parse(document.getElementById('data').textContent);
-const $ = (id) => document.getElementById(id);
 const KINDS = { parameter: 'Parameters', slot: 'Optimizer slots', activation: 'Activations', input: 'Inputs' };
 // What the compiler decides is not known, so it has no area.
 const weight = (a) => (a.free ? 0 : a.local);
 const state = { kinds: new Set(['parameter', 'slot']), search: '', whole: false, padded: false, color: 'split', zoom: [], selected: null, closed: new Set() };
-
-function bytes(n) {
-  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'];
-  let i = 0;
-  while (n >= 1024 && i < units.length - 1) { n /= 1024; i++; }
-  return `${i === 0 ? n : n >= 100 ? n.toFixed(0) : n.toFixed(n >= 10 ? 1 : 2)} ${units[i]}`;
-}
 
 const splitName = (a) => (a.free ? 'left to the compiler' : a.dims.map((d) => d[1].filter((x) => sizeOf[x] > 1).join('+')).filter(Boolean).join(', ') || 'replicated on every device');
 const sizeOf = Object.fromEntries(data.mesh);
@@ -129,7 +120,6 @@ function drawMap(root) {
   });
 }
 
-const fit = (text, width, per = 5.9) => (text.length * per <= width ? text : `${text.slice(0, Math.max(0, Math.floor(width / per) - 1))}…`);
 const shapeText = (a) => a.dims.map((d) => d[0]).join(' × ') || 'scalar';
 const tipOf = (a) => [a.path, `${a.kind}, ${shapeText(a)} ${a.dtype}`, splitName(a), `${a.free ? 'at most ' : ''}${bytes(a.local)} on each device, ${bytes(a.bytes)} in all`, a.why];
 
@@ -177,21 +167,8 @@ function draw() {
 
 function select(array) { state.selected = array; hideTip(); draw(); }
 
-function showTip(event, lines) {
-  const tip = $('tip');
-  tip.replaceChildren(make('b', '', lines[0]), ...lines.slice(1).filter(Boolean).map((line) => make('span', '', line)));
-  tip.hidden = false;
-  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 10)}px`;
-  tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
-}
-function hideTip() { $('tip').hidden = true; }
-
-function chip(host, text, pressed, toggle) {
-  const button = make('button', 'chip', text);
-  button.setAttribute('aria-pressed', pressed);
-  button.onclick = () => { button.setAttribute('aria-pressed', toggle()); draw(); };
-  host.append(button);
-}
+// A chip that changes what is drawn.
+const filter = (host, text, pressed, toggle) => chip(host, text, pressed, () => { const on = toggle(); draw(); return on; });
 
 function setUp() {
   $('title').textContent = data.title;
@@ -222,10 +199,10 @@ function setUp() {
   }
   for (const [kind, name] of Object.entries(KINDS)) {
     const count = data.arrays.filter((a) => a.kind === kind).length;
-    if (count) chip($('kinds'), `${name} ${count}`, state.kinds.has(kind), () => { if (!state.kinds.delete(kind)) state.kinds.add(kind); return state.kinds.has(kind); });
+    if (count) filter($('kinds'), `${name} ${count}`, state.kinds.has(kind), () => { if (!state.kinds.delete(kind)) state.kinds.add(kind); return state.kinds.has(kind); });
   }
-  chip($('flags'), 'only not split', false, () => (state.whole = !state.whole));
-  chip($('flags'), 'only padded', false, () => (state.padded = !state.padded));
+  filter($('flags'), 'only not split', false, () => (state.whole = !state.whole));
+  filter($('flags'), 'only padded', false, () => (state.padded = !state.padded));
   $('color').onchange = () => { state.color = $('color').value; draw(); };
   $('search').oninput = () => { state.search = $('search').value; draw(); };
   addEventListener('keydown', (event) => {
@@ -233,12 +210,7 @@ function setUp() {
     if (event.key === 'Escape') { $('search').value = state.search = ''; state.zoom = []; draw(); }
   });
   addEventListener('resize', draw);
-  const dark = matchMedia('(prefers-color-scheme: dark)');
-  const wanted = new URLSearchParams(location.search).get('theme');
-  const setTheme = (on) => { document.documentElement.classList.toggle('dark', on); $('theme').textContent = on ? '☀' : '☾'; };
-  setTheme(wanted ? wanted === 'dark' : dark.matches);
-  dark.onchange = () => setTheme(dark.matches);
-  $('theme').onclick = () => setTheme(!document.documentElement.classList.contains('dark'));
+  setUpTheme();
   const chosen = decodeURIComponent(location.hash.slice(1));
   state.selected = data.arrays.find((a) => a.path === chosen) || [...parameters].sort((a, b) => b.local - a.local)[0] || null;
   draw();

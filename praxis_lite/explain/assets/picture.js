@@ -172,22 +172,3 @@ function figure(caption, svg) {
   element.append(words, svg);
   return element;
 }
-
-function shape(name, attributes) {
-  const element = document.createElementNS('http://www.w3.org/2000/svg', name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-}
-
-function label(text, x, y, anchor, kind = '') {
-  const element = shape('text', { x, y, 'text-anchor': anchor, class: kind });
-  element.textContent = text;
-  return element;
-}
-
-function make(tag, kind, text = '') {
-  const element = document.createElement(tag);
-  if (kind) element.className = kind;
-  if (text) element.textContent = text;
-  return element;
-}

@@ -1,0 +1,196 @@
+"""The page of a plan: one file that needs nothing else, with the numbers of the plan."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from praxis_lite.partitioning.hlo import parse
+from praxis_lite.plan.cost import LayerNames, cost_of
+from praxis_lite.plan.links import Links
+from praxis_lite.plan.memory import Memory, StateArray, StateBytes, live_at_peak, live_over_time
+from praxis_lite.plan.page import render_plan_page
+from praxis_lite.plan.planning import ModelWork, Plan
+from praxis_lite.plan.topology import parse_topology
+
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+LAYERS = ('lm', 'lm.stack', 'lm.stack.layers', 'lm.stack.layers.ff', 'lm.stack.layers.ff.up', 'lm.softmax')
+UP = 'jit(step)/jvp(Model)/lm/stack/while/body/layers/ff/up'
+
+# A loop of 4 rounds that gathers weights beside a product, and stacks its results; after it an all-reduce that waits.
+PROGRAM = f"""HloModule step, is_scheduled=true, num_partitions=16
+
+%body (p: (s32[], f32[512,512], f32[4,512,512])) -> (s32[], f32[512,512], f32[4,512,512]) {{
+  %p = (s32[], f32[512,512], f32[4,512,512]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[512,512] get-tuple-element(%p), index=1
+  %s = f32[4,512,512] get-tuple-element(%p), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one), metadata={{op_name="{UP}/add"}}
+  %start = (f32[32,512], f32[512,512]) all-gather-start(%x), replica_groups=[1,16]<=[16], dimensions={{0}}, metadata={{op_name="{UP}/gather"}}
+  %y = f32[512,512] dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, metadata={{op_name="{UP}/dot_general"}}
+  %w = f32[512,512] all-gather-done(%start)
+  %z = f32[512,512] dot(%y, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, metadata={{op_name="{UP}/dot_general"}}
+  %u = f32[4,512,512] dynamic-update-slice(%s, %z, %i), metadata={{op_name="{UP}/dynamic_update_slice"}}
+  ROOT %out = (s32[], f32[512,512], f32[4,512,512]) tuple(%next, %z, %u)
+}}
+
+%condition (q: (s32[], f32[512,512], f32[4,512,512])) -> pred[] {{
+  %q = (s32[], f32[512,512], f32[4,512,512]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %four = s32[] constant(4)
+  ROOT %lt = pred[] compare(%j, %four), direction=LT
+}}
+
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x.1: f32[512,512]) -> f32[512,512] {{
+  %x.1 = f32[512,512] parameter(0)
+  %zero = s32[] constant(0)
+  %empty = f32[4,512,512] broadcast(%x.1), dimensions={{}}, metadata={{op_name="{UP}/broadcast"}}
+  %init = (s32[], f32[512,512], f32[4,512,512]) tuple(%zero, %x.1, %empty)
+  %loop = (s32[], f32[512,512], f32[4,512,512]) while(%init), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"4"}}}}, metadata={{op_name="jit(step)/jvp(Model)/lm/stack/while"}}
+  %last = f32[512,512] get-tuple-element(%loop), index=1
+  %all = f32[4,512,512] get-tuple-element(%loop), index=2
+  %v = f32[512,512] fusion(%last, %all), kind=kLoop, calls=%sum, metadata={{op_name="jit(step)/transpose(jvp(Model))/lm/softmax/mul"}}
+  ROOT %r = f32[512,512] all-reduce(%v), replica_groups=[4,4]<=[4,4]T(1,0), to_apply=%sum, metadata={{op_name="jit(step)/transpose(jvp(Model))/lm/softmax/reduce"}}
+}}
+"""  # noqa: E501
+
+
+@pytest.fixture(scope='module')
+def plan():
+  topology, program, mesh = parse_topology('h100:2x8'), parse(PROGRAM), {'data': 4, 'mdl': 4}
+  names = LayerNames(tuple(path.split('.')) for path in LAYERS)
+  cost = cost_of(program, topology.target, Links(topology), mesh=mesh, layers=names)
+  mib = 2**20
+  state = StateBytes(
+    *(mib, 2 * mib, 0, 100),
+    (
+      StateArray('parameters', 'lm.stack.layers.ff.up', 'w', 'f32[512, 512]', mib),
+      StateArray('optimizer slots', 'lm.stack.layers.ff.up', 'w · mu', 'f32[512, 512]', mib),
+      StateArray('optimizer slots', 'lm.stack.layers.ff.up', 'w · nu', 'f32[512, 512]', mib),
+      StateArray('inputs', '', 'ids', 's32[25]', 100),
+    ),
+  )
+  live = live_at_peak(program, names)
+  temporaries = sum(part.bytes for part in live) + 1000  # Of which the schedule does not tell 1000.
+  sizes = (state.total, state.total, state.total, temporaries, 0)
+  memory = Memory(2**23, state, *sizes, live, live_over_time(program))
+  work = ModelWork(10**6, 10**6, 4096, 6e9, 5e9)
+  return Plan('lm', topology, mesh, 'compiled', memory, cost, work, 1.0, False, False, ('assumed </script>',))
+
+
+def data_of(page):
+  return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_page_refers_to_nothing_outside_it_and_text_is_no_markup(plan):
+  nasty = '</script><img src=x onerror=alert(1)>'
+  page = render_plan_page(plan, nasty)
+  assert nasty not in page and html.escape(nasty) in page
+  assert data_of(page)['title'] == nasty
+  page = render_plan_page(plan, 'x').replace('http://www.w3.org/2000/svg', '')  # The name of SVG, not an address.
+  for pattern in (r'https?:', r'\bsrc\s*=', r'<link', r'@import', r'url\((?!#)', r'\bfetch\(', r'XMLHttpRequest'):
+    assert not re.search(pattern, page), pattern
+  assert not re.search(r'%[A-Z]+%', page)
+
+
+def test_its_numbers_are_those_of_the_plan(plan):
+  data, memory, cost = data_of(render_plan_page(plan, 'lm.Example')), plan.memory, plan.cost
+  head = data['headline']
+  assert (head['fits'], head['seconds'], head['tokensPerSecond']) == (False, plan.step_seconds, plan.tokens_per_second)
+  assert (head['mfu'], head['causalMfu'], head['bottleneck']) == (plan.mfu, plan.causal_mfu, plan.bottleneck)
+  assert data['limits'] == cost.seconds_by_limit(plan.topology.target)
+  assert (data['memory']['peak'], data['memory']['capacity']) == (memory.peak, memory.capacity)
+  assert data['memory']['kinds'] == memory.by_kind()
+  for kind, size in memory.by_kind().items():
+    leaves = sum(leaf[4] for leaf in data['memory']['leaves'] if leaf[0] == kind)
+    assert leaves == (0 if kind == 'other' else size)
+  assert sum(count * seconds for *_, count, _, _, seconds, _ in data['operations']) == pytest.approx(
+    sum(op.count * op.seconds for op in cost.operations)
+  )
+  assert [(c['kind'], c['axes'], c['layer'], c['exposed']) for c in data['collectives']] == [
+    (c.kind, list(c.axes), c.layer, c.exposed) for c in cost.collectives
+  ]
+
+
+def test_the_schedule_is_that_of_the_plan(plan):
+  data = data_of(render_plan_page(plan, 'x'))
+  (loop,) = [row for row in data['schedule'] if len(row) > 4]
+  name, start, end, live, rounds, inside = loop
+  assert (name, rounds, live) == ('loop', 4, 4 * 512 * 512 * 4)
+  gather = next(i for i, c in enumerate(data['collectives']) if c['kind'] == 'all-gather')
+  assert [row[0] for row in inside].count(-1 - gather) == 1
+  assert end - start == pytest.approx(4 * max(row[2] for row in inside), rel=0.02)
+  peak = live + max(row[3] for row in inside) + data['memory']['always']
+  assert peak == data['memory']['peak'] - 1000
+  assert max(row[2] for row in data['schedule']) == pytest.approx(plan.step_seconds)
+
+
+# Uses each control as a user would, and leaves what the page then says in its title.
+_SESSION = """
+<script>
+const said = [], say = (...what) => said.push(...what), text = (id) => $(id).textContent;
+try {
+  say(text('bottleneck'), $('totals').querySelector('.bad dt').textContent, text('notes'));
+  say(document.querySelectorAll('#map rect.leaf').length, document.querySelectorAll('#roofline circle').length);
+  document.querySelector('#map rect.group').onclick(); say($('crumbs').querySelectorAll('button').length);
+  document.querySelector('#map rect').focus();
+  $('map').onkeydown({ key: 'Backspace', preventDefault() {} }); say($('crumbs').querySelectorAll('button').length);
+  say($('loop-chips').textContent, timelines.whole.lanes.map((lane) => lane.key).join(' '));
+  timelines.round.canvas.onkeydown({ key: '+', preventDefault() {} });
+  say((timelines.round.length / (timelines.round.to - timelines.round.from)).toFixed(1));
+  timelines.round.canvas.ondblclick();
+  const { whole, round } = timelines;
+  say(tipOf(whole.hit(whole.width - 2, whole.lane('memory').y + 5))[1].split(',')[1]);
+  say(tipOf(round.hit(round.x(round.length * 0.999), round.lane('compute').y + 5))[0]);
+  const count = () => document.querySelectorAll('#collectives tr').length - 1;
+  say(count());
+  $('search').value = 'softmax reduce'; $('search').oninput(); say(count());
+  $('search').value = ''; $('search').oninput();
+  $('collective-axes').querySelector('button').click(); say(count());
+  $('collective-axes').querySelector('button').click(); $('collective-causes').querySelector('button').click();
+  say(document.querySelector('td.surprise').textContent);
+  for (const button of document.querySelectorAll('#phases button')) button.click();
+  for (const button of document.querySelectorAll('th button')) button.click();
+  document.documentElement.className = ''; $('theme').click(); say(document.documentElement.className);
+} catch (error) { say('ERROR ' + error.stack); }
+document.title = said.join(' | ');
+</script></body>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium')
+def test_in_a_browser_it_filters_zooms_sorts_and_switches_themes(plan, tmp_path):
+  page = tmp_path / 'page.html'
+  # A surprise, as plans that know causes have it.
+  cause = '"cause":{"reason":"resharded","fields":["a.b"],"what":"it moves","remedy":"set a.b"},"exposed":'
+  text = render_plan_page(plan, 'x').replace('"exposed":', cause, 1)
+  page.write_text(text.replace('</body>', _SESSION), encoding='utf-8')
+  flags = '--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking'
+  log = '--enable-logging=stderr --log-level=0'
+  command = [CHROMIUM, *flags.split(), *log.split(), '--disable-component-update', '--disable-sync']
+  done = subprocess.run(
+    [*command, f'--user-data-dir={tmp_path}/u', '--dump-dom', page.as_uri()],
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=True,
+  )
+  said = html.unescape(re.search(r'<title>(.*?)</title>', done.stdout, re.DOTALL)[1]).split(' | ')
+  assert ':CONSOLE' not in done.stderr, done.stderr
+  assert said[:2] == [f'Bottleneck: {plan.bottleneck}.', 'does not fit']
+  assert said[2].startswith('assumed </script>h100: 989 T FLOP/s in bf16 × 0.7')  # noqa: RUF001
+  # Areas, circles; crumbs of a kind of memory, and of all; the loop, and the lanes that are used.
+  assert said[3:9] == ['6', '1', '2', '0', said[7], 'phase loops compute fast network memory']
+  assert re.fullmatch(r'forward lm\.stack: 4 \S .* µs', said[7])
+  # Zoomed by two; what is live; what runs at the end of a round; collectives: all, filtered, of one axis, surprises.
+  assert said[9:] == ['2.0', ' by the schedule', 'lm.stack.layers.ff.up', '2', '1', '1', 'resharded', 'dark']
