@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.checkpoints.checkpointer import BEST, Checkpointer
+from praxis_lite.checkpoints.best import BEST
+from praxis_lite.checkpoints.checkpointer import Checkpointer
 from praxis_lite.checkpoints.contents import Record, read_record
 from praxis_lite.checkpoints.retention import being_read, is_set_aside, steps_in
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
