@@ -135,6 +135,15 @@ def test_what_other_moments_save_is_exact(planned):
   assert again.memory.state.total - planned.memory.state.total == changes['moments in int8'].peak - planned.memory.peak
 
 
+def test_a_size_that_a_limit_of_the_search_ends_says_so(planned, monkeypatch):
+  def estimated(self, what, overrides):
+    return Change(what, tuple(overrides), planned.memory.peak + int(overrides[0].partition('=')[2]), 1.0, 'estimated')
+
+  monkeypatch.setattr(WhatIf, '_estimated', estimated)
+  largest = WhatIf(Configured.of(small_lm((1, 4, 2))), planned)._largest('seq_len', 32, 32, lambda n: [f'length={n}'])
+  assert largest.what.endswith(' or more') and largest.peak < planned.memory.capacity
+
+
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
   config = Configured.of(small_lm((1, 4, 2)))
