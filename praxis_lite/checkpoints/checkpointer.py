@@ -337,6 +337,8 @@ class Checkpointer:
 
     With several processes, each calls this, and what one of them finds damaged is damaged for all.
     """
+    if self._being_saved:  # By this process: what it saved last is the newest.
+      self.wait_until_complete()
     while True:
       number, error = self.existing_step(step), None
       try:
