@@ -6,7 +6,7 @@ import functools
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
 from praxis_lite.errors import UserError
 
 
@@ -19,7 +19,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runtime.vocabulary import with_vocabulary
 
   if not values.prompt:
-    run_decode(config, job_log_dir, step=values.step, seed=values.seed)
+    run_decode(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
     return 0
 
   config = with_vocabulary(config, job_log_dir)
@@ -42,7 +42,9 @@ def _run(values: flags.FlagValues) -> int:
     ids = [chat_prompt(tokenizer, prompt, values.system) for prompt in prompts]
   else:
     ids = [encode_prompt(tokenizer, prompt, '--prompt') for prompt in prompts]
-  continuations = decode_prompts(config, job_log_dir, ids, step=values.step, seed=values.seed)
+  continuations = decode_prompts(
+    config, job_log_dir, ids, step=values.step, seed=values.seed, on_damage=values.on_damage
+  )
   for i, (prompt, known, continuation) in enumerate(zip(prompts, ids, continuations), 1):
     if len(prompts) > 1:
       print(f'----- sample {i} of {len(prompts)}')
@@ -52,6 +54,7 @@ def _run(values: flags.FlagValues) -> int:
 
 def _flags() -> flags.FlagValues:
   values = run_flags(seed='Seed of the samples. Example: --seed=1', restores=True)
+  damage_flag(values)
   texts = functools.partial(flags.DEFINE_multi_string, flag_values=values)
   integer = functools.partial(flags.DEFINE_integer, flag_values=values)
   number = functools.partial(flags.DEFINE_float, flag_values=values)
