@@ -48,7 +48,7 @@ from praxis_lite.runtime.run_config import (
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
-from praxis_lite.runtime.watchdog import doing, watched_by_others
+from praxis_lite.runtime.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -265,6 +265,7 @@ def run_train(
     if first_step < total and run.stop_reason is None:
       times = partitioned.train_step.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
+      meet_others()
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     batch: NestedDict | None = None
