@@ -82,7 +82,7 @@ def jobset(
     'completions': processes,
     'completionMode': 'Indexed',  # Each pod has its number in JOB_COMPLETION_INDEX.
     'backoffLimit': 0,
-    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake}]},
+    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': mistake, 'onPodConditions': []}]},
     'template': {'spec': pod},
   }
   return {

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 from quick_xla import xla_flags
@@ -175,6 +176,7 @@ def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_one_process_does(tmp_path, monkeypatch):
+  jax.devices()  # Those of this process, before the environment is that of the others.
   gate = tmp_path / 'gate'
   for name, value in {
     **{'GATE': open_gate(gate, 9), 'TOTAL_DEVICES': '4', 'XLA_FLAGS': xla_flags(2), 'JAX_PLATFORMS': 'cpu'},
