@@ -1,28 +1,106 @@
-"""The command line accepts every command in README and guides, and the names of the package in them exist."""
+"""Every command of README and guides runs, page by page, in this process, because starting one takes seconds.
+
+Commands are the lines of blocks for a shell, marked so or not marked, that begin with the name of a program; and, in
+sentences, code that does. Those of blocks marked `sh` run as they are. What would take minutes, or needs another
+machine, is changed by the table `CHANGED`; what cannot run here is in `NOT_RUN`, with the reason.
+"""
 
 import ast
+import contextlib
 import pathlib
 import pkgutil
 import re
+import runpy
 import shlex
+import sys
 
 import pytest
 
-from praxis_lite.cli import main as cli
-from praxis_lite.cli.command import configured_experiment
+from praxis_lite.cli.main import main
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+GUIDES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+PAGES = [*GUIDES, *sorted((ROOT / 'docs' / 'reference').glob('*.md'))]  # These have no commands.
 BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
+PROGRAMS = ('praxis-lite', 'python', 'make', 'pip', 'source', 'eval', 'tensorboard')
+IN_A_SENTENCE = re.compile(rf'(?<!`)`((?:{"|".join(PROGRAMS)})\s[^`]+)`')
+
+NOT_RUN = {
+  r'make (demo|test|test-fast|site)': 'installs from a package index; START has the commands of demo',
+  r'pip install .*': 'installs from a package index',
+  r'source \.venv/bin/activate': 'is for a shell, and the environment of make',
+  r'tensorboard --logdir=runs': 'is a server, of another package',
+  r'eval "\$\(praxis-lite completion bash\)"': 'is for a shell: cli/test_completion.py runs it in bash',
+  r'.*\.\.\..*|praxis-lite train --exp=lm\.X': 'is no command but the form of one',
+  r'praxis-lite plan --calibrate': 'multiplies what takes a CPU minutes: plan/test_calibration.py runs it in small',
+  r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
+}
+
+# The sizes and steps of lm.StdlibLmTiny, whose programs other commands here have compiled.
+TINY = (
+  ' --set task.model.model_dims=16 --set task.model.num_layers=2 --set task.model.num_heads=2'
+  ' --set task.model.hidden_dims=32 --set task.model.lm_tpl.transformer_tpl.unroll=1'
+  ' --set task.model.decoder_tpl.max_decode_steps=16 --set datasets[*].seq_len=32 --set datasets[*].batch_size=4'
+  ' --set task.model.decoder_tpl.max_context=32 --set task.train.learner.schedule.warmup_steps=5'
+  ' --set task.train.learner.learning_rate=3e-3 --set task.train.num_train_steps=20'
+  ' --set task.train.log_interval_steps=5 --set task.train.eval_interval_steps=None'
+  ' --set task.evaluate.max_batches=1'
+)
+# What is found in a command, and what is put in its place, in this order.
+CHANGED = {
+  r'--exp=(lm\.StdlibLm|lm\.TextLm|my_experiments\.py:MyText)(?= ).*': r'\g<0>' + TINY,
+  r'--exp=char_lm\.py:CharLm .*': r'\g<0> --set task.model.num_layers=1 --set task.train.num_train_steps=2',
+  r'--exp=char_lm\.py:CharLm .*runs/(wide|biases).*': r'\g<0> --set datasets[1]=None',  # That of runs/char evaluates.
+  r'--exp=my_experiments\.py:(Waves|MyExperiment) .*': r'\g<0> --set task.train.num_train_steps=10',
+  r'--job_log_dir=runs/pipelined .*': r'\g<0> --set task.train.num_train_steps=2',
+  r'--max_tokens=200|--prompt=ROMEO:': r'\g<0> --max_tokens=4',
+  r'--devices=\d': '--devices=8',  # This process has eight, of which a mesh takes the first.
+  # Compilers for accelerators are large packages.
+  r'praxis-lite plan (?!.*--nocompile).*--topology=(?!cpu).*': r'\g<0> --nocompile',
+  r'praxis-lite verify .*': r'\g<0> --quick --set task.ici_mesh_shape=(1,2,1)',
+  r'praxis-lite export .*': r'\g<0> --format=stablehlo',  # TensorFlow takes seconds to import.
+  r'python tools/.*': r'\g<0> --help',  # They measure for minutes.
+}
+
+# Commands that a page takes for granted: those of another page, those of its Python, or those before a placeholder.
+START = {
+  'README': ['praxis-lite train --exp=lm.StdlibLm --job_log_dir=runs/demo --set datasets[*].path.max_bytes=200000'],
+  'pipelines': [
+    'praxis-lite train --exp=pipelines.SyntheticLmPipelined --job_log_dir=runs/pipelined'
+    ' --set task.model.num_layers=4 --set datasets[1]=None --set task.train.num_train_steps=1'
+  ],
+  'python': ['praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/lines'],
+  'runs': ['praxis-lite train --exp=my_experiments.py:MyExperiment --job_log_dir=runs/own'],
+}
+# Guides that are read one after the other, in one directory.
+WALKS = [['README', 'tutorial'], *([p.stem] for p in GUIDES if p.stem not in ('README', 'tutorial'))]
+
+PLACEHOLDER = """
+from praxis_lite.experiments.lm import SyntheticLmTiny
+
+
+class MyExperiment(SyntheticLmTiny):
+  pass
+"""
+VERSE = 'ROMEO:\nBut soft, what light through yonder window breaks?\n'
 
 
 def commands(page):
-  """The words of each command `praxis-lite` in the blocks of a page that are for a shell, marked so or not marked."""
-  for language, block in BLOCK.findall(page.read_text()):
-    for line in block.replace('\\\n', ' ').splitlines() if language in ('', 'sh') else ():
+  """The commands of a page, each on one line, in order."""
+  text = page.read_text()
+  found = {}
+  for match in BLOCK.finditer(text):
+    for line in match[2].replace('\\\n', ' ').splitlines() if match[1] in ('', 'sh') else ():
+      line = line.removeprefix('$ ').partition('  # ')[0].strip()
       # `praxis-lite train: error: ...` is output.
-      if line.startswith('praxis-lite ') and not line.split()[1].endswith(':'):
-        yield shlex.split(line, comments=True)[1:]
+      if line.partition(' ')[0] in PROGRAMS and not line.split()[1].endswith(':'):
+        found[match.start(), line] = line
+  outside = BLOCK.sub(lambda match: ' ' * len(match[0]), text)
+  for match in IN_A_SENTENCE.finditer(outside):
+    line = ' '.join(match[1].split())
+    if not re.fullmatch(r'praxis-lite \S+', line):  # The name of a command, not one.
+      found[match.start(), line] = line
+  return [found[key] for key in sorted(found, key=lambda key: key[0])]
 
 
 def definitions(page):
@@ -32,26 +110,71 @@ def definitions(page):
   return '\n\n'.join(ast.unparse(node) for node in ast.parse(code).body if isinstance(node, kept))
 
 
-@pytest.mark.parametrize('page', [p for p in PAGES if any(commands(p))], ids=lambda p: p.stem)
-def test_commands_are_accepted(page, tmp_path, monkeypatch):
-  """Command, flags, experiment and overrides; nothing is run. Files named in --exp have the definitions of the page."""
+def changed(command):
+  for pattern, instead in CHANGED.items():
+    command = re.sub(pattern, instead, command)
+  return command
+
+
+def run(command):
+  """Runs a command here; returns its exit code."""
+  program, *arguments = shlex.split(command)
+  if program == 'praxis-lite':
+    return main(arguments)
+  assert program == 'python', f'add {command!r} to NOT_RUN, or run it'
+  with contextlib.ExitStack() as restored:
+    argv, sys.argv = sys.argv, arguments
+    restored.callback(setattr, sys, 'argv', argv)
+    try:
+      runpy.run_path(str(ROOT / arguments[0]), run_name='__main__')
+    except SystemExit as end:
+      return end.code
+  return 0
+
+
+@pytest.fixture(scope='module')
+def printed():
+  """The commands that have run and left nothing behind: they would print the same again."""
+  return set()
+
+
+def to_run(guides):
+  """The commands of guides as they are run, each once."""
+  found = [c for guide in guides for c in (*START.get(guide.stem, []), *commands(guide))]
+  return [changed(c) for c in dict.fromkeys(found) if not any(re.fullmatch(p, c) for p in NOT_RUN)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('walk', [w for w in WALKS if to_run(p for p in GUIDES if p.stem in w)], ids='-'.join)
+def test_commands_run(walk, printed, shared_programs, tmp_path, monkeypatch):
+  import jax
+
+  guides = [guide for guide in GUIDES if guide.stem in walk]
   monkeypatch.chdir(tmp_path)
-  own = definitions(page)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', jax.config.jax_compilation_cache_dir)  # For those that it starts.
+  own = '\n\n'.join(map(definitions, guides))
+  for name in ('my_experiments', 'char_lm'):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    pathlib.Path(f'{name}.py').write_text(own + PLACEHOLDER)
+  pathlib.Path('my_texts').mkdir()
+  for name in ('my_texts/one.txt', 'shakespeare.txt'):
+    pathlib.Path(name).write_text(VERSE * 100)
+  for command in to_run(guides):
+    if command not in printed:
+      assert run(command) == 0, command
+    if 'runs' not in command:
+      printed.add(command)
 
-  def accept(values):
-    exp = values.exp if 'exp' in values else None
-    file, _, name = (exp or '').partition(':')
-    is_defined = not name or f'class {name}(' in own  # Others are placeholders, such as MyExperiment.
-    if name and is_defined:
-      pathlib.Path(file).write_text(own)
-    if exp and is_defined and 'parallel' not in values:  # What a sweep's --set says is several values.
-      configured_experiment(values)
-    return 0
 
-  for name, command in cli.COMMANDS.items():
-    monkeypatch.setitem(cli.COMMANDS, name, command._replace(run=accept))
-  for arguments in commands(page):
-    assert cli.main(arguments) == 0, shlex.join(arguments)
+def test_the_tables_are_about_commands_of_guides():
+  every = [c for guide in GUIDES for c in (*START.get(guide.stem, []), *commands(guide))]
+  for pattern in NOT_RUN:
+    assert any(re.fullmatch(pattern, c) for c in every), pattern
+  for pattern in CHANGED:
+    assert any(re.search(pattern, c) for c in every), pattern
+  assert START.keys() <= {guide.stem for guide in GUIDES}
+  assert not any(commands(page) for page in PAGES if page not in GUIDES)
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)

@@ -1,65 +1,58 @@
-"""The Python blocks of the guides run, each guide top to bottom as one script; so do their commands."""
+"""The Python of each guide runs, top to bottom as one script; links between documents lead somewhere."""
 
+import json
 import os
 import pathlib
 import re
-import shlex
+import runpy
 import subprocess
 import sys
 
 import pytest
 from quick_xla import xla_flags
 
-from praxis_lite.cli.main import main
-
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = [p for p in sorted((ROOT / 'docs').glob('*.md')) if '```python' in p.read_text()]
-WITH_COMMANDS = [p for p in [ROOT / 'README.md', *GUIDES] if '```sh' in p.read_text()]
-COMMANDS = re.compile(r'^```sh\n(.*?)^```', re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r'^```python\n(.*?)^```', re.DOTALL | re.MULTILINE)
+ON_EIGHT = [p for p in GUIDES if 'simulate_cpu_devices(8)' in p.read_text()]
+ON_ONE = [p for p in GUIDES if p not in ON_EIGHT]
 
 
-ASK_FOR_DEVICES = [p for p in GUIDES if 'jax.devices()' in p.read_text() and 'simulate_cpu' not in p.read_text()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('guide', ASK_FOR_DEVICES, ids=lambda p: p.stem)
-def test_guide_that_asks_for_devices_runs_on_eight(guide, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  text = guide.read_text()
-  namespace = {'__name__': f'guide_{guide.stem}'}
+def write_script(guide, folder):
+  """Writes the Python of a guide, on the lines that it has there, so that tracebacks have them."""
+  text, code = guide.read_text(), ''
   for match in BLOCK.finditer(text):
-    # Blank lines before the code make line numbers in a traceback those of the guide.
-    code = '\n' * text[: match.start(1)].count('\n') + match[1]
-    exec(compile(code, str(guide), 'exec'), namespace)
+    code += '\n' * (text.count('\n', 0, match.start(1)) - code.count('\n')) + match[1]
+  script = folder / 'guide.py'
+  script.write_text(code)
+  return script
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('guide', GUIDES, ids=lambda p: p.stem)
-def test_guide_runs_as_a_script(guide, tmp_path):
-  """There is one device, unless the guide simulates more."""
-  script = tmp_path / 'guide.py'
-  script.write_text('\n'.join(BLOCK.findall(guide.read_text())))
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
-  done = subprocess.run(
-    [sys.executable, script.name], capture_output=True, text=True, check=False, cwd=tmp_path, env=env
-  )
-  assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('guide', WITH_COMMANDS, ids=lambda p: p.stem)
-def test_commands_of_a_guide_run(guide, tmp_path, monkeypatch, shared_programs):
-  """The blocks marked `sh`, in order, in one directory; in this process, because starting one takes seconds."""
-  import jax
-
+@pytest.mark.parametrize('guide', ON_EIGHT, ids=lambda p: p.stem)
+def test_guide_that_simulates_devices_runs_as_a_script(guide, tmp_path, monkeypatch):
+  """In this process, which has as many devices."""
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', jax.config.jax_compilation_cache_dir)  # For those that it starts.
-  for block in COMMANDS.findall(guide.read_text()):
-    for line in block.replace('\\\n', ' ').splitlines():
-      program, command, *arguments = shlex.split(line)
-      assert program == 'praxis-lite'
-      assert main([command, *arguments]) == 0, line
+  runpy.run_path(str(write_script(guide, tmp_path)), run_name='__main__')
+
+
+@pytest.fixture(scope='module')
+def one_device():
+  """A process with one device, which guides run in: starting one for each would take a second or two."""
+  command = [sys.executable, ROOT / 'tests' / 'guide_process.py']
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
+  with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+    yield process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('guide', ON_ONE, ids=lambda p: p.stem)
+def test_guide_runs_as_a_script(guide, one_device, tmp_path):
+  write_script(guide, tmp_path)
+  print(tmp_path, file=one_device.stdin, flush=True)
+  answer = one_device.stdout.readline()
+  error = json.loads(answer) if answer else f'the process ended with {one_device.wait()}'
+  assert not error, error
 
 
 def test_a_layer_with_two_weights_is_short_and_imports_only_this_package_and_jax():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
+from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
 from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.inputs import BaseTokenizer
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -15,17 +20,25 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.experiment import ExperimentConfig
   from praxis_lite.runtime.inference import decode_prompts, run_decode
-  from praxis_lite.runtime.prompts import chat_prompt, continued_text, encode_prompt, task_with_sampler, tokenizer_of
+  from praxis_lite.runtime.prompts import continued_text, task_with_sampler, tokenizer_of
   from praxis_lite.runtime.vocabulary import with_vocabulary
 
-  if not values.prompt:
+  if not values.prompt and not values.prompt_ids:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
     return 0
 
+  if values.prompt and values.prompt_ids:
+    raise UserError('--prompt and --prompt_ids: a call takes texts or ids; leave out one of them')
+  if values.chat and values.prompt_ids:
+    raise UserError('--chat puts texts into a template; it goes with --prompt, not with --prompt_ids')
   config = with_vocabulary(config, job_log_dir)
-  tokenizer = tokenizer_of(config)
-  if tokenizer is None:
-    raise UserError('--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one')
+  try:
+    tokenizer = tokenizer_of(config)
+  except UserError as error:
+    if not values.prompt_ids:
+      raise
+    print(f'note: ids are printed: {error}', file=sys.stderr)
+    tokenizer = None
   task = task_with_sampler(
     config.task,
     tokenizer,
@@ -37,19 +50,63 @@ def _run(values: flags.FlagValues) -> int:
     flag='--',
   )
   config = ExperimentConfig(task, config.datasets, config.decode_datasets)
-  prompts = [prompt for prompt in values.prompt for _ in range(values.num_samples)]
-  if values.chat:
-    ids = [chat_prompt(tokenizer, prompt, values.system) for prompt in prompts]
-  else:
-    ids = [encode_prompt(tokenizer, prompt, '--prompt') for prompt in prompts]
+  prompts = [prompt for prompt in _prompts(values, tokenizer) for _ in range(values.num_samples)]
   continuations = decode_prompts(
-    config, job_log_dir, ids, step=values.step, seed=values.seed, on_damage=values.on_damage
+    config,
+    job_log_dir,
+    [prompt.ids for prompt in prompts],
+    step=values.step,
+    seed=values.seed,
+    on_damage=values.on_damage,
   )
-  for i, (prompt, known, continuation) in enumerate(zip(prompts, ids, continuations), 1):
+  for i, (prompt, continuation) in enumerate(zip(prompts, continuations), 1):
     if len(prompts) > 1:
       print(f'----- sample {i} of {len(prompts)}')
-    print(tokenizer.decode(continuation) if values.chat else prompt + continued_text(tokenizer, known, continuation))
+    if tokenizer is None:
+      print(','.join(map(str, [*prompt.ids, *continuation])))
+    elif values.chat:
+      print(tokenizer.decode(continuation))
+    else:
+      print(prompt.text + continued_text(tokenizer, prompt.ids, continuation))
   return 0
+
+
+class _Prompt(NamedTuple):
+  """What is continued; without a tokenizer there is no text."""
+
+  text: str
+  ids: list[int]
+
+
+def _prompts(values: flags.FlagValues, tokenizer: BaseTokenizer | None) -> list[_Prompt]:
+  """Returns the prompts of the flags."""
+  from praxis_lite.runtime.prompts import chat_prompt, encode_prompt
+
+  if tokenizer is None:
+    if values.prompt:
+      raise UserError(
+        '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one; pass ids, as in '
+        '--prompt_ids=1,2,3'
+      )
+    return [_Prompt('', ids) for ids in values.prompt_ids]
+  if values.prompt_ids:
+    return [_Prompt(tokenizer.decode(ids), ids) for ids in values.prompt_ids]
+  if values.chat:
+    return [_Prompt(text, chat_prompt(tokenizer, text, values.system)) for text in values.prompt]
+  return [_Prompt(text, encode_prompt(tokenizer, text, '--prompt')) for text in values.prompt]
+
+
+class _IdsParser(flags.ArgumentParser[list[int]]):
+  """Reads token ids with commas between them."""
+
+  def parse(self, argument: str) -> list[int]:
+    try:
+      return [int(part) for part in argument.split(',')] if argument else []
+    except ValueError:
+      raise ValueError('expected token ids, such as 1,2,3') from None
+
+  def flag_type(self) -> str:
+    return 'token ids'
 
 
 def _flags() -> flags.FlagValues:
@@ -63,6 +120,15 @@ def _flags() -> flags.FlagValues:
     [],
     'Text to continue; may be repeated. Without it, the decode_datasets of the experiment are decoded into '
     "job_log_dir/decoded. Example: --prompt='def main('",
+  )
+  ids = 'Token ids to continue, for models without a tokenizer too, which print ids; may be repeated.'
+  flags.DEFINE_multi(
+    _IdsParser(),
+    flags.ArgumentSerializer[list[int]](),
+    'prompt_ids',
+    [],
+    f'{ids} Example: --prompt_ids=1,2,3',
+    flag_values=values,
   )
   integer('num_samples', 1, 'Samples for each prompt. Example: --num_samples=3', lower_bound=1)
   integer('max_tokens', None, 'Largest number of tokens to add. Example: --max_tokens=200', lower_bound=1)

@@ -23,7 +23,7 @@ def _run(values: flags.FlagValues) -> int:
   config = configured_experiment(values)
   roots = config.roots()
   if values.diff:
-    lines = diff_texts(to_text(roots), _text_of(values.diff))
+    lines = diff_texts(to_text(roots), _text_of(values.diff), folded=not values.all)
     print('\n'.join(lines) if lines else 'their configs are equal')
     return 0
   if values.json:
@@ -81,7 +81,7 @@ def _flags() -> flags.FlagValues:
   switch = functools.partial(flags.DEFINE_boolean, flag_values=values)
   switch('summary', True, 'Print the summary. Example: --nosummary')
   switch('config', True, 'Print the fields of the config that differ from the defaults. Example: --noconfig')
-  switch('all', False, 'Print all fields of the config. Example: --all')
+  switch('all', False, 'Print all fields of the config; with --diff, of configs that only one has. Example: --all')
   switch('parameters', True, 'Print the parameter table. Example: --noparameters')
   other = 'Print instead how the config differs from that of another experiment or run: its value -> that of the other.'
   flags.DEFINE_string('diff', None, f'{other} Example: --diff=runs/1', flag_values=values)

@@ -63,9 +63,15 @@ def diff(old: object, new: object, name: str = '') -> list[str]:
   return _diff(dict(_entries(old, name, is_root=True)), dict(_entries(new, name, is_root=True)))
 
 
-def diff_texts(old: str, new: str) -> list[str]:
-  """Returns what `diff` does, from two dumps of `to_text`."""
-  return _diff(_entries_of(old), _entries_of(new))
+def diff_texts(old: str, new: str, folded: bool = False) -> list[str]:
+  """Returns what `diff` does, from two dumps of `to_text`.
+
+  Folded, a nested config that only one of them has is one line:
+
+    + task.model.norm_tpl: praxis_lite.layers.RMSNorm, 12 fields
+  """
+  before, after = _entries_of(old), _entries_of(new)
+  return _diff(_folded(before, after), _folded(after, before)) if folded else _diff(before, after)
 
 
 def fields_of(text: str) -> dict[str, str]:
@@ -90,6 +96,25 @@ def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str
     elif before[path] != after[path]:
       lines.append(f'{path or "(root)"}: {before[path][1]} -> {after[path][1]}')
   return lines
+
+
+def _folded(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
+  """Returns the entries without those below a config where the others have none, which says how many fields it has."""
+  kept: dict[str, _Entry] = {}
+  below: dict[str, list[str]] = {}
+  folding: str | None = None
+  for path, (sign, value) in entries.items():  # What is below a config follows it.
+    if folding is not None and path.startswith((f'{folding}.', f'{folding}[')):
+      below[folding] += [path] if sign == ' = ' else []
+      continue
+    kept[path] = (sign, value)
+    folding = path if sign == ': ' and others.get(path, ('', ''))[0] != ': ' else None
+    if folding is not None:
+      below[folding] = []
+  for path, fields in below.items():
+    if fields:
+      kept[path] = (': ', f'{kept[path][1]}, {len(fields)} field{"s" * (len(fields) > 1)}')
+  return kept
 
 
 def child_path(path: str, key: str | int) -> str:

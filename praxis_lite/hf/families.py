@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from praxis_lite.config import Config
+from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.hf.family import Family, Values, blocks_of
 from praxis_lite.hf.gpt2 import GPT2
@@ -49,23 +49,47 @@ def described(model: LanguageModel, preferred: str | None = None) -> tuple[Famil
     raise ConfigError(f'task.model.lm_tpl: a {type(lm).__name__} has no counterpart in transformers; TransformerLm has')
   names = sorted(FAMILIES, key=lambda name: name != preferred)
   differences: dict[str, list[str]] = {}
+  in_common: dict[str, int] = {}
+  reasons: dict[str, None] = {}
   for name in names:
     family = FAMILIES[name]
     try:
       values: Values = {'model_type': name, 'architectures': [family.architecture], **family.values(lm)}
       there = family.model(HfConfig(values)).instantiate(name='model').lm
-    except (ConfigError, AttributeError):  # It has not even the parts to describe.
+    except AttributeError:  # It has not even the parts to describe.
       continue
-    differences[name] = list(_differences(lm, there))
+    except ConfigError as error:
+      reasons[str(error)] = None
+      continue
+    differences[name], in_common[name] = list(_differences(lm, there)), _layers_in_common(lm, there)
     if not differences[name]:
       return family, values
   if not differences:
-    raise ConfigError(f'this model is of none of the families {", ".join(FAMILIES)}')
-  nearest = min(differences, key=lambda name: len(differences[name]))
+    why = f': {"; ".join(reasons)}' if reasons else ''
+    raise ConfigError(f'this model is of none of the families {", ".join(FAMILIES)}{why}')
+  nearest = max(differences, key=lambda name: (in_common[name], -len(differences[name])))
+  shown = differences[nearest][:_SHOWN]
+  more = len(differences[nearest]) - len(shown)
   raise ConfigError(
-    f'this model is of none of the families {", ".join(FAMILIES)}; of {nearest} it differs in '
-    f'{"; ".join(differences[nearest][:_SHOWN])}'
+    f'this model is of none of the families {", ".join(FAMILIES)}; of {nearest}, the nearest, it differs in '
+    f'{"; ".join(shown)}{f"; and {more} more" if more else ""}'
   )
+
+
+def _layers_in_common(ours: Layer, theirs: Layer) -> int:
+  """How many layers of two trees have the same place and class."""
+  return 1 + sum(_layers_in_common(*pair) for pair in _pairs(ours, theirs)) if type(ours) is type(theirs) else 0
+
+
+def _pairs(ours: Layer, theirs: Layer) -> Iterator[tuple[Layer, Layer]]:
+  """Yields the layers below both, each pair once: blocks by their number, however they are repeated, others by name."""
+  children, of_theirs = dict(ours.children()), dict(theirs.children())
+  if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
+    del children['transformer']
+    yield from dict.fromkeys(zip(blocks_of(ours), blocks_of(theirs)))
+  for name, child in children.items():
+    if name in of_theirs:
+      yield child, of_theirs[name]
 
 
 _SHOWN = 3
@@ -77,7 +101,11 @@ _NOT_COMPARED = {
   *('expert_axis', 'capacity_factor', 'chunk_size'),
   *('context_axis', 'context_method', 'block_size', 'dropout_rate', 'cache_dtype', 'cache_page_size'),
 }
-_COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims'}
+_COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
+
+
+def _named(value: object) -> str:
+  return getattr(target(value), '__name__', repr(value)) if isinstance(value, Config) else repr(value)
 
 
 def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
@@ -99,12 +127,6 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
         attention.dims_per_head**-0.5 if s is None else s for attention, s in ((ours, here), (theirs, there))
       )
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
-      yield f'{ours.path_name}.{field.name}, which is {here!r} here and {there!r} there'
-  children, of_theirs = dict(ours.children()), dict(theirs.children())
-  if isinstance(ours, TransformerLm) and isinstance(theirs, TransformerLm):
-    del children['transformer']
-    for here_block, there_block in dict.fromkeys(zip(blocks_of(ours), blocks_of(theirs))):
-      yield from _differences(here_block, there_block)
-  for name, child in children.items():
-    if name in of_theirs:  # Otherwise the fields differ that say whether there is one.
-      yield from _differences(child, of_theirs[name])
+      yield f'{ours.path_name}.{field.name}, which is {_named(here)} here and {_named(there)} there'
+  for pair in _pairs(ours, theirs):  # Where one has no such layer, the fields differ that say so.
+    yield from _differences(*pair)

@@ -48,7 +48,7 @@ class Gpt2(Family):
       'n_layer': len(blocks),
       'n_head': attention.num_heads,
       'n_inner': ff.hidden_dims,
-      'n_positions': getattr(lm.position, 'max_len', 0) if lm.position_tpl is not None else 0,
+      'n_positions': lm.max_positions or self.defaults['n_positions'],
       'activation_function': 'gelu_new' if activation == 'gelu_pytorch_tanh' else activation,
       'layer_norm_epsilon': blocks[0].attention_norm.epsilon,
       'tie_word_embeddings': lm.embedding_tpl is None,

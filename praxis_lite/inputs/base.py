@@ -96,6 +96,10 @@ class BaseInput(Configurable, Iterator[Rows]):
     """
     raise NotImplementedError
 
+  def rows_in_memory(self) -> Rows | None:
+    """Returns all rows if they are arrays in memory, as checks of them cost little then; None if they are not."""
+    return None
+
   def check_beside(self, other: BaseInput) -> None:
     """Raises ConfigError if this input, of training, and another one of the same experiment do not fit together."""
 

@@ -83,6 +83,9 @@ class ArrayInput(RandomAccessInput):
   def num_examples(self) -> int:
     return len(self._data['weights'])
 
+  def rows_in_memory(self) -> Rows:
+    return self._data
+
   def example_struct(self) -> Struct:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._data)
 

@@ -18,6 +18,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
 from praxis_lite.mistakes import returned_nothing
+from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
 from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.weighted import WeightedScalars
 
@@ -58,8 +59,14 @@ class BaseModel(Layer, Generic[PredictionsT]):
     """Raises a `UserError` if this model cannot use the input `data`, whose first batch is `batch`, NumPy arrays.
 
     Called on the host before anything is compiled, for errors that shapes do not show, such as ids out of bounds: JAX
-    reads another entry in their place, without an error.
+    reads another entry in their place, without an error. Of an input whose arrays are in memory, `batch` is all rows.
+
+    By default labels are checked, as far as `number_of_classes` knows how many classes there are: integers whose name
+    is `y`, or has `label` or `target` in it, unless they weigh nothing.
     """
+    if (classes := number_of_classes(self)) is not None:
+      remedy = '; a model whose loss ignores such labels has a check_input(data, batch) of its own'
+      check_labels(data, labels_in(batch), batch, *classes, remedy)
 
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns (metrics, decoded outputs), the latter a dict of arrays with the batch as dimension 0.

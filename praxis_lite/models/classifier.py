@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.errors import DataError, did_you_mean
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.images import Mlp
 from praxis_lite.layers.softmax import FullSoftmax, SoftmaxOutput
 from praxis_lite.models.base import BaseModel
+from praxis_lite.models.labels import check_labels
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars, weighted_mean
 
@@ -42,14 +43,9 @@ class ClassificationModel(BaseModel[SoftmaxOutput]):
     self.create_child('softmax', softmax)
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if a label of the first batch is not in [0, V)."""
-    labels = np.asarray(batch['label']) if 'label' in batch else np.zeros(0)
-    bad = labels[(labels < 0) | (labels >= self.num_classes)]
-    if bad.size:
-      raise ConfigError(
-        f'{data.label}: found label {bad[0]}, but task.model.num_classes is {self.num_classes}; labels must be from 0 '
-        f'to {self.num_classes - 1}'
-      )
+    """Raises a `ConfigError` if a label is not in [0, V)."""
+    labels = {'label': np.asarray(batch['label'])} if 'label' in batch else {}
+    check_labels(data, labels, batch, 'task.model.num_classes', self.num_classes)
 
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns logits [B, V] and cross entropies [B]."""

@@ -172,7 +172,8 @@ def run_train(
     to_close.enter_context(watched_by_others(directory))
     if is_restored:
       with changes_named(directory, config):
-        state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
+        shapes, true_shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
+        state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
       input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
         train_input.set_state(input_state)

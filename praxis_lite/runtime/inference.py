@@ -73,7 +73,9 @@ def run_decode(
   config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   if not datasets.inputs:
-    raise ConfigError('decode_datasets(): there is no input to decode; to continue a text, pass --prompt')
+    raise ConfigError(
+      'decode_datasets(): there is no input to decode; to continue a text, pass --prompt, or --prompt_ids'
+    )
   model = restore_model(
     config,
     job_log_dir,

@@ -139,9 +139,8 @@ class WarmStart:
     if stored not in self._saved:
       known = [n.partition('.')[2] for n in self._saved if n.startswith('mdl_vars.')]
       if by_rule:
-        raise CheckpointError(
-          f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{did_you_mean(source, known)}'
-        )
+        near = did_you_mean(source, known) or ' A rule is a pair: paths here, and the path there, or None for the seed.'
+        raise CheckpointError(f'{name} comes from {source!r}{by_rule}, and {self._where} has no such variable.{near}')
       raise CheckpointError(
         f'{name} is not in {self._where}.{did_you_mean(name, known)} Add a rule: ({re.escape(name)!r}, None) starts it '
         'from the seed, or name the variable that it comes from'

@@ -17,6 +17,7 @@ import numpy as np
 from praxis_lite.errors import UserError
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models import BaseModel
+from praxis_lite.models.labels import labels_in
 from praxis_lite.runtime.metrics import DeviceMetrics
 from praxis_lite.trees import NestedDict, leaves, path_name
 
@@ -154,7 +155,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
   except Exception:  # A user's own check, of which only the message would matter.
     pass
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
-  labels = {name: x for name, x in integers.items() if name == 'y' or 'label' in name or 'target' in name}
+  labels = labels_in(batch)
   # The layer of a classifier with the most classes: what it has no class for, none has.
   classes = {layer.path_name: layer.num_classes for layer in model.descendants() if _num_classes(layer) is not None}
   if not (classes and labels):

@@ -154,12 +154,14 @@ def write_record(
   directory, text = Path(job_log_dir), to_text(config.roots()) + '\n'
   launches: tuple[Launch, ...] = ()
   changes: list[str] = []
+  told: list[str] = []
   with contextlib.suppress(UserError):  # A record that cannot be read is replaced.
     before = read_record(directory)
     launches, changes = before.launches, diff_texts(before.text, text)
-    changes += [f'seed: {before.seed} -> {seed}'] if before.seed != seed else []
+    of_seed = [f'seed: {before.seed} -> {seed}'] if before.seed != seed else []
+    told, changes = diff_texts(before.text, text, folded=True) + of_seed, changes + of_seed
     if keeps_record:
-      return _lines_about(changes, ', which is kept')
+      return _lines_about(told, ', which is kept')
   launch = Launch(
     started=round(time.time(), 3),
     command=_command_line() if command is None else command,
@@ -181,7 +183,7 @@ def write_record(
   }
   replace_file(directory / _TEXT, text)
   replace_file(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
-  return _lines_about(changes)
+  return _lines_about(told)
 
 
 def _lines_about(changes: Sequence[str], kept: str = '') -> list[str]:
@@ -237,7 +239,7 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
   except OtherModelError as error:
     with contextlib.suppress(UserError):
       record = read_record(job_log_dir)
-      lines = diff_texts(record.text, to_text(config.roots()))
+      lines = diff_texts(record.text, to_text(config.roots()), folded=True)
       lines = _deciding(lines, 'task.train.learner' if error.only_learner else 'task.model')
       error.args = (f'{error.difference}. {_differing_config(lines) if lines else _differing_code(record)}',)
     raise

@@ -288,6 +288,11 @@ PROMPTS = {
   'top_k': (['--prompt=a', '--top_k=0'], r'top_k: expected at least 1, or None, got 0'),
   'temperature': (['--prompt=a', '--temperature=-1'], r'temperature: expected at least 0, got -1\.0'),
   'empty': (['--prompt='], r'a prompt is empty; it needs at least one token'),
+  'ids': (['--prompt_ids=1,x'], r'--prompt_ids=1,x: expected token ids, such as 1,2,3$'),
+  'no ids': (['--prompt_ids='], r'a prompt is empty; it needs at least one token'),
+  'not in the vocabulary': (['--prompt_ids=1,999'], r'ids: 999, at position 1 of row 0, is not in the vocabulary of'),
+  'texts and ids': (['--prompt=a', '--prompt_ids=1'], r'a call takes texts or ids; leave out one of them'),
+  'chat of ids': (['--chat', '--prompt_ids=1'], r'--chat puts texts into a template; it goes with --prompt'),
   'none': ([], r'decode_datasets\(\): there is no input to decode; to continue a text, pass --prompt'),
 }
 
@@ -299,7 +304,40 @@ def test_a_prompt_that_cannot_be_continued_is_told(capsys, trained, arguments, m
 
 def test_a_prompt_needs_a_tokenizer(capsys, trained, tmp_path):
   told = fails(capsys, 'decode', TINY, f'--job_log_dir={trained}', '--prompt=a')
-  assert told == '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one'
+  assert told == (
+    '--prompt needs an experiment whose dataset has a tokenizer, and none of its datasets has one; pass ids, as in '
+    '--prompt_ids=1,2,3'
+  )
+
+
+@pytest.mark.parametrize(
+  ('experiment', 'printed'), [(TINY, ['97,98,104,105', '99,104,105']), (STDLIB, ['abhi', 'chi'])]
+)
+def test_ids_are_printed_as_ids_where_nothing_makes_text_of_them(capsys, monkeypatch, tmp_path, experiment, printed):
+  given = []
+
+  def continued(config, job_log_dir, prompts, **_):
+    given.extend(prompts)
+    return [list(b'hi')] * len(prompts)
+
+  monkeypatch.setattr('praxis_lite.runtime.inference.decode_prompts', continued)
+  arguments = [
+    experiment,
+    f'--job_log_dir={tmp_path}',
+    '--nocompilation_cache',
+    '--prompt_ids=97,98',
+    '--prompt_ids=99',
+  ]
+  assert main(['decode', *arguments]) == 0
+  assert given == [[97, 98], [99]]
+  lines = capsys.readouterr().out.splitlines()
+  assert lines == ['----- sample 1 of 2', printed[0], '----- sample 2 of 2', printed[1]]
+  # A tokenizer that was not found, as beside an imported model, is needed for texts alone.
+  arguments += ['--set=datasets[*].tokenizer_tpl=praxis_lite.inputs.HfTokenizer'] * (experiment == STDLIB)
+  assert main(['decode', *arguments]) == 0
+  out, err = capsys.readouterr()
+  assert '97,98,104,105' in out
+  assert ('note: ids are printed: datasets[0].tokenizer_tpl: HfTokenizer.path' in err) == (experiment == STDLIB)
 
 
 def test_a_checkpoint_whose_files_are_gone_is_told(capsys, trained, tmp_path):

@@ -70,6 +70,15 @@ def test_the_difference_of_two_experiments_and_of_a_run(capsys, tmp_path):
   assert shown(capsys, TINY, '--diff=lm.SyntheticLmTiny') == 'their configs are equal\n'
   out = shown(capsys, TINY, '--diff=lm.StdlibLmTiny')
   assert 'datasets[0]: praxis_lite.inputs.synthetic.SyntheticLMInput -> praxis_lite.inputs.text.TextInput' in out
+  unlike = shown(capsys, '--exp=moe.MoeTiny', '--diff=lm.SyntheticLmTiny').splitlines()
+  ff = 'task.model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl'
+  every = shown(capsys, '--exp=moe.MoeTiny', '--diff=lm.SyntheticLmTiny', '--all').splitlines()
+  of_router = [line for line in every if line.startswith(f'- {ff}.router_tpl.') and ' = ' in line]
+  assert f"- {ff}.router_tpl.choice = 'token'" in of_router
+  assert [line for line in unlike if f'{ff}.router_tpl' in line] == [
+    f'- {ff}.router_tpl: praxis_lite.layers.routing.Router, {len(of_router)} fields'
+  ]
+  assert f'- {ff}.num_experts = 5' in unlike and len(unlike) < 35 < len(every)
   config = configure(registry.get('lm.SyntheticLmTiny'))
   apply_overrides(config.roots(), ['task.model.model_dims=24'])
   write_record(tmp_path, config)

@@ -64,5 +64,6 @@ def test_the_commands_of_the_guide(chat_model, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     if name == 'decode':
       assert out.startswith('Once upon a time') == ('--chat' not in arguments)
+  assert main(['show', '--job_log_dir=runs/llama']) == 0  # It is named in a sentence.
   written = {path.name for path in (tmp_path / 'exported' / 'llama').iterdir()}
   assert written == {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'}

@@ -8,6 +8,7 @@ import pytest
 from checkpoints import CASES, IDS, golden, make, weight, write
 from on_meshes import MESHES, load
 
+from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
 from praxis_lite.hf.families import FAMILIES, described
 from praxis_lite.hf.files import StoredTensor, read_folder
@@ -98,6 +99,12 @@ def test_a_model_that_was_not_imported_is_of_the_family_that_computes_the_same(s
   assert described(model.instantiate())[0].model_type == style
 
 
+def test_biases_that_are_asked_for_at_the_top_are_those_of_the_layers_below():
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2).set(use_bias=True)
+  family, values = described(model.instantiate())
+  assert (family.model_type, values['attention_bias'], values['mlp_bias']) == ('llama', True, True)
+
+
 def test_how_a_model_was_trained_and_decodes_is_not_part_of_it():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
   attention = model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl
@@ -109,5 +116,34 @@ def test_how_a_model_was_trained_and_decodes_is_not_part_of_it():
 def test_what_no_family_computes_is_named():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2)
   model.lm_tpl.transformer_tpl.layers_tpl.norm_policy = 'post'
-  with pytest.raises(ConfigError, match=r"of llama it differs in lm.transformer.layers.norm_policy, which is 'post'"):
+  with pytest.raises(
+    ConfigError, match=r"of llama, .*, it differs in lm.transformer.layers.norm_policy, which is 'post'"
+  ):
+    described(model.instantiate())
+
+
+@pytest.mark.parametrize('repeat', [True, False])
+@pytest.mark.parametrize(
+  ('style', 'changed', 'told'),
+  [
+    (
+      'gpt2',
+      {'lm_tpl.use_bias': False},
+      r'lm\..*_norm\.use_bias, which is False here and True there; .*; and \d+ more',
+    ),
+    ('gpt2', {'lm_tpl.position_tpl': None}, r'lm\.position_tpl, which is None here and LearnedPositions there'),
+    ('llama', {'lm_tpl.softmax_tpl.soft_cap': 4.0}, r'lm\.softmax\.soft_cap, which is 4\.0 here and None there'),
+  ],
+)
+def test_the_family_that_is_named_is_that_with_most_layers_in_common(style, changed, told, repeat):
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style=style, repeat=repeat)
+  apply_overrides({'model': model}, [f'model.{path}={value}' for path, value in changed.items()])
+  with pytest.raises(ConfigError, match=rf'; of {style}, the nearest, it differs in {told}$'):
+    described(model.instantiate())
+
+
+def test_an_activation_that_no_family_has_is_named():
+  model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style='gpt2')
+  model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl.activation = 'softplus'
+  with pytest.raises(ConfigError, match=r"of none of the families .*: lm.*\.ff\.activation: .* no .* 'softplus'$"):
     described(model.instantiate())

@@ -155,7 +155,7 @@ def test_what_may_be_wrong_with_a_batch():
   network = Config(Mlp, input_dims=2, hidden_dims=(2,))
   classifier = Config(ClassificationModel, num_classes=5, network_tpl=network).instantiate()
   found = hints_in({'label': labels}, types.SimpleNamespace(label='train'), classifier).found
-  assert 'does not fit the model: train: found label 9, but task.model.num_classes is 5' in found
+  assert "does not fit the model: train: found 9 in 'label', but task.model.num_classes is 5" in found
   found = hints_in({'target': labels}, None, classifier)
   assert found.found == "The last batch has 'target' from 0 to 9, and ClassificationModel has 5 classes, 0 to 4"
   assert hints_in({'target': labels % 5}, None, classifier) == Hints()  # Labels are not to blame.
