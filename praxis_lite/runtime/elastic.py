@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-import jax
-
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.task import SingleTask
@@ -39,11 +37,6 @@ def fitted(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTas
       f'task.ici_mesh_shape: the mesh {_shown(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
     )
   used = math.prod(smaller.values())
-  if jax.process_count() > 1 and used != num_devices:
-    raise ConfigError(
-      f'task.ici_mesh_shape: {num_devices} devices in {jax.process_count()} processes cannot be a mesh like '
-      f'{_shown(sizes)}: {_shown(smaller)} would leave a process without a part in it'
-    )
   result = task.clone()
   result.ici_mesh_shape = tuple(smaller.values())
   factor = math.ceil(needed / used)

@@ -39,6 +39,7 @@ from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Pr
 from praxis_lite.runtime.record import changes_named, write_record
 from praxis_lite.runtime.run_config import (
   build_datasets,
+  check_all_take_part,
   check_intervals,
   held_for_training,
   is_due,
@@ -135,6 +136,7 @@ def run_train(
     check_hooks(hooks)
     profiled = None if profile_steps is None else ProfiledSteps.parse(profile_steps)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
+    check_all_take_part(tasks.mesh)
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
     datasets = build_datasets(config.datasets)

@@ -12,6 +12,7 @@ from tiny_runs import tiny_run
 from praxis_lite.errors import ConfigError
 from praxis_lite.runtime import run_train
 from praxis_lite.runtime.elastic import fitted
+from praxis_lite.runtime.run_config import check_all_take_part
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -52,3 +53,11 @@ def test_a_run_goes_on_with_fewer_devices_as_with_all(tmp_path, capsys):
   for a, b in zip(fewer.state.mdl_vars.values(), whole.state.mdl_vars.values()):
     a, b = (np.asarray(x)[: min(len(a), len(b))] for x in (a, b))
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
+
+
+def test_a_mesh_that_leaves_a_process_without_a_device_is_refused(monkeypatch):
+  mesh = jax.make_mesh((2,), ('data',), devices=jax.devices()[:2])
+  check_all_take_part(mesh)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with pytest.raises(ConfigError, match=r'has 2 of 8 devices, none of host 1; make it larger, or start fewer'):
+    check_all_take_part(mesh)
