@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -64,11 +65,21 @@ async def _write_parts(
       await pending.popleft()
 
 
+class _StateHandler(ocp.PyTreeCheckpointHandler):
+  """Returns an error where restoring fails, so that all processes reach the barrier after it. The caller raises it."""
+
+  def restore(self, *args: Any, **kwargs: Any) -> Any:
+    try:
+      return super().restore(*args, **kwargs)
+    except Exception as error:
+      return error
+
+
 def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-  """Returns Orbax's handlers by default, of which that of the item 'state' accepts streamed arrays as leaves too."""
+  """Returns Orbax's handlers by default, but that of 'state', which writes checksums, and streamed arrays too."""
   types = ((t, ocp.type_handlers.get_type_handler(t)) for t in ocp.type_handlers.supported_types())
   registry = ocp.type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()), *types)
-  handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+  handler = _StateHandler(type_handler_registry=registry, use_zarr3=True)
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
   handlers.add('state', ocp.args.PyTreeSave, handler)
   handlers.add('state', ocp.args.PyTreeRestore, handler)

@@ -27,6 +27,7 @@ class Command(NamedTuple):
     flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
     bare: name of the flag that an argument without a flag sets; '' if there may be none.
+    bare_rest: name of the flag, of several values, that further such arguments set.
   """
 
   name: str
@@ -36,6 +37,7 @@ class Command(NamedTuple):
   flags: flags.FlagValues
   run: Callable[[flags.FlagValues], int]
   bare: str = ''
+  bare_rest: str = ''
 
 
 def experiment_flags() -> flags.FlagValues:
@@ -71,6 +73,12 @@ def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
     step = 'Step of the checkpoint, or best; by default the newest. Example: --step=best'
     flags.DEFINE(_StepParser(), 'step', None, step, flag_values=values)
   return values
+
+
+def damage_flag(values: flags.FlagValues) -> None:
+  """Defines --on_damage."""
+  damage = 'Where the newest checkpoint is damaged: use the one before, or fail. Example: --on_damage=fail'
+  flags.DEFINE_enum('on_damage', 'previous', ['previous', 'fail'], damage, flag_values=values)
 
 
 class _StepParser(flags.ArgumentParser[int | str]):
@@ -159,7 +167,7 @@ def own_flags(values: flags.FlagValues) -> list[flags.Flag]:
 
 def help_text(command: Command) -> str:
   """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
-  bare = f' {command.bare.upper()}' if command.bare else ''
+  bare = ''.join(f' {name.upper()}' for name in (command.bare, command.bare_rest) if name)
   lines = [f'praxis-lite {command.name}{bare} [--flags]', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
