@@ -92,6 +92,7 @@ class TrainParams(Configurable):
     best_metric_mode: 'min' if lower is better, 'max' if higher is.
     max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
       or None: any number is skipped.
+    slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
     early_stopping, init_from: see the classes.
   """
 
@@ -108,6 +109,7 @@ class TrainParams(Configurable):
   best_metric: str | None = None
   best_metric_mode: str = 'min'
   max_skipped_steps: int | None = 100
+  slow_step_factor: float | None = 5.0
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
   init_from: InitFromParams = template(InitFromParams)
 
@@ -116,6 +118,8 @@ class TrainParams(Configurable):
     if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
       where = 'task.train.max_skipped_steps'
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
+    if self.slow_step_factor is not None and not self.slow_step_factor > 1:
+      raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
     for section in ('early_stopping', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):

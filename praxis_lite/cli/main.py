@@ -28,6 +28,7 @@ from praxis_lite.cli import (
   plan,
   runs,
   show,
+  status,
   sweep,
   train,
   verify,
@@ -37,7 +38,22 @@ from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.importing import own_failure
 
 _MODULES = (
-  *(list_experiments, show, check, plan, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
+  *(
+    list_experiments,
+    show,
+    check,
+    plan,
+    verify,
+    train,
+    status,
+    sweep,
+    runs,
+    evaluate,
+    decode,
+    export,
+    import_hf,
+    export_hf,
+  ),
   *(checkpoints, completion),
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}

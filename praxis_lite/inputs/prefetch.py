@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Self, TypeVar, cast
 
 from praxis_lite.errors import ConfigError
@@ -61,6 +61,10 @@ class PrefetchIterator(Iterator[T]):
     self._ahead.popleft()
     self._ahead.append(self._thread.submit(next, self._batches))
     return batch
+
+  def wait(self, seconds: float | None = None) -> bool:
+    """Waits until the next batch, the end of the input or an error is at hand; returns whether it is."""
+    return bool(wait([self._ahead[0]], seconds).done)
 
   def get_state(self) -> dict[str, Any]:
     """Returns the state of the input as of the last batch that was returned."""

@@ -31,6 +31,8 @@ from praxis_lite.training.steps import TrainStepOutput
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
+# The share of time that devices wait for input, and from which share on a training line says so.
+_INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
 
 
 class Console:
@@ -118,6 +120,8 @@ def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list
     figures.append(f'{short_number(examples)} ex/s' if tokens is None else f'{short_number(tokens)} tok/s')
     if rates.mfu is not None:
       figures.append(f'MFU {rates.mfu:.0%}')
+  if (wait := float(np.mean(metrics.get(_INPUT_WAIT, 0.0)))) >= _LEAST_WAIT:
+    figures.append(f'waiting for input {wait:.0%}')
   return figures
 
 
@@ -229,12 +233,12 @@ class TrainLog:
       was_skipped = self.skipped.add(step, means)
       if self._is_logged(step):
         metrics, rates = mean_values(means), self._throughput.rates(step)
+        metrics = {**metrics, **(rates.as_metrics() if rates else {}), **self._more()}
         if was_skipped:
           self._console.progress(step)
         else:
           self._console.train_step(step, metrics, rates)
-        speeds = rates.as_metrics() if rates else {}
-        self._writer.write(step, 'train', {**metrics, **speeds, **self._more()}, jax.device_get(summaries))
+        self._writer.write(step, 'train', metrics, jax.device_get(summaries))
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

@@ -32,7 +32,7 @@ from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
 from praxis_lite.runtime.nonfinite import Hints, hints_in
-from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
+from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
 from praxis_lite.runtime.run_config import (
@@ -46,6 +46,7 @@ from praxis_lite.runtime.run_config import (
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
+from praxis_lite.runtime.watch import BadRecordLines, Watch
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -119,6 +120,7 @@ def run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    watch = to_close.enter_context(Watch(directory))
     config = with_vocabulary(config, directory)
     task = config.task.instantiate()
     settings = task.train
@@ -161,7 +163,7 @@ def run_train(
     )
     to_close.callback(checkpointer.close)
     if is_restored:
-      with changes_named(directory, config):
+      with changes_named(directory, config), watch.goodput.doing('restoring'):
         state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
       input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
@@ -179,7 +181,15 @@ def run_train(
     writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process(), report=console.line)
     to_close.callback(writer.close)
     saving = Saving(checkpointer, partitioned.unpadded_state_shapes, console.line)
-    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step, more=saving.figures)
+    log = TrainLog(
+      partitioned,
+      batch_struct,
+      console,
+      writer,
+      startup,
+      first_step=first_step,
+      more=lambda: {**saving.figures(), **watch.figures()},
+    )
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
     available = jax.device_count() if devices is None else len(devices)
@@ -208,10 +218,22 @@ def run_train(
         directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step, keeps_record=is_finished
       ):
         console.line(line)
+    watch.begin(first_step, total, settings.slow_step_factor, console.line)
 
     def save() -> bool:
       log.drain()  # Raises if a step was not finite, before anything is saved.
-      return saving.save(run.step, run.state, batches.get_state())
+      watch.saves(run.step)
+      with watch.goodput.doing('saving'):
+        return saving.save(run.step, run.state, batches.get_state())
+
+    def finish() -> None:
+      with watch.goodput.doing('saving'):
+        saving.finish(run.step, run.state, batches.get_state())
+      watch.saved(run.step)
+
+    def evaluate(group: Sequence[Program]) -> None:
+      with watch.goodput.doing('evaluating'):
+        programs.run(group, run.step, run.state)
 
     def take_result(split: str, metrics: HostMetrics) -> None:
       run.results.append(EvalResult(run.step, split, metrics))
@@ -219,6 +241,7 @@ def run_train(
 
     def tell_of_checkpoints() -> None:
       for saved_step, folder in saving.newly_complete():
+        watch.saved(saved_step)
         all_hooks.on_checkpoint(run, saved_step, folder)
 
     def do_what_is_due() -> None:
@@ -229,14 +252,17 @@ def run_train(
       for group, interval in zip((evaluation, decoding), intervals):
         if is_due(run.step, interval):
           log.drain()
-          programs.run(group, run.step, run.state)
+          evaluate(group)
           log.restart_clock(run.step)
       tell_of_checkpoints()
 
     run = Run(task, directory, state, results, save=save, line=console.line)
-    profiling = [] if profiled is None else [to_close.enter_context(ProfileSteps(profiled))]
+    profiler = ProfileOnSignal() if profiled is None else ProfileSteps(profiled)  # There is one profiler.
+    profiling = [to_close.enter_context(profiler)]
     stop_all = stop.request_of_all if jax.process_count() > 1 else None
-    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks], stop_all)
+    all_hooks = Hooks(
+      [*profiling, BadRecordLines(train_input), *own_hooks(settings, watched, checkpointer), *hooks], stop_all
+    )
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
     )
@@ -249,12 +275,17 @@ def run_train(
     to_close.enter_context(stop)
     all_hooks.on_start(run)
     if first_step < total and run.stop_reason is None:
-      times = partitioned.train_step.compile()
+      with watch.goodput.doing('compiling'):
+        times = partitioned.train_step.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     batch: NestedDict | None = None
+    last: jax.Array | None = None
+    watch.train()
     while run.step < total and not (stop.requested_at(run.step) or run.stop_reason or log.skipped.too_many):
+      if not watch.wait_for_input(batches, last, lambda: stop.requested):
+        continue
       try:
         batch = next(batches, None)
       except Exception:
@@ -271,34 +302,40 @@ def run_train(
       with jax.profiler.StepTraceAnnotation('train', step_num=run.step + 1):
         out = partitioned.train_step(run.state, keys.train, batch)
       run.state, run.step = out.state, run.step + 1
+      last = out.weighted_loss
       log.add(run.step, out)
-      all_hooks.on_step(run, out.mean_metrics)
+      watch.took(run.step)
+      with watch.goodput.doing('hooks'):
+        all_hooks.on_step(run, out.mean_metrics)
       do_what_is_due()
 
     # ---- the end
     stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
     save()
     if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
-      saving.finish(run.step, run.state, batches.get_state())
+      finish()
       is_on_this_host = batch is not None and jax.process_count() == 1
       raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else Hints())
     if not stop.requested:
-      programs.run(evaluation, run.step, run.state)
+      evaluate(evaluation)
       if settings.decode_interval_steps is not None:
-        programs.run(decoding, run.step, run.state)
-    saving.finish(run.step, run.state, batches.get_state())
+        evaluate(decoding)
+    finish()
     tell_of_checkpoints()
     if run.step > total:
       how_far = f'step {run.step}, past the {total} of task.train.num_train_steps, so no step was taken'
     else:
       how_far = f'step {run.step} of {total}'
+    if run.step > first_step:
+      console.line(watch.summary())
     all_taken = '; all steps are taken' if run.step == first_step == total else ''
     console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
     if all_hooks.error is not None:
       raise all_hooks.error
     if run.stop_reason is not None:
       ended_by = 'stopped'
-    return TrainResult(run.step, run.state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
+    watch.ended_by = (stop.received if stop.requested else None) or ended_by
+    return TrainResult(run.step, run.state, programs.metrics, watch.ended_by)
 
 
 def _verified(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:
