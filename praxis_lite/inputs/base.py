@@ -112,6 +112,10 @@ class BaseInput(Configurable, Iterator[Rows]):
     """The records that were left out since this was made because they cannot be read; see `bad_records.py`."""
     return ()
 
+  def examples_at(self, state: dict[str, Any]) -> list[str]:
+    """Returns which examples the batch after a state has, such as 'record 7 of a.array_record', where that is known."""
+    return []
+
   @property
   def label(self) -> str:
     """Name of this input in logs and errors."""

@@ -191,6 +191,12 @@ class ArrayRecordInput(GrainInput):
           self.leave_out(record)
         yield available, rows
 
+  def examples_at(self, state: dict[str, Any]) -> list[str]:
+    position = int(state['position'])
+    places = range(position, min(position + self.batch_size, self.num_examples))
+    numbers = _shuffled(places, self.num_examples, self.seed if self.shuffle else None, int(state['epoch']))
+    return [f'{place} of {file}' for file, place in map(self._records.place, numbers)]
+
   @functools.cached_property
   def _parse(self) -> Callable[[Sequence[bytes]], Rows]:
     if self.parse_fn is not None:
@@ -250,9 +256,12 @@ class _Records:
     except Exception as e:
       if not is_damage(e):
         raise
-      file = bisect.bisect_right(self.ends, number) - 1
-      place = f'record {number - self.ends[file]}'
-      raise BadRecordError(self.where, BadRecord(self.files[file], place, line_of(e))) from e
+      raise BadRecordError(self.where, BadRecord(*self.place(number), line_of(e))) from e
+
+  def place(self, number: int) -> tuple[str, str]:
+    """Returns the file of a record, and which one it is there."""
+    file = bisect.bisect_right(self.ends, number) - 1
+    return self.files[file], f'record {number - self.ends[file]}'
 
   def whole_examples(self, numbers: list[int], struct: Struct) -> tuple[Rows, list[BadRecord]]:
     """Returns the examples of some records, with rows of zeros for those that cannot be read, and which these are."""
@@ -301,14 +310,19 @@ class _RecordGroups:
     places = range(first + self.start, first + min(self.stop, available))
     if not places:
       return available, None, []
-    indices = list(places)
-    if self.seed is not None:
-      shuffled = import_grain().experimental.index_shuffle
-      seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
-      indices = [shuffled(i, max_index=size - 1, seed=seed, rounds=4) for i in places]
+    indices = _shuffled(places, size, self.seed, epoch)
     if self.struct is None:
       return available, self.records.examples(indices), []
     return available, *self.records.whole_examples(indices, self.struct)
+
+
+def _shuffled(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
+  """Returns the numbers of the records at some places of an epoch; without a seed, those are in order."""
+  if seed is None:
+    return list(places)
+  shuffled = import_grain().experimental.index_shuffle
+  of_epoch = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+  return [shuffled(i, max_index=size - 1, seed=of_epoch, rounds=4) for i in places]
 
 
 @dataclasses.dataclass(frozen=True)

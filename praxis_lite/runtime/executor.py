@@ -45,6 +45,7 @@ from praxis_lite.runtime.run_config import (
 )
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.runtime.watch import BadRecordLines, Watch
 from praxis_lite.task import SingleTask
@@ -106,11 +107,51 @@ def run_train(
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
       be written until then: the last checkpoint, or metrics.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
+    LossSpikeError: the loss has jumped and `task.train.loss_spike` is set to raise, or the run has gone back too often.
     NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
       steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
     Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
       the others return, with ended_by='SIGTERM'.
   """
+  while True:
+    try:
+      return _run_train(
+        config,
+        job_log_dir,
+        devices=devices,
+        seed=seed,
+        restore_input=restore_input,
+        verify_numerics=verify_numerics,
+        advise=advise,
+        hooks=hooks,
+        profile_steps=profile_steps,
+        on_damage=on_damage,
+      )
+    except GoBack as error:
+      directory = Path(job_log_dir).expanduser().absolute()
+      with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
+        trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
+      advise = None
+      if is_primary_process():
+        print(
+          f'{trouble.what}: going back to step {trouble.back_to}, without {len(trouble.batches)} batches', flush=True
+        )
+
+
+def _run_train(
+  config: ExperimentConfig,
+  job_log_dir: str | Path,
+  *,
+  devices: Sequence[jax.Device] | None,
+  seed: int,
+  restore_input: bool,
+  verify_numerics: bool,
+  advise: Advice | None,
+  hooks: Sequence[Hook],
+  profile_steps: tuple[int, int] | None,
+  on_damage: OnDamage,
+) -> TrainResult:
+  """Trains until the end, or until the run has to go back: then it raises GoBack."""
   startup = StartupTimes()
   if not isinstance(config, ExperimentConfig):
     experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
@@ -181,6 +222,7 @@ def run_train(
     writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process(), report=console.line)
     to_close.callback(writer.close)
     saving = Saving(checkpointer, partitioned.unpadded_state_shapes, console.line)
+    trouble = TroubleWatch(directory, settings, task.learner.on_nonfinite, first_step, train_input.examples_at)
     log = TrainLog(
       partitioned,
       batch_struct,
@@ -189,6 +231,7 @@ def run_train(
       startup,
       first_step=first_step,
       more=lambda: {**saving.figures(), **watch.figures()},
+      trouble=trouble,
     )
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
@@ -223,6 +266,7 @@ def run_train(
     def save() -> bool:
       log.drain()  # Raises if a step was not finite, before anything is saved.
       watch.saves(run.step)
+      trouble.keep_losses()
       with watch.goodput.doing('saving'):
         return saving.save(run.step, run.state, batches.get_state())
 
@@ -271,7 +315,10 @@ def run_train(
     ended_by = 'done'
     if is_primary_process():
       keep_vocabulary(config, directory)
-    batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
+    put_inputs = partitioned.train_step.put_inputs
+    batches = to_close.enter_context(
+      PrefetchIterator(train_input, put_inputs, left_out=left_out(read_troubles(directory)))
+    )
     to_close.enter_context(stop)
     all_hooks.on_start(run)
     if first_step < total and run.stop_reason is None:
@@ -303,6 +350,7 @@ def run_train(
         out = partitioned.train_step(run.state, keys.train, batch)
       run.state, run.step = out.state, run.step + 1
       last = out.weighted_loss
+      trouble.took(run.step, batches.state_before)
       log.add(run.step, out)
       watch.took(run.step)
       with watch.goodput.doing('hooks'):
