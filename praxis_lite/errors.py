@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class UserError(ValueError):
-  """Bad input. The message names where it is, what is wrong, and what would be right."""
+  """Bad input. The message names where it is, what is wrong, and what would be right.
+
+  Attributes:
+    exit_code: that of a process that it ends.
+  """
+
+  exit_code = 2
 
 
 class ConfigError(UserError):

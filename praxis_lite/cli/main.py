@@ -26,6 +26,7 @@ from praxis_lite.cli import (
   import_hf,
   list_experiments,
   plan,
+  replay,
   runs,
   show,
   status,
@@ -46,6 +47,7 @@ _MODULES = (
     verify,
     train,
     status,
+    replay,
     sweep,
     runs,
     evaluate,
@@ -59,7 +61,7 @@ _MODULES = (
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.
-_NOT_ON_WINDOWS = ('verify', 'train', 'eval', 'decode')
+_NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'eval', 'decode')
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 
@@ -71,7 +73,8 @@ Commands:
 praxis-lite COMMAND --help describes a command and its flags.
 
 A mistake is reported in one line; --traceback shows where in the code. Exit
-codes: 0 all is done; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
+codes: 0 all is done; 2 a mistake; 76 different bits of one step (train
+--check_determinism); 130 after Ctrl-C, 143 after SIGTERM, when
 train has saved the run.
 
 Example:
@@ -116,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
   except (UserError, flags.Error) as error:
     if is_traced:
       traceback.print_exc()
-    return _failed(name, _one_line(error, name))
+    return _failed(name, _one_line(error, name), getattr(error, 'exit_code', 2))
   except KeyboardInterrupt:
     return 130
   except Exception as error:
@@ -153,9 +156,9 @@ def run() -> None:
   sys.exit(code)
 
 
-def _failed(command: str, message: str) -> int:
+def _failed(command: str, message: str, code: int = 2) -> int:
   print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
-  return 2
+  return code
 
 
 def _meant_by(argument: str, command: Command) -> str:

@@ -214,16 +214,23 @@ class _Chunks:
       table = _read_group(group, self.columns, self.convert.where)
       try:
         return self.convert(table), []
-      except DataError:
+      except DataError as e:
         if self.struct is None:
-          for row in range(size):
-            self.convert.row(table, row, group)
-          raise
+          raise DataError(f'{e}{self._first_bad(table, group)}') from e
         return rows_of_each(lambda row: self.convert.row(table, row, group), size, self.struct)
     except BadRecordError as e:
       if self.struct is None:
         raise
       return pad_rows(None, size, self.struct), [e.bad._replace(records=size)]
+
+  def _first_bad(self, table: pa.Table, group: _Group) -> str:
+    """Returns where the first row is that cannot be converted, as the end of a message."""
+    try:
+      for row in range(table.num_rows):
+        self.convert.row(table, row, group)
+    except BadRecordError as e:
+      return f' ({e.bad.place} of {e.bad.file})'
+    return f' (group {group[1]} of {group[0]})'
 
 
 @dataclasses.dataclass(frozen=True)

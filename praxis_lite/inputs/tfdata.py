@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Feature, Struct, build_features, canonical_rows, produced
 from praxis_lite.inputs.streamed import Groups, StreamedInput
-from praxis_lite.inputs.tfrecord_files import bad_records_of, whole_records
+from praxis_lite.inputs.tfrecord_files import CANNOT_PARSE, bad_records_of, first_line, whole_records
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -169,13 +168,6 @@ def struct_of(spec: object, where: str) -> Struct:
   return jax.tree_util.tree_map_with_path(convert, spec, is_leaf=lambda s: isinstance(s, tf.TypeSpec))
 
 
-def first_line(error: Exception) -> str:
-  """Returns the first line of an error of TensorFlow, without graph nodes."""
-  # Messages begin with the node of the graph, in double braces, and may end with the operation.
-  line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
-  return re.sub(r' *\[Op:\w+\] name: *$', '', line)
-
-
 class TFRecordInput(RecordsInput, BaseTFInput):
   """Examples in TFRecord files.
 
@@ -258,6 +250,8 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     if found is None:
       return f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
     bad = next(iter(found[1].values()))
+    if bad.reason.startswith(CANNOT_PARSE):
+      return f'{self.label}: a record {bad.reason} ({bad.place} of {bad.file})'
     return f'{self.label}.file_pattern: {bad.file} is not a whole TFRecord file: {bad}'
 
   def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:

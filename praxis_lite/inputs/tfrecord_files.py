@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import struct
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 _AT_ONCE = 256
+CANNOT_PARSE = 'cannot be parsed'
 
 
 def records_of(file: str, compression: str) -> Iterator[bytes | BadRecord]:
@@ -82,7 +84,7 @@ def bad_records_of(
         try:
           parse([record])
         except errors as e:
-          bad[number] = BadRecord(file, f'record {number}', f'cannot be parsed: {_line(e)}')
+          bad[number] = BadRecord(file, f'record {number}', f'{CANNOT_PARSE}: {first_line(e)}')
     pending.clear()
 
   for number, record in enumerate(records_of(file, compression)):
@@ -134,5 +136,8 @@ def _table() -> list[int]:
   return table
 
 
-def _line(error: Exception) -> str:
-  return str(getattr(error, 'message', error)).split('\n')[0]
+def first_line(error: Exception) -> str:
+  """Returns the first line of an error of TensorFlow, without graph nodes."""
+  # Messages begin with the node of the graph, in double braces, and may end with the operation.
+  line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
+  return re.sub(r' *\[Op:\w+\] name: *$', '', line)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.errors import ConfigError
@@ -26,15 +27,17 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.console import TrainLog, make_console
+from praxis_lite.runtime.determinism import step_twice
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
-from praxis_lite.runtime.nonfinite import Hints, hints_in
+from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
+from praxis_lite.runtime.replay import check_finite
 from praxis_lite.runtime.run_config import (
   build_datasets,
   check_intervals,
@@ -87,6 +90,8 @@ def run_train(
   hooks: Sequence[Hook] = (),
   profile_steps: tuple[int, int] | None = None,
   on_damage: OnDamage = 'previous',
+  debug_nans: bool = False,
+  check_determinism: int | None = None,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -102,8 +107,11 @@ def run_train(
     profile_steps: the first and the last step of a trace for TensorBoard.
     on_damage: where the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one before,
       'fail' raises.
+    debug_nans: wait for each step, and after one that is not finite end with an error that names the layer.
+    check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
 
   Raises:
+    DeterminismError: a step that was run twice has given different bits; nothing is saved after it.
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
       be written until then: the last checkpoint, or metrics.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
@@ -126,6 +134,8 @@ def run_train(
         hooks=hooks,
         profile_steps=profile_steps,
         on_damage=on_damage,
+        debug_nans=debug_nans,
+        check_determinism=check_determinism,
       )
     except GoBack as error:
       directory = Path(job_log_dir).expanduser().absolute()
@@ -150,6 +160,8 @@ def _run_train(
   hooks: Sequence[Hook],
   profile_steps: tuple[int, int] | None,
   on_damage: OnDamage,
+  debug_nans: bool,
+  check_determinism: int | None,
 ) -> TrainResult:
   """Trains until the end, or until the run has to go back: then it raises GoBack."""
   startup = StartupTimes()
@@ -167,6 +179,10 @@ def _run_train(
     settings = task.train
     check_intervals(settings)
     check_hooks(hooks)
+    if check_determinism is not None and check_determinism < 1:
+      raise ConfigError(f'check_determinism = {check_determinism}: expected a number of steps, at least 1')
+    if debug_nans and task.learner.on_nonfinite == 'ignore':
+      raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
     profiled = None if profile_steps is None else ProfiledSteps.parse(profile_steps)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
     keys = run_keys(seed, tasks.mesh)
@@ -347,7 +363,12 @@ def _run_train(
         verify_numerics = False
         console.line(_verified(partitioned, run.state, keys.train, batch))
       with jax.profiler.StepTraceAnnotation('train', step_num=run.step + 1):
-        out = partitioned.train_step(run.state, keys.train, batch)
+        if is_due(run.step + 1, check_determinism):
+          out = step_twice(partitioned.train_step, run.state, keys.train, batch, run.step + 1)
+        else:
+          out = partitioned.train_step(run.state, keys.train, batch)
+      if debug_nans and float(np.asarray(out.mean_metrics[SKIPPED][0])):
+        check_finite(partitioned, run.step, out.state, keys.train, batch)
       run.state, run.step = out.state, run.step + 1
       last = out.weighted_loss
       trouble.took(run.step, batches.state_before)

@@ -6,16 +6,27 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_executor import curves
-from tiny_runs import examples, tiny_run
+from tiny_runs import Config, TinyModel, examples, tiny_run
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.checkpoints import saved_steps
+from praxis_lite.cli.main import main
+from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.inputs import ArrayInput, PrefetchIterator
+from praxis_lite.layer import Layer
+from praxis_lite.layers.repeat import Repeat
 from praxis_lite.runtime import Hook, run_train
+from praxis_lite.runtime.determinism import DeterminismError
+from praxis_lite.runtime.nonfinite import NonFiniteError
+from praxis_lite.runtime.replay import replay
 from praxis_lite.runtime.trouble import LossSpikeError, LossSpikes, read_troubles
 from praxis_lite.task import LossSpikeParams
+from praxis_lite.training.partitioned_step import PartitionedStep
+from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.weights import WeightHParams, WeightInit
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -134,3 +145,89 @@ def test_steps_that_are_skipped_are_recorded_too(tmp_path):
   (trouble,) = read_troubles(tmp_path)
   assert (trouble.action, trouble.back_to) == ('skip', None)
   assert trouble.batches[0]['epoch'] == 0 and trouble.batches[0]['position'] == 6 * (trouble.first - 1)
+
+
+class Risky(Layer):
+  """The logarithm of `scale` times x."""
+
+  def setup(self):
+    self.create_variable('scale', WeightHParams((), init=WeightInit.Constant(1.0)))
+
+  def __call__(self, x):
+    return jnp.log(self.theta.scale * x) + 2
+
+
+class RiskyModel(TinyModel):
+  """Of an example whose y is more than 90, the second of three logarithms is NaN."""
+
+  def setup(self):
+    super().setup()
+    self.create_child('stack', Config(Repeat, layers_tpl=Config(Risky), num_layers=3))
+
+  def compute_predictions(self, batch):
+    x = self.stack(jnp.where(batch['y'] > 90, 0.1, 1.0))
+    return super().compute_predictions(batch) + x
+
+
+@pytest.fixture(scope='module')
+def risky(tmp_path_factory):
+  """A run that has skipped steps: its config, its directory and the first step in trouble."""
+  directory = tmp_path_factory.mktemp('risky')
+  config = bad_run(value=100.0, num_train_steps=9)
+  config.task.model = Config(RiskyModel)
+  run_train(config, directory)
+  return config, directory, read_troubles(directory)[0].first
+
+
+def test_replay_names_the_layer_and_its_number(risky, capsys):
+  config, directory, step = risky
+  before = sorted(directory.rglob('*'))
+  trace = replay(config, directory, step, seed=0)
+  out = capsys.readouterr().out
+  first = trace.origins[0]
+  assert (first.where, first.operation, first.found, first.is_backward) == ('stack.layers[1]', 'log', 'nan', False)
+  assert f'step {step} was in trouble: step {step}: the loss or a gradient is not finite' in out
+  assert f"its batch begins at {{'epoch': 0, 'position': {6 * (step - 1)}" in out
+  assert 'first not finite: stack.layers[1]: log of [6] from -0.303 to 2 gives nan' in out
+  assert trace.layers['stack.layers[0]'].not_finite == 0 and trace.layers['stack.layers[2]'].not_finite == 1
+  assert sorted(directory.rglob('*')) == before
+  assert not replay(config, directory, step - 1, seed=0).origins
+  assert 'all values are finite' in capsys.readouterr().out
+  with pytest.raises(UserError, match='--step=0: expected the number of a step'):
+    replay(config, directory, 0, seed=0)
+  assert main(['replay', str(directory)]) == 2 and '--step is missing' in capsys.readouterr().err
+
+
+def test_debug_nans_names_the_layer(risky, tmp_path):
+  config, _, step = risky
+  with pytest.raises(NonFiniteError, match=rf'step {step} is not finite; .*: stack.layers\[1\]: log of'):
+    run_train(config, tmp_path, debug_nans=True)
+
+
+def test_a_flipped_bit_is_found_with_its_device(tmp_path, monkeypatch, capsys):
+  config = tiny_run(3, num_train_steps=9)
+  clean = run_train(config, tmp_path / 'clean', check_determinism=4)
+  assert same(clean, run_train(config, tmp_path / 'plain'))
+  saved = PartitionedStep.__call__
+  calls = []
+
+  def flipping(self, *args):
+    out = saved(self, *args)
+    if isinstance(out, TrainStepOutput):
+      calls.append(int(args[0].step if not args[0].step.is_deleted() else -1))
+    if len(calls) == 9:  # Steps 1 to 3, 4 twice, 5 to 7, and the first of 8.
+      w = out.state.mdl_vars['w']
+      parts = [np.array(s.data) for s in w.addressable_shards]
+      parts[1].view(np.uint32)[0, 2] ^= 1  # The lowest bit of one number.
+      arrays = [jax.device_put(part, s.device) for part, s in zip(parts, w.addressable_shards)]
+      flipped = jax.make_array_from_single_device_arrays(w.shape, w.sharding, arrays)
+      variables = {**out.state.mdl_vars, 'w': flipped}
+      out = out._replace(state=out.state.replace(mdl_vars=variables))
+    return out
+
+  monkeypatch.setattr(PartitionedStep, '__call__', flipping)
+  with pytest.raises(DeterminismError, match=r'step 8 was run twice .* host .*, process 0: device 1 \(cpu\), 1 of'):
+    run_train(config, tmp_path / 'flipped', check_determinism=4)
+  assert saved_steps(tmp_path / 'flipped') == [3, 6] and DeterminismError.exit_code == 76
+  monkeypatch.undo()
+  assert same(run_train(config, tmp_path / 'flipped'), clean)
