@@ -40,7 +40,8 @@ def trace_step(partitioned: PartitionedTask, state: TrainState, prng_key: jax.Ar
   here = jax.sharding.SingleDeviceSharding(partitioned.mesh.devices.flat[0])
   variables = jax.device_put(slice_to(state.mdl_vars, partitioned.layout.mdl_vars.unpadded_shapes), here)
   step, key, rows = jax.device_put((state.step, prng_key, batch), here)
-  trace = Trace()
+  model = partitioned.jax_task.model
+  trace = Trace('' if model.name else type(model).__name__)
   trace.run(lambda v, s, k, b: loss_and_gradients(partitioned.jax_task, v, s, k, b), variables, step, key, rows)
   return trace
 

@@ -25,7 +25,7 @@ class Origin:
   """An operation whose inputs are finite and whose result is not.
 
   Attributes:
-    where: the path of the layer, with the number of a repeated one, as in 'lm.transformer.layers[3].mlp'.
+    where: the path of the layer, with the number of a repeated one, as in 'lm.transformer[3].layers.mlp'.
     is_backward: whether it is an operation of the gradient.
     operation: its name in JAX, such as 'exp'.
     found: what it returns: 'nan' or 'inf'.
@@ -56,14 +56,19 @@ class Statistics:
 class Trace:
   """What a program computes, operation by operation.
 
+  Args:
+    root: the scope of the model itself, which paths leave out.
+    most: how many origins are kept.
+
   Attributes:
-    origins: where values that are not finite come from, in order, at most `most`. A mask may make them on purpose.
+    origins: where values that are not finite come from, in order. A mask may make them on purpose.
     layers: statistics by the path of a layer, in the order of the computation; those of the backward pass end in ~.
   """
 
-  def __init__(self, most: int = 5):
+  def __init__(self, root: str = '', most: int = 5):
     self.origins: list[Origin] = []
     self.layers: dict[str, Statistics] = {}
+    self._root = root
     self._most = most
 
   def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -95,8 +100,10 @@ class Trace:
       if isinstance(inner, core.ClosedJaxpr):
         return self._run(inner.jaxpr, inner.consts, args, stack, at)
       return self._run(inner, (), args, stack, at)
-    subfuns, bound = eqn.primitive.get_bind_params(params)
-    out = eqn.primitive.bind(*subfuns, *args, **bound)
+    bound = eqn.primitive.get_bind_params(params)
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Earlier versions of JAX return both.
+    with eqn.ctx.manager:
+      out = eqn.primitive.bind(*functions, *args, **bound)
     results = list(out) if eqn.primitive.multiple_results else [out]
     self._look(name, args, results, stack, at)
     return results
@@ -124,6 +131,7 @@ class Trace:
       if where.startswith(prefix):
         where = f'{prefix}{at[prefix]}{where[len(prefix) :]}'
         break
+    where = where.removeprefix(self._root).removeprefix('.')
     for result in results:
       if not jnp.issubdtype(jnp.result_type(result), jnp.floating) or not jnp.size(result):
         continue
