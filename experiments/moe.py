@@ -78,9 +78,10 @@ class Mixtral8x7B(_ExpertParallel):
 
 @registry.register
 class FineGrained16B(_ExpertParallel):
-  """64 small experts, 6 for each token, and 2 shared ones: 16.9B parameters with the sizes of DeepSeekMoE 16B.
+  """64 small experts, 6 for each token, and 2 shared ones: 16.4B parameters with the sizes of DeepSeekMoE 16B.
 
-  Experts are kept equally loaded by biases, without an auxiliary loss. On 4 x 16 devices, with 4 experts each.
+  The first layer is dense. Experts are kept equally loaded by biases, without an auxiliary loss. On 4 x 16 devices,
+  with 4 experts each.
   """
 
   ici_mesh_shape = (4, 16, 1)
@@ -94,6 +95,7 @@ class FineGrained16B(_ExpertParallel):
       num_layers=28,
       num_heads=16,
       hidden_dims=1408,
+      first_hidden_dims=(10_944,),
       remat='full',
       experts=experts.set(dispatch='capacity', capacity_factor=1.25),
     )

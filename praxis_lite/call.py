@@ -45,6 +45,17 @@ class Summary:
 jax.tree_util.register_dataclass(Summary, data_fields=['value'], meta_fields=['kind'])
 
 
+def summary_over_devices(summary: Summary, axes: tuple[str, ...]) -> Summary:
+  """Inside `shard_map`: scalars are averaged over devices along some axes; of all else, the first device's is kept."""
+  x = summary.value
+  if not axes:
+    return summary
+  if summary.kind == 'scalar' and jnp.issubdtype(x.dtype, jnp.floating):
+    return Summary(jax.lax.pmean(x, axes), summary.kind)
+  first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
+  return Summary(jax.lax.psum(first, axes), summary.kind)
+
+
 class SideOutputs(NamedTuple):
   """What a call yields beside its result: all trees of arrays, keyed by variable path or by name."""
 

@@ -41,6 +41,12 @@ class CheckpointError(UserError):
   """A checkpoint is missing or belongs to another model."""
 
 
+class LostHostError(UserError):
+  """Another process of the run has died, hangs or never came: the run may be started again from its last checkpoint."""
+
+  exit_code = 75  # As sysexits.h names a failure after which one may try again.
+
+
 @contextlib.contextmanager
 def located(path: str) -> Iterator[None]:
   """Puts the path of a config in front of the message of a `UserError` that is raised inside."""

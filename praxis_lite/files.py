@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
+
+from praxis_lite.errors import UserError
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+  """Returns the path of a run or of its checkpoints; raises UserError if it is one of an object store."""
+  if re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)):
+    raise UserError(
+      f'{os.fspath(path)}: runs are in directories of a file system that all hosts see, not in object stores; mount '
+      'the store, or train in a local directory and copy it there'
+    )
+  return Path(path).expanduser()
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -9,7 +9,18 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 
 # From the bottom up: a room imports from the rooms before it, never from one after it.
 ROOMS = [
-  *('errors', 'importing', 'files', 'trees', 'config', 'mistakes', 'weighted', 'weights', 'partitioning'),
+  *(
+    'errors',
+    'importing',
+    'files',
+    'accelerators',
+    'trees',
+    'config',
+    'mistakes',
+    'weighted',
+    'weights',
+    'partitioning',
+  ),
   *('call', 'layer', 'layers', 'inputs', 'decoding', 'learning', 'models', 'task'),
   *(
     'training',

@@ -8,7 +8,8 @@ time      a train step with M = 8 S microbatches, divided by that of the same mi
           computes in bubbles what it drops, so with all stages on one device the ratio is (M + S - 1) / M, or
           (R M + S - 1) / (R M) in R rounds, if a tick costs nothing else; it is CPU time, and of products of batches,
           one matrix a stage, which CPUs compute slower than single ones. With a device for each stage, where there is a
-          core for each device, it is the time that passes, and in theory S times less. Median of runs in turn
+          core for each device, it is the time that passes, and in theory S times less; a device has one thread, so that
+          one stage does not use the cores of several. Median of runs in turn
 memory    parameters and optimizer slots on each device, and the temporaries of a compiled step
 
 Exits with 1 if compile time grows more than 1.2 times, or a step with a device for each stage takes more than 5 %
@@ -48,6 +49,7 @@ def main() -> int:
   parser.add_argument('--only', choices=PARTS)
   parser.add_argument('--runs', type=int, default=5)
   args = parser.parse_args()
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_cpu_multi_thread_eigen=false'
   simulate_cpu_devices(8)
 
   import jax

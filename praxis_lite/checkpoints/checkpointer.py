@@ -46,10 +46,11 @@ from praxis_lite.checkpoints.contents import (
 )
 from praxis_lite.checkpoints.failures import DamagedError, first_line, unreadable
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
+from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import replace_file
+from praxis_lite.files import local_path, replace_file
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -110,7 +111,7 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
-    self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
+    self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), _DIRECTORY)
     self.notes: list[str] = []
     self._read_only = read_only
     self._on_damage = on_damage
@@ -274,7 +275,9 @@ class Checkpointer:
       raise CheckpointError(f'there is no checkpoint of step {step} in {self.directory}; there are {steps}')
     return steps[-1] if step is None else step
 
-  def restore(self, shapes: TrainState, true_shapes: TrainState, *, step: Step = None) -> TrainState:
+  def restore(
+    self, shapes: TrainState, true_shapes: TrainState, *, step: Step = None, weights: NestedDict | None = None
+  ) -> TrainState:
     """Restores a state onto a mesh, which may differ from the one it was saved on.
 
     Args:
@@ -282,6 +285,8 @@ class Checkpointer:
         `opt_states`.
       true_shapes: the shapes without padding; fields that are None in `shapes` are ignored.
       step: step of the checkpoint, or 'best'; None restores the newest.
+      weights: declarations of the model's variables. With them, stacks of layers that the checkpoint groups otherwise,
+        as a pipeline of another `circular_repeat` does, are restored too; one at a time is then in memory twice.
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
@@ -289,12 +294,15 @@ class Checkpointer:
       OtherModelError: it is of another model.
     """
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
-    wanted = records_of(true_shapes.replace(**dict.fromkeys(names)))
+    true_shapes = true_shapes.replace(**dict.fromkeys(names))
+    wanted = records_of(true_shapes)
 
     def restored(step: int) -> NestedDict:
-      check_same_model(self._read_json(step, 'about')['variables'], wanted, self.folder(step))
+      regrouping = Regrouping(self._read_json(step, 'about')['variables'], wanted, weights or {})
+      check_same_model(regrouping.records, wanted, self.folder(step))
       self._read_json(step, 'inputs')  # Raises if it is damaged, as other parts do.
-      return self.restore_arrays(to_nested_dict(shapes), step=step)
+      read = self.restore_arrays(regrouping.to_read(shapes), step=step)
+      return regrouping.regrouped(read, shapes, true_shapes)
 
     arrays = self._of_whole_step(restored, step)
     return map_with_path(lambda path, _: lookup(arrays, path), shapes)
@@ -459,7 +467,12 @@ def eval_variables(state: TrainState, *, use_ema: bool) -> NestedDict:
 
 
 def restore_variables(
-  checkpointer: Checkpointer, layout: StateLayout, *, use_ema: bool = True, step: Step = None
+  checkpointer: Checkpointer,
+  layout: StateLayout,
+  *,
+  use_ema: bool = True,
+  step: Step = None,
+  weights: NestedDict | None = None,
 ) -> tuple[NestedDict, jax.Array]:
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
@@ -467,11 +480,12 @@ def restore_variables(
     layout: that of the task's state on the mesh to restore onto, which need not be the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint, or 'best'; None restores the newest.
+    weights: as of `Checkpointer.restore`.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.
   """
   shapes = layout.padded_shapes
   wanted = shapes.replace(opt_states=None, ema_vars=shapes.ema_vars if use_ema else None)
-  state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step)
+  state = checkpointer.restore(wanted, layout.unpadded_shapes, step=step, weights=weights)
   return eval_variables(state, use_ema=use_ema), state.step

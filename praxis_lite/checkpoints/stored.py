@@ -22,6 +22,7 @@ from praxis_lite.checkpoints.contents import Record, read_record
 from praxis_lite.checkpoints.retention import being_read, is_set_aside, steps_in
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
 from praxis_lite.errors import CheckpointError
+from praxis_lite.files import local_path
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import inserted
 
@@ -168,7 +169,7 @@ def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> lis
   Raises:
     CheckpointError: there is none.
   """
-  path = Path(path).expanduser()
+  path = local_path(path)
   if path.parent.name == _CHECKPOINTS and path.is_dir():
     return [StoredCheckpoint(path)]
   directory = path / _CHECKPOINTS

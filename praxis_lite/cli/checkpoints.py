@@ -6,13 +6,13 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command
 from praxis_lite.errors import CheckpointError, UserError, check_choice
+from praxis_lite.files import local_path
 
 if TYPE_CHECKING:
   from praxis_lite.checkpoints.stored import StoredCheckpoint
@@ -122,7 +122,7 @@ def _verify(values: flags.FlagValues) -> int:
 def _copy(values: flags.FlagValues) -> int:
   source, target = values.dirs
   checkpoint = _newest(source, values.step)
-  print(f'copied to {checkpoint.copy(Path(target).expanduser(), optimizer=values.optimizer)}')
+  print(f'copied to {checkpoint.copy(local_path(target), optimizer=values.optimizer)}')
   return 0
 
 

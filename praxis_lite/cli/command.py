@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import flags
 
 from praxis_lite.errors import UserError
+from praxis_lite.files import local_path
 
 if TYPE_CHECKING:
   from praxis_lite.experiment import ExperimentConfig
@@ -100,6 +101,8 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   """
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
+
+  local_path(values.job_log_dir)  # Raises before anything else is found missing.
 
   from praxis_lite.runtime.distributed import set_up_compilation_cache, simulate_cpu_devices
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ from praxis_lite.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
+  if values.calibrate:
+    return _calibrate()
   if values.html == '':
     raise UserError('--html is empty: name a file, as in --html=plan.html')
   if values.html and os.path.isdir(values.html):
@@ -25,10 +28,10 @@ def _run(values: flags.FlagValues) -> int:
   if not values.topology:
     raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
-  from praxis_lite.plan import format_plan, parse_topology, plan
+  from praxis_lite.plan import calibrated, calibration_file, format_plan, parse_topology, plan
   from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
-  topology = parse_topology(values.topology)
+  topology = calibrated(parse_topology(values.topology), calibration_file())
   if topology.target.kind == 'cpu':
     simulate_cpu_devices(topology.num_devices)
   else:
@@ -44,6 +47,19 @@ def _run(values: flags.FlagValues) -> int:
 
     print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
   return 0 if found.fits else 1
+
+
+def _calibrate() -> int:
+  """Measures the devices of this machine, for the plans that follow."""
+  from praxis_lite.plan.calibration import calibrate, calibration_file
+
+  file = calibration_file()
+  with _live_line('calibrating') as report:
+    target = calibrate(file, report=report)
+  for name, value in dataclasses.asdict(target.efficiency).items():
+    print(f'{name:<22} {value if isinstance(value, str) else f"{value:.3g}"}')
+  print(f'plans for {target.name} take these from {file}')
+  return 0
 
 
 def _start_quietly() -> None:
@@ -90,6 +106,8 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string('topology', None, f'{chips} Example: --topology=h100:8x8', flag_values=values)
   analytic = 'Ask the compiler of the chips; without, formulas are used. Example: --nocompile'
   flags.DEFINE_boolean('compile', True, analytic, flag_values=values)
+  measure = 'Measure what programs reach on the devices of this machine, for all later plans. Example: --calibrate'
+  flags.DEFINE_boolean('calibrate', False, measure, flag_values=values)
   page = 'Also write a page to look at in a browser: memory, the step in time, the roofline and collectives.'
   flags.DEFINE_string('html', None, f'{page} Example: --html=plan.html', flag_values=values)
   cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'

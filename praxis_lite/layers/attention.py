@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout
+from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, RowSplit, blockwise_attention
 from praxis_lite.layers.context_parallel import (
   CONTEXT_METHODS,
   ContextMethod,
@@ -39,7 +39,7 @@ from praxis_lite.layers.dot_product import (
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
-from praxis_lite.partitioning.constraints import manual_axes
+from praxis_lite.partitioning.constraints import manual_axes, unmapped_axes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
@@ -282,7 +282,7 @@ class MultiHeadAttention(Layer):
     """Allocates an empty cache for `batch_size` sequences of up to `max_len` tokens, padding between them included."""
     self._keep(self._cached_attention().empty(batch_size, max_len, *self._kv_heads))
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, prefix_lengths: jax.Array | None = None) -> jax.Array:
     """Appends tokens to the cache and returns [B, T, D], each attending to all cached tokens up to its own position.
 
     The caller ensures that there is room: see `KVCache`.
@@ -290,6 +290,8 @@ class MultiHeadAttention(Layer):
     Args:
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
+      prefix_lengths: [B] int32, how many of the first tokens of each row all of its tokens attend to, with a prompt
+        that has them all; None: none.
     """
     if not self.causal:
       raise ConfigError(
@@ -299,7 +301,7 @@ class MultiHeadAttention(Layer):
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
     heads = self._project(x_BTD, x_BTD, pos_BT)
     cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
-    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache)
+    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache, prefix_lengths)
     self._keep(cache)
     return self._output(context_BTNH)
 
@@ -353,6 +355,20 @@ class MultiHeadAttention(Layer):
     others_split = self.activation_split_dims_mapping.blnh is None
     return SequenceSplit(axes[0], self.context_method, batch, heads, others_split)
 
+  def _row_split(self, heads: Heads) -> RowSplit | None:
+    """How the mesh splits rows and heads; None where it splits something else too, or what does not divide.
+
+    Then what blocks have in common is not known on each device, and none are skipped for their segments.
+    """
+    field, sizes = f'{self.path_name}.activation_split_dims_mapping.blnh', unmapped_axes()
+    placement = self._resolve(self.activation_split_dims_mapping.blnh, field, rank=4)
+    if placement is None or not sizes or manual_axes() or UNCONSTRAINED in tuple(placement.spec):
+      return None
+    batch, length, head, dims = (tuple(a for a in spec_axes(entry) if a in sizes) for entry in placement.spec)
+    rows, kv_heads = heads[1].shape[0], heads[1].shape[2]
+    divide = not any(size % math.prod(sizes[a] for a in axes) for size, axes in ((rows, batch), (kv_heads, head)))
+    return RowSplit(batch, head) if divide and not (length or dims) and {*batch, *head} == {*sizes} else None
+
   def _project(
     self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None, split: SequenceSplit | None = None
   ) -> Heads:
@@ -399,6 +415,8 @@ class MultiHeadAttention(Layer):
     options |= {'scale': self.scale, 'block_size': self.block_size}
     if split is not None and name == 'blockwise':
       context_BTNH = context_parallel_attention(*heads, split=split, visible=visible, bias=bias, **options)
+    elif name == 'blockwise' and visible.segments_BT is not None:
+      context_BTNH = blockwise_attention(*heads, split=self._row_split(heads), visible=visible, bias=bias, **options)
     else:
       context_BTNH = dot_product_attention(
         *heads,

@@ -10,8 +10,9 @@ and backward, from the output's gradient do, delta = sum(do * out) and the logar
 
     p = exp(s - lse)     dv_j += p do_i     ds = p (do_i v_j - delta)     dq_i += ds k_j     dk_j += ds q_i
 
-A pair that the mask empties is not in the table of pairs, so it costs nothing. Where the table depends on data, such as
-segment ids or the place of a device, its length does too, and the loop is as long as it says.
+A pair that the rules of a mask empty is not in the table of pairs, so it costs nothing. One that data empties, such as
+segment ids, has no flag there, and a branch leaves it out. Where even the places of the blocks depend on data, as on
+the number of a device, the table does too, and the loop is as long as it says.
 
 I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
 """
@@ -19,6 +20,9 @@ I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -103,17 +107,21 @@ class Gradients(NamedTuple):
 
 
 class Pairs(NamedTuple):
-  """A table [P, 2] of pairs (i, j) of blocks, of which the first `used` matter."""
+  """A table [P, 2] of pairs (i, j) of blocks, of which the first `used` matter, and of these those with a flag [P]."""
 
   table: jax.Array
   used: int | jax.Array
+  flags: jax.Array | None = None
 
 
 # ---------------------------------------------------------------- which pairs matter
 
 
 def needed_pairs(visible: Visibility, queries: Queries, keys: Keys, *, by_segments: bool = True) -> Pairs:
-  """Returns the pairs of blocks that the mask does not empty; known now where the indices are NumPy arrays.
+  """Returns the pairs of blocks that the mask does not empty.
+
+  Where the indices are NumPy arrays, the table has the pairs that the rules leave, so that the length of a loop is
+  known; what data empties of these has no flag. Otherwise the table depends on data, and so does the length of a loop.
 
   Args:
     visible: the mask; its segments are those of `queries` and `keys`.
@@ -122,27 +130,28 @@ def needed_pairs(visible: Visibility, queries: Queries, keys: Keys, *, by_segmen
   """
   static = isinstance(queries.at, np.ndarray) and isinstance(keys.at, np.ndarray)
   (q_min, q_max), (k_min, k_max) = (_range(index, index >= 0) for index in (queries.at, keys.at))
-  xp: Any = np if static else jnp
-  needed = xp.asarray((q_max >= 0)[:, None] & (k_max >= 0))
+  needed = (q_max >= 0)[:, None] & (k_max >= 0)
+  found: list[Array] = []  # What data says.
   if visible.causal:
     seen = k_min <= q_max[:, None]
-    if visible.prefix_B is not None:
-      static, xp = False, jnp
-      seen = seen | (k_min < jnp.max(visible.prefix_B, initial=0))
-    needed = needed & seen
+    if visible.prefix_B is None:
+      needed = needed & seen
+    else:
+      found.append(seen | (k_min < jnp.max(visible.prefix_B, initial=0)))
   if visible.window is not None:
     near = q_min[:, None] - k_max < visible.window
     if not visible.causal or visible.prefix_B is not None:
       near = near & (k_min - q_max[:, None] < visible.window)
     needed = needed & near
   if by_segments and queries.segments is not None and keys.segments is not None:
-    static = False
     q_low, q_high = queries.segments.min(-1)[:, None], queries.segments.max(-1)[:, None]
     k_low, k_high = keys.segments.min(-1), keys.segments.max(-1)
-    needed = needed & jnp.any((q_low <= k_high) & (k_low <= q_high), axis=-1)
+    found.append(jnp.any((q_low <= k_high) & (k_low <= q_high), axis=-1))
+  also = jnp.asarray(functools.reduce(operator.and_, found)) if found else None
   if static:
     table = np.argwhere(needed).astype(np.int32)
-    return Pairs(jnp.asarray(table), len(table))
+    return Pairs(jnp.asarray(table), len(table), None if also is None else also[table[:, 0], table[:, 1]])
+  needed = jnp.asarray(needed) if also is None else needed & also
   rows, columns = jnp.nonzero(needed, size=needed.size, fill_value=0)
   return Pairs(jnp.stack([rows, columns], axis=1).astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32))
 
@@ -156,9 +165,8 @@ def _range(index: Array, real: Array) -> tuple[Array, Array]:
 # ---------------------------------------------------------------- forward
 
 
-def no_sums(queries: Queries) -> Sums:
-  """What online softmax starts from."""
-  shape = queries.x.shape
+def no_sums(shape: tuple[int, ...]) -> Sums:
+  """What online softmax starts from, for queries of this shape, [..., B, K, G, Q, H]."""
   return Sums(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
 
@@ -167,18 +175,33 @@ def add_blocks(
 ) -> Sums:
   """Returns the sums with those of some pairs of blocks."""
 
-  def add(n: int, sums: Sums) -> Sums:
+  def add(n: jax.Array, sums: Sums) -> Sums:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
-    query, key, old = _pick(queries, i), _pick(keys, j), _pick(sums, i)
-    logits, _ = _logits(formula, visible, bias, query, key)
-    m = jnp.maximum(old.m, jnp.max(logits, axis=-1))
-    probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(old.m - m)
-    total = old.l * kept + jnp.sum(probs, axis=-1)
-    dropped = (probs * _dropout(formula, query, key)).astype(key.v.dtype)
-    o = old.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', dropped, key.v)
-    return _put(sums, Sums(m, total, o), i)
+    query, key = _pick(queries, i), _pick(keys, j)
 
-  return jax.lax.fori_loop(0, pairs.used, add, sums)
+    def attend(old: Sums) -> Sums:
+      logits, _ = _logits(formula, visible, bias, query, key)
+      return add_keys(old, logits, key.v, _dropout(formula, query, key))
+
+    return _put(sums, _unless_empty(pairs, n, attend, lambda old: old, _pick(sums, i)), i)
+
+  return _over(pairs, add, sums)
+
+
+def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array | float = 1.0) -> Sums:
+  """Returns the sums of a block of queries with those of a block of keys.
+
+  Args:
+    sums: of the keys so far, [B, K, G, Q, ...].
+    logits: [B, K, G, Q, S] float32, `MASKED` where a query does not attend.
+    value: [B, K, S, H].
+    factors: of the probabilities, [B, K, G, Q, S].
+  """
+  m = jnp.maximum(sums.m, jnp.max(logits, axis=-1))
+  probs, kept = jnp.exp(logits - m[..., None]), jnp.exp(sums.m - m)
+  total = sums.l * kept + jnp.sum(probs, axis=-1)
+  weights = (probs * factors).astype(value.dtype)
+  return Sums(m, total, sums.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', weights, value))
 
 
 def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:
@@ -210,26 +233,51 @@ def add_gradients(
 ) -> Gradients:
   """Returns the gradients with those of some pairs of blocks."""
 
-  def add(n: int, sums: Gradients) -> Gradients:
+  def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
-    query, key, of = _pick(queries, i), _pick(keys, j), _pick(results, i)
-    logits, slope = _logits(formula, visible, bias, query, key)
-    probs = jnp.exp(logits - of.lse[..., None])
-    kept = _dropout(formula, query, key)
-    do = of.do.astype(key.v.dtype)
-    dv = _product('BKGQS,BKGQH->BKSH', (probs * kept).astype(do.dtype), do)
-    dprobs = kept * _product('BKGQH,BKSH->BKGQS', do, key.v)
-    dlogits = probs * (dprobs - of.delta[..., None])
-    dbias = sums.bias
-    if formula.bias is not None:
-      added = _bias_gradient(formula.bias, bias, query, key, dlogits)
-      dbias = jax.tree.map(jnp.add, dbias, added)
-    dproducts = (dlogits * slope * formula.scale).astype(key.k.dtype)
-    dq = _product('BKGQS,BKSH->BKGQH', dproducts, key.k)
-    dk = _product('BKGQS,BKGQH->BKSH', dproducts, query.x)
-    return Gradients(_add(sums.q, dq, i), _add(sums.k, dk, j), _add(sums.v, dv, j), dbias)
+    query, key = _pick(queries, i), _pick(keys, j)
 
-  return jax.lax.fori_loop(0, pairs.used, add, gradients)
+    def attend(of: Results, old: Gradients) -> Gradients:
+      added = _gradients(formula, visible, bias, query, key, of)
+      return jax.tree.map(jnp.add, old, added)
+
+    old = Gradients(_pick(sums.q, i), _pick(sums.k, j), _pick(sums.v, j), sums.bias)
+    new = _unless_empty(pairs, n, attend, lambda of, old: old, _pick(results, i), old)
+    return Gradients(_put(sums.q, new.q, i), _put(sums.k, new.k, j), _put(sums.v, new.v, j), new.bias)
+
+  return _over(pairs, add, gradients)
+
+
+def _gradients(formula: Formula, visible: Visibility, bias: Any, query: Queries, key: Keys, of: Results) -> Gradients:
+  """Returns what a pair of blocks adds to the gradients of its blocks, and of the parameters of the bias."""
+  logits, slope = _logits(formula, visible, bias, query, key)
+  probs = jnp.exp(logits - of.lse[..., None])
+  kept = _dropout(formula, query, key)
+  do = of.do.astype(key.v.dtype)
+  dv = _product('BKGQS,BKGQH->BKSH', (probs * kept).astype(do.dtype), do)
+  dprobs = kept * _product('BKGQH,BKSH->BKGQS', do, key.v)
+  dlogits = probs * (dprobs - of.delta[..., None])
+  dbias = bias if formula.bias is None else _bias_gradient(formula.bias, bias, query, key, dlogits)
+  dproducts = (dlogits * slope * formula.scale).astype(key.k.dtype)
+  dq = _product('BKGQS,BKSH->BKGQH', dproducts, key.k)
+  dk = _product('BKGQS,BKGQH->BKSH', dproducts, query.x)
+  return Gradients(dq, dk, dv, dbias)
+
+
+def _unless_empty(pairs: Pairs, n: jax.Array, attend: Callable[..., T], leave: Callable[..., T], *args: Any) -> T:
+  """Returns `attend(*args)`, or `leave(*args)` for a pair that data empties."""
+  return attend(*args) if pairs.flags is None else jax.lax.cond(pairs.flags[n], attend, leave, *args)
+
+
+def _over(pairs: Pairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
+  """Returns what `add(n, sums)` makes of the sums for all pairs n."""
+
+  def body(n: jax.Array, sums: T) -> T:
+    # JAX moves what a scan over layers computes of constants out of that scan: were n known without the sums, the masks
+    # of all pairs, which would then be kept.
+    return add(*jax.lax.optimization_barrier((n, sums)))
+
+  return jax.lax.fori_loop(0, pairs.used, body, sums)
 
 
 # ---------------------------------------------------------------- one pair of blocks
@@ -307,10 +355,6 @@ def _pick(blocks: T, i: jax.Array) -> T:
 
 def _put(blocks: T, block: T, i: jax.Array) -> T:
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), blocks, block)
-
-
-def _add(blocks: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
-  return _put(blocks, jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False) + block, i)
 
 
 def to_blocks(x: jax.Array, size: int, *, edge: bool = False) -> jax.Array:

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from praxis_lite.layers import blocks
 from praxis_lite.layers.blocks import Formula, OffsetBias
 from praxis_lite.layers.masks import Visibility
+from praxis_lite.partitioning.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
 _MOST_LOGITS = 2**25  # Of all rows and heads, for one pair of blocks: 128 MiB.
@@ -85,6 +87,42 @@ class Integers(NamedTuple):
   seeds_BTN: jax.Array | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+  """Mesh axes that split the rows of a batch, and the heads, which all divide; of all axes that split anything.
+
+  With it, each device skips the blocks that the segments of its own rows leave empty. Left to the compiler, what a
+  loop skips is the same on all devices, so it would have to wait for all rows.
+  """
+
+  batch_axes: tuple[str, ...] = ()
+  head_axes: tuple[str, ...] = ()
+
+  def mapped(self, fn: Any, arrays: tuple[Heads, Integers], more: Any, results: Any) -> Any:
+    """`fn(*arrays, *more)` on each device, with these specs of `more` and of the results."""
+    heads, integers = arrays
+    B = heads.query.shape[0]
+    specs = jax.tree.map(lambda x: self.of_rows(x, B), (heads._replace(bias=None), integers))
+    biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), self._heads), heads.bias)
+    specs = specs[0]._replace(bias=biases), specs[1]
+    results = specs[0] if results is None else results
+    return jax.shard_map(fn, in_specs=(*specs, *more), out_specs=results, check_vma=False)
+
+  def of_rows(self, x: jax.Array, batch_size: int) -> PartitionSpec:
+    """Of [B, T, N, ...], or the first of these dimensions; [1, T, ...] is the same for all rows."""
+    rows = axes_to_entry(self.batch_axes) if x.shape[0] == batch_size else None
+    return PartitionSpec(*(rows, None, self._heads)[: x.ndim])
+
+  @property
+  def of_blocks(self) -> PartitionSpec:
+    """Of [I, B, K, ...]."""
+    return PartitionSpec(None, axes_to_entry(self.batch_axes), self._heads)
+
+  @property
+  def _heads(self) -> str | tuple[str, ...] | None:
+    return axes_to_entry(self.head_axes)
+
+
 def blockwise_attention(
   query_BTNH: jax.Array,
   key_BSKH: jax.Array,
@@ -96,6 +134,7 @@ def blockwise_attention(
   scale: float | None = None,
   logit_soft_cap: float | None = None,
   block_size: int | None = None,
+  split: RowSplit | None = None,
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H], in the dtype of the queries.
 
@@ -103,11 +142,12 @@ def blockwise_attention(
 
   Args:
     block_size: largest number of queries and of keys in a block; None: 512, and less for a small window or many rows.
+    split: how the ambient mesh splits rows and heads; None leaves it to the compiler.
   """
   formula, heads, integers = described(query_BTNH, key_BSKH, value_BSKH, visible, bias, dropout, scale, logit_soft_cap)
   rows = query_BTNH.shape[0] * query_BTNH.shape[2] // _compiler_parts()
   size = block_size or largest_block(integers.visible, rows)
-  return attend_in_blocks(formula, size, heads, integers)
+  return attend_in_blocks(formula, size, split, heads, integers)
 
 
 def described(
@@ -149,54 +189,72 @@ def largest_block(visible: Visibility, rows: int) -> int:
   return size
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_in_blocks(formula: Formula, block_size: int, heads: Heads, integers: Integers) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attend_in_blocks(
+  formula: Formula, block_size: int, split: RowSplit | None, heads: Heads, integers: Integers
+) -> jax.Array:
   """Returns attention [B, T, N, H] in blocks of at most this size; its gradient is computed in blocks too."""
-  return _forward(formula, block_size, heads, integers)[0]
+  return _forward(formula, block_size, split, heads, integers)[0]
+
+
+_Residuals = tuple[Heads, Integers, jax.Array, jax.Array]
 
 
 def _forward(
-  formula: Formula, block_size: int, heads: Heads, integers: Integers
-) -> tuple[jax.Array, tuple[Heads, Integers, jax.Array, jax.Array]]:
-  queries, keys = _in_blocks(block_size, heads, integers)
-  pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
-  sums = blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, blocks.no_sums(queries))
-  out, lse = blocks.normalized(sums)
-  out_BTNH = blocks.of_queries(out, heads.query.shape[1]).astype(heads.query.dtype)
+  formula: Formula, block_size: int, split: RowSplit | None, heads: Heads, integers: Integers
+) -> tuple[jax.Array, _Residuals]:
+  def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
+    queries, keys = _in_blocks(block_size, heads, integers)
+    pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
+    sums = blocks.no_sums(queries.x.shape)
+    sums = blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, sums)
+    out, lse = blocks.normalized(sums)
+    return blocks.of_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
+
+  if split is not None:
+    results = split.of_rows(heads.query, heads.query.shape[0]), split.of_blocks
+    local = split.mapped(local, (heads, integers), (), results)
+  out_BTNH, lse = local(heads, integers)
   # Both are kept together, or the backward pass would compute both again.
   out_BTNH, lse = checkpoint_name(out_BTNH, 'context'), checkpoint_name(lse, 'context')
   return out_BTNH, (heads, integers, out_BTNH, lse)
 
 
 def _backward(
-  formula: Formula,
-  block_size: int,
-  residuals: tuple[Heads, Integers, jax.Array, jax.Array],
-  do_BTNH: jax.Array,
+  formula: Formula, block_size: int, split: RowSplit | None, residuals: _Residuals, do_BTNH: jax.Array
 ) -> tuple[Heads, None]:
+  def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
+    queries, keys = _in_blocks(block_size, heads, integers)
+    pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
+    delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH, axis=-1)
+    K = heads.key.shape[2]
+    do, delta = (blocks.query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
+    gradients = blocks.add_gradients(
+      formula,
+      integers.visible,
+      heads.bias,
+      queries,
+      blocks.Results(lse, delta, do),
+      keys,
+      pairs,
+      blocks.no_gradients(queries, keys, heads.bias),
+    )
+    dbias = gradients.bias
+    if split is not None and split.batch_axes:
+      dbias = jax.tree.map(lambda d: jax.lax.psum(d, split.batch_axes), dbias)
+    of_heads = Heads(
+      blocks.of_queries(gradients.q, heads.query.shape[1]),
+      blocks.of_keys(gradients.k, heads.key.shape[1]),
+      blocks.of_keys(gradients.v, heads.value.shape[1]),
+      dbias,
+    )
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), of_heads, heads)
+
   heads, integers, out_BTNH, lse = residuals
-  queries, keys = _in_blocks(block_size, heads, integers)
-  pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
-  delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH, axis=-1)
-  K = heads.key.shape[2]
-  do, delta = (blocks.query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
-  gradients = blocks.add_gradients(
-    formula,
-    integers.visible,
-    heads.bias,
-    queries,
-    blocks.Results(lse, delta, do),
-    keys,
-    pairs,
-    blocks.no_gradients(queries, keys, heads.bias),
-  )
-  of_heads = Heads(
-    blocks.of_queries(gradients.q, heads.query.shape[1]),
-    blocks.of_keys(gradients.k, heads.key.shape[1]),
-    blocks.of_keys(gradients.v, heads.value.shape[1]),
-    gradients.bias,
-  )
-  return jax.tree.map(lambda g, x: g.astype(x.dtype), of_heads, heads), None
+  if split is not None:
+    of_rows = split.of_rows(out_BTNH, out_BTNH.shape[0])
+    local = split.mapped(local, (heads, integers), (of_rows, split.of_blocks, of_rows), None)
+  return local(heads, integers, out_BTNH, lse, do_BTNH), None
 
 
 attend_in_blocks.defvjp(_forward, _backward)

@@ -12,12 +12,13 @@
       dx            += g w[:, chunk]^T
 
 That is one more product of x and w than with whole logits. The products take operands in the dtype of x and are summed
-in float32; so are the log-sum-exp and dx.
+in float32; so are the log-sum-exp and dx. Sums of dw over devices are in its dtype, as those of other layers: one
+reduce-scatter a chunk, since a loop cannot carry sums that devices have yet to add.
 
 Where a mesh splits the classes into S parts, each part is cut into chunks of its own, and step i of the loop takes
 chunk i of every part. So no step moves logits or weights between devices along that axis: what crosses them are the
 maxima and sums [...], once after the loop, and dx. The last chunk of a part that does not divide begins earlier, and
-the classes it repeats count once.
+the classes it repeats count once. Where a mesh splits D too (fully sharded), each pass gathers w once; see `_reader`.
 
 V classes, D model dims, S parts of the classes, K classes of a part, C classes of a chunk.
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -64,6 +66,7 @@ class ClassChunks:
     num_classes: V.
     chunk_size: C; of more than K classes, it is K.
     axes: mesh axes that split the classes.
+    dims_axes: others, that split dimension D of w.
     rows: how the leading dimensions of the logits are split, one entry each; None leaves them to the compiler.
     classes_first: whether w is [V, D], not [D, V].
     label_smoothing, soft_cap: see `FullSoftmax`.
@@ -72,6 +75,7 @@ class ClassChunks:
   num_classes: int
   chunk_size: int
   axes: tuple[str, ...] = ()
+  dims_axes: tuple[str, ...] = ()
   rows: tuple[object, ...] | None = None
   classes_first: bool = False
   label_smoothing: float = 0.0
@@ -192,9 +196,11 @@ class _Running(NamedTuple):
 def _forward(
   x: jax.Array, w: jax.Array, b: jax.Array | None, labels: jax.Array, chunks: ClassChunks
 ) -> tuple[CrossEntropy, Residuals]:
+  read = _reader(w, labels.size, chunks)
+
   def step(seen: _Running, start_and_first: tuple[jax.Array, jax.Array]) -> tuple[_Running, None]:
     start, first_new = start_and_first
-    logits, classes, is_new = _logits(x, _chunk(w, chunks, start), b, chunks, start, first_new)
+    logits, classes, is_new = _logits(x, read(start), b, chunks, start, first_new)
     counted = logits if is_new is None else jnp.where(is_new, logits, -jnp.inf)
     label = labels[..., None, None]
     largest = jnp.maximum(seen.largest, jnp.max(counted, -1))
@@ -237,12 +243,13 @@ def _backward(
   of_xent, of_normalizer = (c[..., None, None] for c in cotangents[:2])
   axis, weights = _layout(chunks)
   e = chunks.label_smoothing
+  read = _reader(w, labels.size, chunks)
 
   def step(
     sums: tuple[jax.Array, jax.Array, jax.Array | None], start_and_first: tuple[jax.Array, jax.Array]
   ) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], None]:
     (dx, dw, db), (start, first_new) = sums, start_and_first
-    chunk = _chunk(w, chunks, start)
+    chunk = read(start)
     logits, classes, is_new = _logits(x, chunk, b, chunks, start, first_new)
     target = (1 - e) * (classes == labels[..., None, None]) + e / chunks.num_classes
     probabilities = jnp.exp(logits - log_normalizer[..., None, None])
@@ -254,8 +261,8 @@ def _backward(
       db = jax.lax.dynamic_update_slice_in_dim(db, of_b, start, 1)
     gradient = gradient.astype(x.dtype)
     # What a last chunk repeats of the one before it is written again, and equal; it must not be added again.
-    of_w = jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=jnp.float32)
-    dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w.astype(dw.dtype), start, axis)
+    of_w = jnp.einsum(f'...sk,...d->{weights}', gradient, x, preferred_element_type=dw.dtype)
+    dw = jax.lax.dynamic_update_slice_in_dim(dw, of_w, start, axis)
     new = gradient if is_new is None else jnp.where(is_new, gradient, 0)
     of_x = jnp.einsum(f'...sk,{weights}->s...d', new, chunk, preferred_element_type=dx.dtype)
     return (dx + of_x, dw, db), None
@@ -280,13 +287,36 @@ def _layout(chunks: ClassChunks) -> tuple[int, str]:
   return (1, 'skd') if chunks.classes_first else (2, 'sdk')
 
 
-def _chunk(w: jax.Array, chunks: ClassChunks, start: jax.Array) -> jax.Array:
-  """One chunk of each part of w: [S, D, C], or [S, C, D]; D is gathered where w is fully sharded."""
+def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.Array], jax.Array]:
+  """Returns a function from the start of a chunk to that chunk of each part of w, [S, D, C] or [S, C, D], with D whole.
+
+  Where w is fully sharded, D is gathered, each entry once in a pass. A table that takes no more memory than the logits
+  of a chunk is gathered before the loop, in one collective, whose result the backward pass may share with the forward
+  one. A larger one would take what chunks are there to save; it is gathered chunk by chunk.
+
+  Args:
+    w: in parts.
+    num_rows: number of labels.
+    chunks: how the classes are cut.
+  """
   axis, _ = _layout(chunks)
-  chunk = jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
   if chunks.rows is None:
-    return chunk
-  return with_sharding_constraint(chunk, PartitionSpec(axes_to_entry(chunks.axes), None, None))
+    return lambda start: jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
+  parts = axes_to_entry(chunks.axes)
+  whole = PartitionSpec(parts, None, None)
+  own_rows = num_rows // _num_parts(tuple(axis for entry in chunks.rows for axis in own_axes(entry)))
+  if w.size // chunks.num_parts * w.dtype.itemsize <= 4 * own_rows * chunks.size:
+    table = with_sharding_constraint(w, whole)
+    return lambda start: jax.lax.dynamic_slice_in_dim(table, start, chunks.size, axis)
+  dims = axes_to_entry(chunks.dims_axes)
+  split = PartitionSpec(parts, None, dims) if chunks.classes_first else PartitionSpec(parts, dims, None)
+
+  def gathered(start: jax.Array) -> jax.Array:
+    # The slice is split as w is: otherwise the compiler gathers all of w, and takes a chunk of that.
+    chunk = with_sharding_constraint(jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis), split)
+    return with_sharding_constraint(chunk, whole)
+
+  return gathered
 
 
 def _logits(

@@ -282,7 +282,7 @@ def _ring_forward(plan: _Plan, formula: Formula, heads: Heads, integers: Integer
       pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
       return blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, sums)
 
-    sums = _around(plan, keys, blocks.no_sums(queries), add)
+    sums = _around(plan, keys, blocks.no_sums(queries.x.shape), add)
     out, lse = blocks.normalized(sums)
     out_BLNH = _in_order(plan, blocks.of_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
@@ -487,6 +487,7 @@ def _all_to_all(plan: _Plan, formula: Formula, heads: Heads, integers: Integers)
     out = attend_in_blocks(
       formula,
       plan.block_size,
+      None,
       Heads(
         query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], jax.tree.map(own_heads, heads.bias)
       ),

@@ -4,8 +4,8 @@
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
 
 Two things keep the cost that of what was written, not that of the longest text there is room for. A growing cache is
-read a page at a time, up to the last page written, with an online softmax (Milakov and Gimelshein, 2018). A prompt
-longer than a page is read in steps of a page, so that no array holds prompt length x cache length.
+read a page at a time, up to the last page written, with the online softmax of `blocks.py`. A prompt longer than a page
+is read in steps of a page, so that no array holds prompt length x cache length.
 
 Entries may be stored in int8: each vector has a scale, max |x| / 127.
 
@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from praxis_lite.layers import blocks
+from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.dot_product import by_kv_head, dot_product_attention
 from praxis_lite.layers.masks import cache_mask
 
+T = TypeVar('T')
 Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> what is added, [B, N, T, S].
-_MASKED = 0.7 * float(jnp.finfo(jnp.float32).min)  # Finite: a query without keys must not make NaN.
 
 
 class KVCache(NamedTuple):
@@ -87,7 +89,13 @@ class CachedAttention:
     return self._stored(vectors, vectors, no_token)._replace(slot=jnp.zeros((), jnp.int32))
 
   def extend(
-    self, query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array, cache: KVCache
+    self,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
+    pos_BT: jax.Array,
+    cache: KVCache,
+    prefix_B: jax.Array | None = None,
   ) -> tuple[jax.Array, KVCache]:
     """Appends tokens to the cache; returns what each attends to up to its own position, [B, T, N, H], and the cache.
 
@@ -95,37 +103,38 @@ class CachedAttention:
       query_BTNH, key_BTKH, value_BTKH: of the new tokens.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
       cache: with room for T tokens; a full growing cache overwrites its last slots.
+      prefix_B: int32, how many of the first tokens of each row all its tokens attend to, if they are cached or among
+        these; None: none.
     """
-    T, page = pos_BT.shape[1], self.page_size
-    if page is None or page >= T:
-      return self._extend(query_BTNH, self._stored(key_BTKH, value_BTKH, pos_BT), cache)
+    new = self._stored(key_BTKH, value_BTKH, pos_BT)
+    page = self.page_size
+    if page is None or page >= pos_BT.shape[1] or (self.window is not None and prefix_B is not None):
+      return self._extend(query_BTNH, new, cache, prefix_B)
+    if prefix_B is not None:  # The first page attends to the last one too.
+      cache = _appended(cache, new)
 
-    def pages(x: jax.Array) -> jax.Array:
-      """[B, n page, ...] to [n, B, page, ...]."""
-      return jnp.moveaxis(x.reshape(x.shape[0], -1, page, *x.shape[2:]), 1, 0)
+      def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        return None, self._attend(*page_of, cache, prefix_B)
 
-    def step(cache: KVCache, page_of: tuple[jax.Array, ...]) -> tuple[KVCache, jax.Array]:
-      query, key, value, pos = page_of
-      context, cache = self._extend(query, self._stored(key, value, pos), cache)
-      return cache, context
+      return _by_page(attend, None, (query_BTNH, pos_BT), page)[1], cache
 
-    new = query_BTNH, key_BTKH, value_BTKH, pos_BT
-    first, contexts = T % page, []
-    if first:
-      cache, context_BTNH = step(cache, tuple(x[:, :first] for x in new))
-      contexts.append(context_BTNH)
-    cache, contexts_nBTNH = jax.lax.scan(step, cache, tuple(pages(x[:, first:]) for x in new))
-    contexts.append(jnp.moveaxis(contexts_nBTNH, 0, 1).reshape(*pos_BT.shape[:1], -1, *query_BTNH.shape[2:]))
-    return jnp.concatenate(contexts, axis=1), cache
+    def step(cache: KVCache, page_of: tuple[jax.Array, KVCache]) -> tuple[KVCache, jax.Array]:
+      context_BTNH, cache = self._extend(*page_of, cache)
+      return cache, context_BTNH
 
-  def _extend(self, query_BTNH: jax.Array, new: KVCache, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    cache, context_BTNH = _by_page(step, cache, (query_BTNH, new), page)
+    return context_BTNH, cache
+
+  def _extend(
+    self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, prefix_B: jax.Array | None = None
+  ) -> tuple[jax.Array, KVCache]:
     if self.window is None:
       cache = _appended(cache, new)
-      return self._attend(query_BTNH, new.pos, cache), cache
+      return self._attend(query_BTNH, new.pos, cache, prefix_B), cache
     # In a ring, the first of several new tokens may still see what the last of them overwrites.
     after = _put_in_ring(cache, new)
     seen = after if new.pos.shape[1] == 1 else jax.tree.map(_joined, cache._replace(slot=None), new)
-    return self._attend_at_once(query_BTNH, new.pos, seen), after
+    return self._attend_at_once(query_BTNH, new.pos, seen, prefix_B), after
 
   def _stored(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
     """Returns tokens in the form that the cache keeps."""
@@ -134,23 +143,27 @@ class CachedAttention:
     (key, key_scale), (value, value_scale) = _quantized(key_BTKH), _quantized(value_BTKH)
     return KVCache(key, value, pos_BT, key_scale=key_scale, value_scale=value_scale)
 
-  def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
+  def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None) -> jax.Array:
     if self.page_size is None or cache.key.shape[1] <= self.page_size:
-      return self._attend_at_once(query_BTNH, pos_BT, cache)
-    return self._attend_by_page(query_BTNH, pos_BT, cache, self.page_size)
+      return self._attend_at_once(query_BTNH, pos_BT, cache, prefix_B)
+    return self._attend_by_page(query_BTNH, pos_BT, cache, prefix_B, self.page_size)
 
-  def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache) -> jax.Array:
+  def _attend_at_once(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None
+  ) -> jax.Array:
     return dot_product_attention(
       query_BTNH,
       *cache.read(query_BTNH.dtype),
       bias=None if self.bias is None else self.bias(pos_BT, cache.pos),
-      mask=cache_mask(pos_BT, cache.pos, self.window),
+      mask=cache_mask(pos_BT, cache.pos, self.window, prefix_B),
       scale=self.scale,
       logit_soft_cap=self.logit_soft_cap,
       implementation='dense',
     )
 
-  def _attend_by_page(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, page_size: int) -> jax.Array:
+  def _attend_by_page(
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None, page_size: int
+  ) -> jax.Array:
     """Attention with an online softmax over the pages that hold tokens."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[2]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
@@ -158,8 +171,7 @@ class CachedAttention:
     taken, slots = cache.slot, cache._replace(slot=None)
     assert taken is not None
 
-    def add_page(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-      highest, total, context = carry
+    def add_page(index: jax.Array, sums: Sums) -> Sums:
       page = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * page_size, page_size, axis=1), slots)
       key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
       logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
@@ -167,22 +179,32 @@ class CachedAttention:
         logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
       if self.bias is not None:
         logits += by_kv_head(self.bias(pos_BT, page.pos), K)
-      mask = by_kv_head(cache_mask(pos_BT, page.pos), K)
-      logits = jnp.where(mask, logits, _MASKED)
-      higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
-      kept = jnp.exp(highest - higher)
-      weights = jnp.where(mask, jnp.exp(logits - higher[..., None]), 0.0)
-      added = jnp.einsum(
-        'BKGTS,BSKH->BKGTH', weights.astype(value_BSKH.dtype), value_BSKH, preferred_element_type=jnp.float32
-      )
-      return higher, total * kept + jnp.sum(weights, axis=-1), context * kept[..., None] + added
+      mask = by_kv_head(cache_mask(pos_BT, page.pos, prefix_B=prefix_B), K)
+      return blocks.add_keys(sums, jnp.where(mask, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
 
-    heads = (B, K, N // K, T)
-    start = jnp.full(heads, _MASKED), jnp.zeros(heads), jnp.zeros((*heads, H))
     num_pages = jnp.minimum(-(-taken // page_size), cache.key.shape[1] // page_size)
-    _, total, context = jax.lax.fori_loop(0, num_pages, add_page, start)
-    context /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return jnp.moveaxis(context, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
+    sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.no_sums((B, K, N // K, T, H)))
+    context_BKGTH, _ = blocks.normalized(sums)
+    return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
+
+
+def _by_page(
+  step: Callable[[T, tuple[Any, ...]], tuple[T, jax.Array]], carry: T, arrays: tuple[Any, ...], page: int
+) -> tuple[T, jax.Array]:
+  """Returns (carry, results [B, T, ...]) of a step for each page of arrays [B, T, ...]; the first may be shorter."""
+
+  def pages(x: jax.Array) -> jax.Array:
+    """[B, n page, ...] to [n, B, page, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, page, *x.shape[2:]), 1, 0)
+
+  first, results = arrays[0].shape[1] % page, []
+  if first:
+    carry, result = step(carry, jax.tree.map(lambda x: x[:, :first], arrays))
+    results.append(result)
+  carry, stacked = jax.lax.scan(step, carry, jax.tree.map(lambda x: pages(x[:, first:]), arrays))
+  stacked = jnp.moveaxis(stacked, 0, 1)
+  results.append(stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:]))
+  return carry, jnp.concatenate(results, axis=1)
 
 
 def _quantized(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -43,7 +43,11 @@ class Visibility:
   key_segments_BS: jax.Array | None = None
 
   def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array | None:
-    """Returns bool, broadcastable to [B, T, S], for queries and keys at these indices; None where all is allowed."""
+    """Returns bool, broadcastable to [B, T, S]; None where all is allowed.
+
+    Args:
+      query_T, key_S: indices of queries and keys; or of each row, [B, T] and [B, S].
+    """
     query_T1, key_1S = query_T[..., :, None], key_S[..., None, :]
     mask = None
     if self.causal:
@@ -74,19 +78,20 @@ def segment_mask(query_segment_ids_BT: jax.Array, key_segment_ids_BS: jax.Array)
   return (query_segment_ids_BT[:, :, None] == key_segment_ids_BS[:, None, :])[:, None]
 
 
-def cache_mask(query_pos_BT: jax.Array, key_pos_BS: jax.Array, window: int | None = None) -> jax.Array:
-  """Returns [B, 1, T, S]: a query sees the cached keys at positions up to its own.
+def cache_mask(
+  query_pos_BT: jax.Array, key_pos_BS: jax.Array, window: int | None = None, prefix_B: jax.Array | None = None
+) -> jax.Array:
+  """Returns [B, 1, T, S]: a query sees the cached keys at positions up to its own, and those of the prefix.
 
   Args:
     query_pos_BT: position of each query in its sequence; -1 is padding.
     key_pos_BS: position of the key in each slot of the cache; -1 is an empty slot.
-    window: number of positions up to its own that a query sees; None: all.
+    window: a query sees keys less than this far away; None: however far.
+    prefix_B: int32, how many of the first positions of each row all its queries see; None: none.
   """
-  query_BT1, key_B1S = query_pos_BT[:, :, None], key_pos_BS[:, None, :]
-  mask_BTS = (key_B1S >= 0) & (key_B1S <= query_BT1)
-  if window is not None:
-    mask_BTS &= query_BT1 - key_B1S < window
-  return mask_BTS[:, None]
+  seen_BTS = Visibility(causal=True, window=window, prefix_B=prefix_B).allows(query_pos_BT, key_pos_BS)
+  assert seen_BTS is not None
+  return ((key_pos_BS >= 0)[:, None, :] & seen_BTS)[:, None]
 
 
 def combine_masks(*masks: jax.Array | None) -> jax.Array | None:

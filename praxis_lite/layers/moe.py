@@ -1,6 +1,6 @@
 """MoeFeedForward: a feed-forward layer of many experts, of which each token uses a few.
 
-    y_t = sum_k weight_tk expert_tk(x_t)  (+ shared(x_t))
+    y_t = sum_k weight_tk expert_tk(x_t)  (+ shared(x_t), or sigmoid(x_t . w) shared(x_t))
     expert(x) = (f(x W_gate) * (x W_up)) W_down
 
 Dispatch, from tokens to experts:
@@ -40,6 +40,7 @@ from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
 from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, padded, sum_outputs, with_capacity
 from praxis_lite.layers.feedforward import FeedForwardWeightSplit, GatedFeedForward
+from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.routing import (
   Router,
   TokenChoice,
@@ -97,6 +98,8 @@ class MoeFeedForward(Layer):
       batches drops none.
     num_shared_experts: hidden dims of the child `shared`, which all tokens use, in multiples of F; 0: there is none.
     shared_tpl: of the child `shared`.
+    shared_expert_gate: whether each token weighs the shared experts' output by a sigmoid of its own, with the weights
+      of the child `shared_gate`, [D, 1] (as Qwen2-MoE).
     out_init: initializer of the weight out of the hidden layer; None: as the other weights.
     activation_split_dims_mapping: `out`, [B, T, D]: how tokens are split, in the layer too.
   """
@@ -116,6 +119,7 @@ class MoeFeedForward(Layer):
   exchange_factor: float | None = None
   num_shared_experts: int = 0
   shared_tpl: Config = template(GatedFeedForward)
+  shared_expert_gate: bool = False
   out_init: WeightInit | None = None
   weight_split_dims_mapping: Config = template(MoeWeightSplit)
   activation_split_dims_mapping: Config = template(ActivationSplit)
@@ -135,6 +139,8 @@ class MoeFeedForward(Layer):
     if self.num_shared_experts:
       shared = self.shared_tpl.clone(input_dims=D, hidden_dims=self.num_shared_experts * F)
       self.create_child('shared', shared)
+    if self.shared_expert_gate:
+      self.create_child('shared_gate', Config(Linear, input_dims=D, output_dims=1))
 
   def __call__(self, x_BTD: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
     """Returns [B, T, D].
@@ -150,7 +156,8 @@ class MoeFeedForward(Layer):
     self.router.account(logits_BTE, real_BT, out.load, out.dropped)
     y_BTD = out.y
     if self.num_shared_experts:
-      y_BTD += self.shared(x_BTD)
+      shared_BTD = self.shared(x_BTD)
+      y_BTD += jax.nn.sigmoid(self.shared_gate(x_BTD)) * shared_BTD if self.shared_expert_gate else shared_BTD
     return checkpoint_name(self.shard(y_BTD), 'ffn_out')
 
   def expert_parts(self, sizes: Mapping[str, int]) -> tuple[int, bool]:
@@ -179,6 +186,10 @@ class MoeFeedForward(Layer):
         raise ConfigError(f'{self.path_name}.{field}: expected more than 0, got {factor}')
     if self.num_shared_experts < 0:
       raise ConfigError(f'{self.path_name}.num_shared_experts: expected at least 0, got {self.num_shared_experts}')
+    if self.shared_expert_gate and not self.num_shared_experts:
+      raise ConfigError(
+        f'{self.path_name}.shared_expert_gate: there are no shared experts to gate; set num_shared_experts'
+      )
 
   def _check_choice(self) -> None:
     if self.router.choice == 'expert' and self.dispatch != 'capacity':

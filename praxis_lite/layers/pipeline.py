@@ -20,12 +20,18 @@ pass, of the gradients of weights, so that a NaN does not survive as 0 * NaN.
 Weights are stored as those of `Repeat`, so that a checkpoint knows neither stages nor microbatches. Inside of a step
 they are used as [S, R, layers in a group, ...]; layers that are missing in the last stages are computed and dropped.
 
+The gradient of a weight is a sum over rows, so devices that share the batch have to add theirs up, and the compiler
+does so in each tick. With `batch_axes` the loop is in a `shard_map` over these axes, each device with the rows that it
+has of each microbatch, and gradients are added up once, when the loop has ended.
+
 B batch, M microbatches, mb rows in each, S stages, R rounds, P = layers / R, c = P / S rounded up: layers in a group.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -33,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.call import SideOutputs, Summary
+from praxis_lite.call import SideOutputs, Summary, Surroundings, summary_over_devices
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.layer import Layer, SplitMapping
@@ -54,7 +60,8 @@ from praxis_lite.layers.pipeline_arrays import (
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
-from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
+from praxis_lite.partitioning.constraints import unmapped_axes
+from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes, axes_to_entry
 from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
 from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
@@ -90,6 +97,10 @@ class Pipelined(Repeat):
     num_microbatches: M, or fewer where the batch has fewer rows; give this one or `microbatch_size`.
     microbatch_size: rows of a microbatch, over all devices.
     circular_repeat: R, how many groups of layers each stage has; it divides `num_layers`.
+    batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows: see above. As
+      under `partitioning='shard_map'`, a layer then sees the rows of one device: means over rows that it does not
+      complete by `surroundings.sum_over_rows` are means of such means, and devices draw different random numbers.
+      Weights that are split over these axes are gathered before the loop. None: layers see whole microbatches.
     stage_remat: what a stage keeps of a tick for its backward pass; 'full' keeps its input alone.
     stage_remat_save_names, stage_remat_offload_names: tags of values that stages keep in addition; see `remat.py`.
     weight_split_dims_mapping: `stages`, the mesh axis of the stages; the other dimensions are split by `layers`.
@@ -101,6 +112,7 @@ class Pipelined(Repeat):
   num_microbatches: int | None = None
   microbatch_size: int | None = None
   circular_repeat: int = 1
+  batch_axes: str | tuple[str, ...] | None = None
   stage_remat: str = 'none'
   stage_remat_save_names: tuple[str, ...] = ()
   stage_remat_offload_names: tuple[str, ...] = ()
@@ -113,10 +125,20 @@ class Pipelined(Repeat):
         f'{self.path_name}.layers_tpl: the layers of a pipeline are alike, and this is a pattern of several; make one '
         f'layer of it: Config(Repeat, layers_tpl=(...), num_layers={len(self.layers_tpl)})'
       )
+    if self.first_tpl:
+      raise ConfigError(
+        f'{self.path_name}.first_tpl: the layers of a pipeline are alike, and none can come first; leave it empty, or '
+        'repeat the layers without stages'
+      )
     self._stage_remat = Remat.of(self, field='stage_remat')
     super().setup()
     self._stages = self._resolve(self._stack_mapping, self._stack_field, rank=1)
     self.stage_axes: tuple[str, ...] = () if self._stages is None else tuple(all_axes(self._stages.spec))
+    batch = None if self.batch_axes is None else (self.batch_axes,)
+    rows = self._resolve(batch, f'{self.path_name}.batch_axes', rank=1)
+    self._row_axes: tuple[str, ...] = () if rows is None else tuple(all_axes(rows.spec))
+    if both := {*self._row_axes} & {*self.stage_axes}:
+      raise ConfigError(f'{self.path_name}.batch_axes: {min(both)!r} splits the stages, so it cannot split the batch')
     for layer in self.layers.descendants():
       self._check_apart(layer)
 
@@ -216,7 +238,7 @@ class Pipelined(Repeat):
   def _run(
     self, method: str, x: T, args: tuple[object, ...], kwargs: Mapping[str, object], schedule: PipelineSchedule
   ) -> T:
-    S, M, R = schedule
+    S, M, _ = schedule
     B = _rows(x, self.path_name)
     self._check_placed_by_compiler()
     side = _SideInputs(args, kwargs, B, self.path_name)
@@ -227,10 +249,52 @@ class Pipelined(Repeat):
     weights = select(variables, trainable.__contains__)
     others = select(variables, lambda path: path not in trainable)
     caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
-    side_rows = [microbatches(v, M, fill='zeros') for v in side.rows]
-    queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, fill='rows'), S)), x)
+    axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if method == '__call__' else ()
+    parts = M * math.prod(unmapped_axes()[axis] for axis in axes)
+    side_rows = [microbatches(v, M, fill='zeros', multiple=parts) for v in side.rows]
+    queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, fill='rows', multiple=parts), S)), x)
     changed: set[Path] = set()
-    stages = jnp.arange(S)
+
+    ticks = _for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
+    queue, others, caches, places, reported = ticks(key, weights, others, caches, queue, side_rows)
+    updates = select(others, changed.__contains__)
+    self.layers.absorb(
+      SideOutputs(
+        summaries={name: self._summary(s, places, schedule) for name, s in reported.summaries.items()},
+        aux_losses={name: _mean_over_microbatches(*aux, M) for name, aux in reported.aux_losses.items()},
+        updates=jax.tree.map(self._from_stages, updates),
+        decode_state=jax.tree.map(self._from_stages, caches),
+      )
+    )
+    return jax.tree.map(lambda q: batch(of_last(q))[:B], queue)
+
+  def _ticks(
+    self,
+    method: str,
+    schedule: PipelineSchedule,
+    side: _SideInputs,
+    axes: tuple[str, ...],
+    changed: set[Path],
+    key: jax.Array | None,
+    weights: NestedDict,
+    others: NestedDict,
+    caches: NestedDict,
+    queue: T,
+    side_rows: list[jax.Array],
+  ) -> _AllTicks:
+    """Runs all ticks.
+
+    Args:
+      method: of the layers.
+      schedule, side: which microbatch is where; the side inputs that are no rows.
+      axes: along which all arrays are one device's part.
+      changed: is given the paths of the variables that layers update.
+      key: of random numbers.
+      weights, others, caches: what is trained and what is not, and caches: [S, R, c, ...].
+      queue, side_rows: microbatches [S, M, mb, ...]; rows of side inputs [M, mb, ...].
+    """
+    S, M, R = schedule
+    stages, surroundings = jnp.arange(S), self._surroundings_of_rows(axes)
 
     def stage(
       at: _Place, x: T, weights: Stacks, side_rows: Stacks, others: NestedDict, caches: NestedDict
@@ -255,6 +319,7 @@ class Pipelined(Repeat):
           key=key_l,
           decode_state=cache,
           method=method,
+          surroundings=surroundings,
           **its_kwargs,
         )
         self._check_result(x, y)
@@ -304,17 +369,18 @@ class Pipelined(Repeat):
     start = (state, queue, weights, side_gradients, others, caches)
     ticks = jnp.arange(schedule.num_ticks)
     (_, queue, _, _, others, caches), (places, reported) = jax.lax.scan(tick, start, ticks)
+    return queue, others, caches, places, reported
 
-    updates = select(others, changed.__contains__)
-    self.layers.absorb(
-      SideOutputs(
-        summaries={name: self._summary(s, places, schedule) for name, s in reported.summaries.items()},
-        aux_losses={name: _mean_over_microbatches(*aux, M) for name, aux in reported.aux_losses.items()},
-        updates=jax.tree.map(self._from_stages, updates),
-        decode_state=jax.tree.map(self._from_stages, caches),
-      )
+  def _surroundings_of_rows(self, axes: tuple[str, ...]) -> Surroundings:
+    """The surroundings of a layer that sees one device's rows along some axes."""
+    outer = self.surroundings
+    if not axes:
+      return outer
+    return dataclasses.replace(
+      outer,
+      sum_over_rows=lambda x: jax.lax.psum(outer.sum_over_rows(x), axes),
+      manual_axes=outer.manual_axes | {*axes},
     )
-    return jax.tree.map(lambda q: batch(of_last(q))[:B], queue)
 
   def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
@@ -408,6 +474,44 @@ class _Reported(NamedTuple):
 
   summaries: dict[str, Summary]
   aux_losses: dict[str, tuple[jax.Array, jax.Array]]
+
+
+# What `Pipelined._ticks` returns: queue, other variables, caches, what stages did, and what layers report.
+_AllTicks = tuple[Any, NestedDict, NestedDict, _Place, _Reported]
+
+
+def _for_own_rows(ticks: Callable[..., _AllTicks], axes: tuple[str, ...]) -> Callable[..., _AllTicks]:
+  """`Pipelined._ticks` in a `shard_map` over some axes, for each device's rows of each microbatch.
+
+  The gradient of what is the same on all devices, such as weights, is summed where it enters the `shard_map`.
+  """
+  if not axes:
+    return ticks
+
+  def mean(x: jax.Array) -> jax.Array:
+    return jax.lax.pmean(x, axes) if is_float(x) else x
+
+  def own(key: jax.Array | None, *arrays: Any) -> _AllTicks:
+    key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
+    queue, others, caches, places, reported = ticks(key, *arrays)
+    aux = {name: _mean_over_devices(*aux, axes) for name, aux in reported.aux_losses.items()}
+    summaries = {name: summary_over_devices(summary, axes) for name, summary in reported.summaries.items()}
+    return queue, jax.tree.map(mean, others), caches, places, _Reported(summaries, aux)
+
+  whole, rows = PartitionSpec(), axes_to_entry(axes)
+  of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
+  return jax.shard_map(
+    own,
+    in_specs=(whole, whole, whole, whole, of_queue, of_side),
+    out_specs=(of_queue, whole, whole, whole, whole),
+    axis_names={*axes},
+    check_vma=False,  # What is the same on all devices is so by construction.
+  )
+
+
+def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+  total, weight = jax.lax.pmean((value * weight, weight), axes)
+  return total / jnp.where(weight == 0, 1, weight), weight
 
 
 class _SideInputs:

@@ -43,11 +43,15 @@ def is_float(x: jax.Array) -> bool:
   return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def microbatches(x: jax.Array, M: int, fill: str) -> jax.Array:
-  """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own."""
-  missing = -x.shape[0] % M
+def microbatches(x: jax.Array, M: int, fill: str, multiple: int) -> jax.Array:
+  """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own.
+
+  `fill`, 'rows' or 'zeros', says what makes B a multiple of `multiple`, which is one of M.
+  """
+  missing = -x.shape[0] % multiple
   if missing:
-    more = x[:missing] if fill == 'rows' else jnp.zeros((missing, *x.shape[1:]), x.dtype)
+    repeated = [x] * -(-missing // x.shape[0])
+    more = jnp.concatenate(repeated)[:missing] if fill == 'rows' else jnp.zeros((missing, *x.shape[1:]), x.dtype)
     x = jnp.concatenate([x, more])
   return jnp.swapaxes(x.reshape(-1, M, *x.shape[1:]), 0, 1)
 

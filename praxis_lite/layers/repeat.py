@@ -13,6 +13,10 @@ scan is then one round of the pattern, and layers that are left over come after 
       x = layers_0(x, weights_0[i])
       x = layers_1(x, weights_1[i])
     x = rest_0(x, weights)
+
+Layers that differ from those that are repeated, as the dense ones of a model with experts, may come first:
+
+    x = first_0(x, weights)
 """
 
 from __future__ import annotations
@@ -46,10 +50,18 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
   return (layers_tpl,) if isinstance(layers_tpl, Config) else tuple(layers_tpl)
 
 
-def check_pattern(layers_tpl: Config | tuple[Config, ...], num_layers: int, where: str) -> None:
-  """Raises ConfigError, naming the layer `where`, for less than one layer, or a pattern of none."""
-  if num_layers < 1:
-    raise ConfigError(f'{where}.num_layers: expected at least 1, got {num_layers}')
+def all_kinds(stack: Config) -> tuple[Config, ...]:
+  """The configs of the first layers and of the pattern of a stack, such as a `Repeat`."""
+  return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
+
+
+def check_pattern(
+  layers_tpl: Config | tuple[Config, ...], num_layers: int, where: str, first_tpl: tuple[Config, ...] = ()
+) -> None:
+  """Raises ConfigError, naming the layer `where`, for no layer beside the first ones, or an empty pattern."""
+  if num_layers < 1 + len(first_tpl):
+    with_first = f', since first_tpl has {len(first_tpl)}' if first_tpl else ''
+    raise ConfigError(f'{where}.num_layers: expected at least {1 + len(first_tpl)}{with_first}, got {num_layers}')
   if not pattern(layers_tpl):
     raise ConfigError(f'{where}.layers_tpl: an empty pattern; expected the config of a layer, or of several')
 
@@ -57,7 +69,8 @@ def check_pattern(layers_tpl: Config | tuple[Config, ...], num_layers: int, wher
 class Repeat(Layer):
   """Applies the child `layers` `num_layers` times; all repetitions share its path.
 
-  Of a pattern, the children are `layers_0`, `layers_1`, ..., and `rest_0`, ... for what is left over.
+  Of a pattern, the children are `layers_0`, `layers_1`, ..., and `rest_0`, ... for what is left over. First layers are
+  `first_0`, ...
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
   auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
@@ -65,8 +78,10 @@ class Repeat(Layer):
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
       shapes and dtypes of its first argument.
-    num_layers: number of layers: repetitions times the length of the pattern, and what is left over.
-    remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
+    num_layers: number of layers: first ones, repetitions times the length of the pattern, and what is left over.
+    first_tpl: layers that come before the repeated ones, each with its own variables.
+    remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. Of a
+      pattern, first layers keep what its first layer does.
     unroll: repetitions in one iteration of the loop: faster for small layers, slower to compile.
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
@@ -75,6 +90,7 @@ class Repeat(Layer):
 
   layers_tpl: Config | tuple[Config, ...] = REQUIRED
   num_layers: int = REQUIRED
+  first_tpl: tuple[Config, ...] = ()
   remat: str | tuple[str, ...] = 'none'
   remat_save_names: tuple[str, ...] = ()
   remat_offload_names: tuple[str, ...] = ()
@@ -83,13 +99,14 @@ class Repeat(Layer):
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
-    check_pattern(self.layers_tpl, self.num_layers, self.path_name)
+    check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
     configs = pattern(self.layers_tpl)
     self._remat = Remat.of(self, len(configs))
     self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
     self._stack_mapping: SplitDimsMapping = getattr(self.weight_split_dims_mapping, self._stack)
     self._resolve(self._stack_mapping, self._stack_field, rank=1)
-    self._rounds, left = divmod(self.num_layers, len(configs))
+    self._first = self.create_children('first', templates=self.first_tpl)
+    self._rounds, left = divmod(self.num_layers - len(self.first_tpl), len(configs))
     self._left: list[Layer] = []
     self._blocks: list[Layer]
     if isinstance(self.layers_tpl, Config):
@@ -100,7 +117,7 @@ class Repeat(Layer):
 
   def in_turn(self) -> list[Layer]:
     """Returns the layer that is applied at each of the `num_layers` turns."""
-    return [*self._blocks * self._rounds, *self._left]
+    return [*self._first, *self._blocks * self._rounds, *self._left]
 
   def abstract_init(self) -> NestedDict:
     split = (self._stack_mapping or (None,))[0]
@@ -153,14 +170,18 @@ class Repeat(Layer):
         sides.append(side)
       return carry, sides
 
-    stacked, layers = self._rounds * period, []
+    for number, layer in enumerate(self._first):
+      carry, side = body(0, layer, False)(carry, layer.variables, layer.decode_state, number)
+      layer.absorb(side)
+    first, layers = len(self._first), []
+    after = first + self._rounds * period
     for kind, layer in enumerate(self._blocks):
-      layers.append((layer.variables, layer.decode_state, jnp.arange(kind, stacked, period)))
+      layers.append((layer.variables, layer.decode_state, jnp.arange(first + kind, after, period)))
     if layers:
       carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=self.unroll)
       for layer, side in zip(self._blocks, sides):
         layer.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
     for kind, layer in enumerate(self._left):
-      carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, stacked + kind)
+      carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, after + kind)
       layer.absorb(side)
     return carry

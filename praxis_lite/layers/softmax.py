@@ -212,6 +212,7 @@ class FullSoftmax(Layer):
       num_classes=self.num_classes,
       chunk_size=size,
       axes=axes,
+      dims_axes=tuple(axis for axis in own_axes(weight and weight.spec[1 - self._classes_axis]) if axis not in axes),
       rows=None if logits is None else tuple(logits.spec[:-1]),
       classes_first=self._classes_axis == 0,
       label_smoothing=self.label_smoothing,

@@ -28,7 +28,7 @@ from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import Remat
-from praxis_lite.layers.repeat import Repeat, check_pattern, pattern
+from praxis_lite.layers.repeat import Repeat, all_kinds, check_pattern, pattern
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 
 T = TypeVar('T')
@@ -82,7 +82,7 @@ class TransformerBlock(Layer):
     Args:
       x_BTD: the residual stream.
       paddings: [B, T], not zero where a token is padding; for feed-forward layers that take them.
-      **attention: keyword arguments of `attention`: segment_ids, segment_pos, mask.
+      **attention: keyword arguments of `attention`: segment_ids, segment_pos, prefix_lengths, mask.
     """
     return self._block(x_BTD, lambda x: self.attention(x, **attention), paddings)
 
@@ -90,9 +90,9 @@ class TransformerBlock(Layer):
     """Allocates the cache; see `MultiHeadAttention.init_decode_state`."""
     self.attention.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
+  def extend_step(self, x_BTD: jax.Array, pos_BT: jax.Array, *prefix_lengths: jax.Array) -> jax.Array:
     """Returns [B, T, D] for the next tokens; see `MultiHeadAttention.extend_step`."""
-    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT), pos_BT < 0)
+    return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *prefix_lengths), pos_BT < 0)
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
     feed_forward = functools.partial(self.ff, paddings=paddings) if self.ff.takes_paddings else self.ff
@@ -113,12 +113,14 @@ class StackedTransformer(Layer):
   Attributes:
     layers_tpl: of each layer; or a pattern of several, taken in turn.
     num_layers: number of layers.
+    first_tpl: layers that come before those of `layers_tpl`; see `Repeat`.
     sliding_windows: see `with_windows`.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
   """
 
   layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
   num_layers: int = REQUIRED
+  first_tpl: tuple[Config, ...] = ()
   sliding_windows: tuple[int | None, ...] | None = None
   remat: str | tuple[str, ...] = 'none'
   remat_save_names: tuple[str, ...] = ()
@@ -126,11 +128,12 @@ class StackedTransformer(Layer):
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
-    check_pattern(self.layers_tpl, self.num_layers, self.path_name)
+    check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
     configs = with_windows(self.layers_tpl, self.sliding_windows, self.path_name)
     self._period = len(configs)
     self._remat = Remat.of(self, self._period)
-    self.create_children('layers', templates=list(itertools.islice(itertools.cycle(configs), self.num_layers)))
+    in_turn = itertools.chain(self.first_tpl, itertools.cycle(configs))
+    self.create_children('layers', templates=list(itertools.islice(in_turn, self.num_layers)))
 
   def __call__(self, x: T, **kwargs: Any) -> T:
     """Returns the result of the last layer for input `x` of the first; all get the same `kwargs`."""
@@ -138,7 +141,8 @@ class StackedTransformer(Layer):
     for i, layer in enumerate(self.layers):
       key = self.next_prng_key() if self.has_prng_key() else None
       apply = functools.partial(layer.apply, key=key, **kwargs)
-      body = self._remat(apply, i % self._period, in_scan=False, regathers=regathers)
+      kind = max(i - len(self.first_tpl), 0) % self._period
+      body = self._remat(apply, kind, in_scan=False, regathers=regathers)
       x, side = body(layer.variables, x)
       layer.absorb(side)
     return x
@@ -217,13 +221,13 @@ class TransformerLm(Layer):
     model_dims: D.
     num_layers: number of blocks.
     num_heads, num_kv_heads, dims_per_head: see `MultiHeadAttention`.
-    hidden_dims: hidden dims of the feed-forward layers; None: 4 D.
+    hidden_dims: hidden dims of the feed-forward layers; None: 4 D. Those of blocks that come first may have their own.
     use_bias: whether all layers that may have biases, but the softmax, have them; None: as their templates say.
     embedding_tpl: of the child `embedding`; None: the table of `softmax` is also the embedding.
     position_tpl: of the child `position`, added to the embeddings; None disables it, as with rotary positions.
     dropout_tpl: of the child `embedding_dropout`.
     transformer_tpl: of the child `transformer`; it has `num_layers` and `layers_tpl`, the template of a block, or a
-      pattern of several.
+      pattern of several; and it may have `first_tpl`, blocks that come first.
     final_norm_tpl: of the child `final_norm`; None disables it, as after post-norm blocks.
     softmax_tpl: of the child `softmax`.
     activation_split_dims_mapping: `out`, [B, T, D]: the embeddings.
@@ -256,8 +260,10 @@ class TransformerLm(Layer):
     sizes |= {field: getattr(self, field) for field in _HEADS}
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
     may_have_bias = [final_norm]
-    for block in pattern(transformer.layers_tpl):
-      block.set(**sizes)
+    first = getattr(transformer, 'first_tpl', ())
+    for block in all_kinds(transformer):
+      has_its_own = block.hidden_dims is not REQUIRED and any(block is other for other in first)
+      block.set(**sizes | ({'hidden_dims': block.hidden_dims} if has_its_own else {}))
       block.attention_tpl.causal = True
       may_have_bias += [block.attention_tpl, block.ff_tpl, block.norm_tpl]
     for config in may_have_bias:
@@ -282,6 +288,7 @@ class TransformerLm(Layer):
     *,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
   ) -> SoftmaxOutput:
     """Returns the cross entropy of the labels [B, T], and logits [B, T, V] unless the softmax works in chunks.
 
@@ -291,8 +298,11 @@ class TransformerLm(Layer):
       weights_BT: weights of the labels in auxiliary losses; None: all weigh 1.
       segment_ids: int32 [B, T], 0 is padding; tokens attend within their segment. None: each row is one segment.
       segment_pos: int32 [B, T], position of a token in its segment; None: 0, 1, 2, ...
+      prefix_lengths: int32 [B], how many of the first tokens of each row all of its tokens attend to (prefix-LM); None:
+        each attends to those before it alone.
     """
-    return self.softmax(self._encode(ids_BT, weights_BT, segment_ids, segment_pos), labels_BT, weights_BT)
+    x_BTD = self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths)
+    return self.softmax(x_BTD, labels_BT, weights_BT)
 
   def logits(
     self,
@@ -301,24 +311,29 @@ class TransformerLm(Layer):
     *,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, T, V]; the arguments are those of `__call__`."""
-    return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos))
+    return self.softmax.get_logits(self._encode(ids_BT, weights_BT, segment_ids, segment_pos, prefix_lengths))
 
   def init_decode_state(self, batch_size: int, max_len: int) -> None:
     """Allocates caches of `max_len` slots for each of `batch_size` sequences."""
     self._check_length(max_len)
     self.transformer.init_decode_state(batch_size, max_len)
 
-  def extend_step(self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array) -> jax.Array:
+  def extend_step(
+    self, ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, prefix_lengths: jax.Array | None = None
+  ) -> jax.Array:
     """Appends T tokens to each row of the caches and returns logits [B, V] of the token after number `last_B`.
 
     Args:
       ids_BT: int32 tokens.
       pos_BT: int32 position of each; -1 is padding.
       last_B: int32 index in [0, T).
+      prefix_lengths: see `MultiHeadAttention.extend_step`.
     """
-    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT)
+    prefix = () if prefix_lengths is None else (prefix_lengths,)
+    x_BTD = self.transformer.extend_step(self._embed(ids_BT, pos_BT), pos_BT, *prefix)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     return self.softmax.get_logits(self._normalize(x_B1D))[:, 0]
 
@@ -328,12 +343,15 @@ class TransformerLm(Layer):
     weights_BT: jax.Array | None,
     segment_ids_BT: jax.Array | None,
     segment_pos_BT: jax.Array | None,
+    prefix_lengths_B: jax.Array | None,
   ) -> jax.Array:
     if segment_pos_BT is None:
       self._check_length(ids_BT.shape[1])
     x_BTD = self._embed(ids_BT, segment_pos_BT)
-    paddings = {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
-    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **paddings)
+    more = {'paddings': token_paddings(weights_BT, segment_ids_BT)} if self._takes_paddings else {}
+    if prefix_lengths_B is not None:
+      more['prefix_lengths'] = prefix_lengths_B
+    y_BTD = self.transformer(x_BTD, segment_ids=segment_ids_BT, segment_pos=segment_pos_BT, **more)
     return self._normalize(y_BTD)
 
   def _embed(self, ids_BT: jax.Array, pos_BT: jax.Array | None) -> jax.Array:

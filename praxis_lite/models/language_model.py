@@ -4,10 +4,12 @@ B batch, T length, V vocabulary, P length of prompts, M most tokens to decode.
 
 A batch holds arrays [B, T]: `ids` and `labels`, the next tokens, int32; `weights`, float32; if rows are packed,
 `segment_ids` and `segment_pos`, int32; and if tokens are not bytes, `bytes`, float32, the bytes of text of each label.
-Weights may be [B], one for all tokens of a row.
+Weights may be [B], one for all tokens of a row. A prefix-LM takes `prefix_lengths` [B], int32.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.decoding import Sampler, prompt_step
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
 from praxis_lite.layers.softmax import SoftmaxOutput
@@ -26,6 +28,7 @@ from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import WeightedScalars, weighted_mean
 
 _SIZES = ('vocab_size', 'model_dims', 'num_layers', 'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims')
+MODEL_TYPES = ('causal', 'prefix')
 _PASSED_ON = (*_SIZES, 'use_bias')
 
 
@@ -39,6 +42,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     lm_tpl: of the network, the child `lm`.
     packed: whether rows may hold several segments, numbered by `segment_ids`. False: each row is one segment with
       padding only at its end, and `segment_ids` are ignored; attention then needs only the causal mask.
+    model_type: 'causal': a token attends to itself and those before it. 'prefix': also, all tokens of a row attend to
+      its first ones, as many as `prefix_lengths` of the batch says; in decoding, to its prompt (prefix-LM; Raffel et
+      al., 2020).
     tokens_are_bytes: whether each token is a byte of text; adds the metric `nats_per_byte` for batches without `bytes`.
     decoder_tpl: of the sampler that continues prompts.
   """
@@ -53,11 +59,13 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   use_bias: bool | None = None
   lm_tpl: Config = template(TransformerLm)
   packed: bool = True
+  model_type: Literal['causal', 'prefix'] = 'causal'
   tokens_are_bytes: bool = False
   decoder_tpl: Config = template(Sampler)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
+    check_choice(f'{self.path_name}.model_type', self.model_type, MODEL_TYPES)
     lm = self.lm_tpl.clone()
     for name in _PASSED_ON:
       own = getattr(self, name)
@@ -73,7 +81,9 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     self.decoder: Sampler = self.decoder_tpl.instantiate()
 
   def check_input(self, data: BaseInput, batch: NestedDict) -> None:
-    """Raises a `ConfigError` if the data has ids or labels that are not in the vocabulary."""
+    """Raises a `ConfigError` if the data has ids or labels that are not in the vocabulary, or no prefixes."""
+    if 'labels' in batch:
+      self._prefixes(batch)
     size = getattr(data, 'vocab_size', None)
     if size is None:
       size = 1 + max((int(np.max(batch[name])) for name in ('ids', 'labels') if name in batch), default=-1)
@@ -92,7 +102,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
     weights_BT = _weights_of_tokens(batch)
     ids_BT, labels_BT = (_without_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
-    return self.lm(ids_BT, labels_BT, weights_BT, **self._segments(batch))
+    return self.lm(ids_BT, labels_BT, weights_BT, **self._visible(batch))
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Returns metrics and per-example outputs.
@@ -117,10 +127,22 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
     weights_BT = _weights_of_tokens(batch)
     ids_BT = _without_padding(batch['ids'], weights_BT)
-    return {'logits': self.lm.logits(ids_BT, weights_BT, **self._segments(batch))}
+    return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
 
-  def _segments(self, batch: NestedDict) -> dict[str, jax.Array | None]:
-    return {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
+  def _visible(self, batch: NestedDict) -> dict[str, jax.Array | None]:
+    """What the mask of attention takes of a batch."""
+    segments = {name: batch.get(name) for name in ('segment_ids', 'segment_pos')} if self.packed else {}
+    return segments | self._prefixes(batch)
+
+  def _prefixes(self, batch: NestedDict) -> dict[str, jax.Array | None]:
+    if self.model_type != 'prefix':
+      return {}
+    if 'prefix_lengths' not in batch:
+      raise ConfigError(
+        f"{self.path_name}.model_type: 'prefix' needs prefix_lengths in each batch, [B] int32, the number of first "
+        f'tokens that all of a row attend to; this one has {", ".join(sorted(batch))}'
+      )
+    return {'prefix_lengths': batch['prefix_lengths']}
 
   # ---------------------------------------------------------------- decoding
 
@@ -135,7 +157,11 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     For loops of decoding outside of this program. Arguments are those of `Sampler.decode`.
     """
     self.lm.init_decode_state(ids_BP.shape[0], cache_length)
-    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B))
+    return self.lm.extend_step(*prompt_step(ids_BP, lengths_B), *self._prompt_is_prefix(lengths_B))
+
+  def _prompt_is_prefix(self, lengths_B: jax.Array) -> tuple[jax.Array, ...]:
+    """What `extend_step` of the network takes for prompts of these lengths, beside their tokens."""
+    return (lengths_B,) if self.model_type == 'prefix' else ()
 
   def extend_step(self, ids_B: jax.Array, pos_B: jax.Array) -> jax.Array:
     """Returns logits [B, V] of the token after `ids_B`, at the positions `pos_B`, which it appends to the caches."""
@@ -158,11 +184,19 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     def step(
       ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict
     ) -> tuple[jax.Array, NestedDict]:
-      logits_BV, side = self.lm.apply(variables, ids_BT, pos_BT, last_B, decode_state=state, method='extend_step')
+      prefix = self._prompt_is_prefix(prompt_lengths_B) if ids_BT.shape[1] > 1 else ()
+      step = ids_BT, pos_BT, last_B, *prefix
+      logits_BV, side = self.lm.apply(variables, *step, decode_state=state, method='extend_step')
       return logits_BV, side.decode_state
 
     context = self.context
     cache_length = self.decoder.cache_length(prompt_length, context)
+    if self.model_type == 'prefix' and cache_length < self.decoder.cache_length(prompt_length):
+      raise ConfigError(
+        f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, and the {context} tokens that the "
+        f'model sees at once are fewer than those of prompts, {prompt_length}, and max_decode_steps, '
+        f'{self.decoder.max_decode_steps}; decode fewer steps, or shorter prompts'
+      )
     _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
     key = None if self.decoder.temperature == 0 else self.next_prng_key()
     decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key, context)

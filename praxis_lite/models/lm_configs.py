@@ -16,7 +16,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
-from praxis_lite.layers.repeat import pattern
+from praxis_lite.layers.repeat import all_kinds
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
@@ -45,6 +45,7 @@ def transformer_lm(
   repeat: bool = True,
   remat: str = 'none',
   experts: Config[MoeFeedForward] | None = None,
+  first_hidden_dims: tuple[int, ...] = (),
   fprop_dtype: DTypeLike | None = None,
 ) -> Config[LanguageModel]:
   """Returns the config of a language model.
@@ -65,6 +66,7 @@ def transformer_lm(
     repeat: whether the blocks are a scan; False: each block is a separate layer.
     remat: see `layers/remat.py`.
     experts: of the feed-forward layer of each block, a mixture of experts with `hidden_dims` each; None: it is dense.
+    first_hidden_dims: of the dense feed-forward layers of blocks that come before those with experts, one for each.
     fprop_dtype: dtype to compute in, such as jnp.bfloat16; None: that of the weights, float32.
   """
   if style not in ('llama', 'gpt2'):
@@ -86,14 +88,17 @@ def transformer_lm(
     norm = Config(RMSNorm, epsilon=1e-5)
     block.attention_tpl.rotary_tpl = Config(RotaryPositions, max_timescale=rotary_base)
     block.ff_tpl = Config(GatedFeedForward, out_init=residual_init)
-  if experts is not None:
-    block.ff_tpl = experts.clone(out_init=residual_init)
   if activation is not None:
     block.ff_tpl.activation = activation
   block.attention_tpl.out_tpl.params_init = residual_init
   block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
   lm.dropout_tpl = Config(Dropout, rate=dropout)
   block.dropout_tpl = Config(Dropout, rate=dropout)
+  lm.transformer_tpl.first_tpl = tuple(block.clone(hidden_dims=dims) for dims in first_hidden_dims)
+  if experts is not None:
+    block.ff_tpl = experts.clone(out_init=residual_init)
+    if activation is not None:
+      block.ff_tpl.activation = activation
   if tie_embeddings if tie_embeddings is not None else gpt2:
     lm.softmax_tpl = Config(SharedEmbeddingSoftmax)
   else:
@@ -143,7 +148,7 @@ def set_sharding(
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
   lm.activation_split_dims_mapping.out = bld
-  for block in pattern(lm.transformer_tpl.layers_tpl):
+  for block in all_kinds(lm.transformer_tpl):
     block.activation_split_dims_mapping.out = bld
     block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
     block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
@@ -181,6 +186,7 @@ def set_pipeline(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   circular_repeat: int = 1,
+  batch_axes: str | tuple[str, ...] | None = None,
   stage_remat: str = 'none',
   stage_axis: str | None = 'stage',
 ) -> Config[LmT]:
@@ -190,7 +196,7 @@ def set_pipeline(
 
   Args:
     config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`.
-    num_stages, num_microbatches, microbatch_size, circular_repeat, stage_remat: see `Pipelined`.
+    num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all of them on each device.
   """
   lm = config if not hasattr(config, 'lm_tpl') else config.lm_tpl
@@ -201,8 +207,9 @@ def set_pipeline(
       'that are all alike, so it must be that of a RepeatedTransformer'
     )
   pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
-  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat, stage_remat=stage_remat)
-  for field in ('layers_tpl', 'remat', 'remat_save_names', 'unroll'):
+  pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
+  pipelined.set(batch_axes=batch_axes, stage_remat=stage_remat)
+  for field in ('layers_tpl', 'first_tpl', 'remat', 'remat_save_names', 'unroll'):
     setattr(pipelined, field, getattr(repeated, field))
   pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
   lm.transformer_tpl = pipelined

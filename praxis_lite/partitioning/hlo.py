@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -39,7 +39,10 @@ _SPACE = re.compile(r'S\((\d+)\)')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _IOTA_GROUPS = re.compile(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
-_MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}')
+_MESH_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}')
+_MESH_AXIS = re.compile(
+  r"'([^']+)'(?::\((\d+)\)(\d+))?"
+)  # A part of an axis has the sizes of what is before, and of it.
 _LISTED_GROUPS = re.compile(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}')
 
 
@@ -164,6 +167,21 @@ class Computation:
   def parameters(self) -> dict[int, Instruction]:
     return {int(i.literal): i for i in self.instructions if i.opcode == 'parameter'}
 
+  @functools.cached_property
+  def users(self) -> dict[str, list[Instruction]]:
+    """The instructions that use each result, by its name."""
+    found: dict[str, list[Instruction]] = {}
+    for instruction in self.instructions:
+      for name in dict.fromkeys(instruction.operands):
+        found.setdefault(name, []).append(instruction)
+    return found
+
+  @functools.cached_property
+  def custom_calls(self) -> set[str]:
+    """The targets of its custom calls."""
+    calls = (i for i in self.instructions if i.opcode == 'custom-call')
+    return {i.attribute('custom_call_target').strip('"') for i in calls}
+
   def operands(self, instruction: Instruction) -> list[Instruction]:
     """The instructions whose results are the operands of one."""
     return [self.by_name[name] for name in instruction.operands if name in self.by_name]
@@ -201,7 +219,8 @@ class Program:
   def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
     """How often the body of a `while` runs; None if the program does not say.
 
-    XLA notes it on GPU and CPU. On TPU it is read from the condition, `counter < constant`, and the counter's start.
+    XLA notes it on GPU and CPU. On TPU it is read from the condition, `counter < constant`, and from where the counter
+    starts and what the body adds to it.
     """
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
@@ -214,7 +233,19 @@ class Program:
     start = 0
     if operand is not None and operand.opcode == 'tuple' and index < len(operand.operands):
       start = _constant(computation.by_name.get(operand.operands[index]), computation) or 0
-    return max(bound - start, 0)
+    body = self.computations.get(loop.attribute('body').lstrip('%'))
+    step = (body and _increment(self, body, index)) or 1
+    return max(-(-(bound - start) // step), 0)
+
+  @functools.cached_property
+  def _started_in_fusions(self) -> set[str]:
+    """Channels of the collectives that a TPU fusion starts; other fusions carry them forward and end them."""
+    starts = (c for c in self.computations.values() if 'AsyncCollectiveStart' in c.custom_calls)
+    return {channel_of(i) for c in starts for i in c.instructions if i.collective}
+
+  def is_carried_on(self, collective: Instruction, fused: Computation) -> bool:
+    """Whether a collective in the computation of a fusion goes on with one that another fusion started."""
+    return 'AsyncCollectiveStart' not in fused.custom_calls and channel_of(collective) in self._started_in_fusions
 
   def executed(self) -> Iterator[tuple[Instruction, int]]:
     """Yields each instruction that runs, and how often; of a conditional, those of all branches.
@@ -228,7 +259,8 @@ class Program:
   ) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
       if instruction.collective and (channel := channel_of(instruction)):
-        if fused and channel in started:  # Outside of fusions, different collectives may have one channel.
+        # Outside of fusions, different collectives may have one channel.
+        if fused and (channel in started or self.is_carried_on(instruction, computation)):
           continue
         started.add(channel)
       yield instruction, times
@@ -271,18 +303,35 @@ def groups_of(instruction: Instruction, num_devices: int) -> tuple[tuple[int, ..
   """The groups of devices that a collective communicates in; pairs (from, to) of a collective-permute."""
   if iota := _IOTA_GROUPS.search(instruction.attributes):
     shape, dims = ([int(n) for n in iota[i].split(',')] for i in (1, 2))
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    if iota[3]:
-      ids = ids.transpose([int(n) for n in iota[3].split(',')])
-    return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
+    return tuple(map(tuple, _device_ids(dims, iota[3]).reshape(shape[0], -1).tolist()))
   if named := _MESH_GROUPS.search(instruction.attributes):
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
-    over = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", named[2]) if name in sizes]
-    ids = np.moveaxis(np.arange(math.prod(sizes.values())).reshape(*sizes.values()), over, range(-len(over), 0))
-    return tuple(map(tuple, ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(over) :])).tolist()))
+    return _mesh_groups(*named.groups())
   listed = _LISTED_GROUPS.search(instruction.attributes)
   found = re.findall(r'\{([\d,]+)\}', listed[1]) if listed else []
   return tuple(tuple(int(n) for n in group.split(',')) for group in found) or (tuple(range(num_devices)),)
+
+
+def _device_ids(dims: Sequence[int], transposed: str | None) -> np.ndarray:
+  """All ids in order, [*dims], transposed as '1,0' says."""
+  ids = np.arange(math.prod(dims)).reshape(dims)
+  return ids.transpose([int(n) for n in transposed.split(',')]) if transposed else ids
+
+
+def _mesh_groups(axes: str, order: str | None, over: str) -> tuple[tuple[int, ...], ...]:
+  """Groups over axes of a mesh: "'a'=2,'b'=4", its devices as '[4,2]T(1,0)' or '0,4,1,5', and "'a','b':(1)2"."""
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  if order and (iota := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', order)):
+    ids = _device_ids([int(n) for n in iota[1].split(',')], iota[2]).reshape(-1)
+  else:
+    ids = np.array([int(n) for n in order.split(',')]) if order else np.arange(math.prod(sizes.values()))
+  shape, taken = list[int](), list[int]()
+  parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _MESH_AXIS.findall(over)}
+  for name, size in sizes.items():
+    before, part = parts.get(name, (1, 1))
+    taken += [len(shape) + 1] if name in parts else []
+    shape += [before, part, size // before // part]
+  ids = np.moveaxis(ids.reshape(shape), taken, range(-len(taken), 0))
+  return tuple(map(tuple, ids.reshape(-1, math.prod(shape[i] for i in taken)).tolist()))
 
 
 def _shape(text: str) -> Shape:
@@ -316,6 +365,23 @@ def _comparison(program: Program, condition: Computation) -> tuple[int, int] | N
   if bound is None or sides[0].opcode != 'get-tuple-element':
     return None
   return int(sides[0].attribute('index')), bound + (root.attribute('direction') == 'LE')
+
+
+def _increment(program: Program, body: Computation, index: int) -> int | None:
+  """The constant that the body of a loop adds to an element of what it carries; None if it is not that simple."""
+  results = body.operands(body.root)
+  result, computation = results[index] if index < len(results) else body.root, body
+  if result.opcode == 'get-tuple-element' and (operands := body.operands(result)) and operands[0].opcode == 'fusion':
+    part, result = int(result.attribute('index')), operands[0]
+    called = program.called(result)
+    computation = called[0] if called else body
+    result = computation.operands(computation.root)[part]
+  elif result.opcode == 'fusion' and (called := program.called(result)):
+    computation, result = called[0], called[0].root
+  if result.opcode != 'add':
+    return None
+  constants = [_constant(operand, computation) for operand in computation.operands(result)]
+  return next((constant for constant in constants if constant), None)
 
 
 def _constant(instruction: Instruction | None, computation: Computation) -> int | None:

@@ -7,7 +7,7 @@
                   gradients reduce-scattered; gradients of others: all-reduced over the axes of the batch
 
 What it does not know: other temporaries, communication of activations (tensor parallelism, experts, sequences), what
-the compiler moves besides, and what overlaps; nothing does here.
+the compiler moves besides, the time of what is between products, and what overlaps; nothing does here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from praxis_lite.trees import leaves_by_path, path_name
 
 UNCERTAIN = (
   'analytic: no compiler was asked. State and FLOPs are exact; gradients, saved activations and collectives of weights '
-  'are estimates; other temporaries, communication of activations and overlap are not known'
+  'are estimates; other temporaries, communication of activations and overlap are not known, and what is between '
+  'products takes no time here'
 )
 
 

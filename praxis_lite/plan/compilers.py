@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -131,7 +132,8 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
 def _tpu_devices(topology: Topology) -> list[jax.Device]:
   target = topology.target
   prefix = 'tpu' if target.name[0].isdigit() else ''
-  cores = topology.num_chips * (2 if target.torus == 3 else 1)  # As Cloud TPU counts those of v4, v5p and 7x.
+  # As Cloud TPU counts them: all but v5e and v6e have two of a chip.
+  cores = topology.num_chips * (2 if target.torus == 3 or target.devices_per_chip == 2 else 1)
   kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
   options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
@@ -223,14 +225,29 @@ def _as_if_with_cudnn() -> Iterator[None]:
 
 def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:
   """Returns a compiled program and its text."""
-  if topology.target.kind != 'tpu':
-    compiled = lowered.compile()
-    return compiled, compiled.as_text() or ''
-  # A TPU program with collectives that several operations carry on cannot be read back; its compiler writes it down.
+  compiled, text = _written_down(lowered) if topology.target.kind == 'tpu' else (lowered.compile(), '')
+  try:
+    text = text or compiled.as_text() or ''
+  except RuntimeError:
+    if topology.target.kind != 'tpu':
+      raise
+    # It has collectives that several operations carry on, which cannot be read back; this one has fewer of them.
+    text = lowered.compile(compiler_options={'xla_tpu_enable_async_collective_fusion': False}).as_text() or ''
+  if not text:
+    raise NotImplementedError('the compiled program has no text')
+  return compiled, text
+
+
+def _written_down(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+  """Returns a TPU program and the text that its compiler writes to a file; '' if it writes none."""
   with tempfile.TemporaryDirectory() as folder:
     compiled = lowered.compile(compiler_options={'xla_dump_to': folder, 'xla_dump_hlo_as_text': True})
     texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
-  return compiled, max(texts, key=len, default='') or compiled.as_text() or ''
+  return compiled, max(texts, key=len, default='')
+
+
+# Where in the memory of a process a rule of partitioning is, as JAX tells XLA.
+_ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 
 
 def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
@@ -238,9 +255,10 @@ def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology,
   digest = hashlib.sha256()
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
-  for part in (topology.name, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
+  chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
+  for part in (topology.name, *chip, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
     digest.update(part.encode() + b'\0')
-  digest.update(lowered.as_text().encode())
+  digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   return digest.hexdigest()[:32]
 
 

@@ -10,7 +10,8 @@ The cost of an instruction, times the trip counts of the loops that contain it:
     collectives  see `links.py`
 
 Instructions run in the order of the schedule. A collective between its start and its end is overlapped with what runs
-there; what it takes beyond that is exposed. Collectives wait for each other.
+there; what it takes beyond that is exposed. Collectives wait for each other, but for shifts in opposite directions on
+a torus, each of which has links of its own.
 """
 
 from __future__ import annotations
@@ -227,6 +228,9 @@ class LayerNames:
 # ---------------------------------------------------------------- schedule
 
 
+_DIRECTIONS = ('up', 'down')
+
+
 @dataclasses.dataclass
 class _Timeline:
   """What a computation runs, and its seconds."""
@@ -270,16 +274,17 @@ class _CostModel:
     return self._done[computation.name]
 
   def _run(self, computation: Computation) -> _Timeline:
-    line, links_free, copies_free = _Timeline(), 0.0, 0.0
+    line, copies_free, free_from = _Timeline(), 0.0, dict.fromkeys(_DIRECTIONS, 0.0)
     started, copying = dict[str, tuple[int, float]](), dict[str, float]()
 
-    def start(key: str, collective: Communication, overlapped: bool) -> None:
-      nonlocal links_free
-      begins = max(links_free, line.seconds)
-      links_free = begins + collective.seconds
+    def start(key: str, instruction: Instruction, where: Computation, overlapped: bool) -> None:
+      collective, taken = self._communication(instruction, where), self._directions(instruction)
+      begins = max(line.seconds, *(free_from[direction] for direction in taken))
+      ends = begins + collective.seconds
+      free_from.update(dict.fromkeys(taken, ends))
       line.collectives.append(collective)
-      line.spans.append(Span(collective.name, begins, links_free))
-      started[key] = (len(line.collectives) - 1, links_free)
+      line.spans.append(Span(collective.name, begins, ends))
+      started[key] = (len(line.collectives) - 1, ends)
       if not overlapped:
         finish(key)
 
@@ -296,7 +301,7 @@ class _CostModel:
       inside = self._collectives_inside(instruction)
       if instruction.collective:
         overlapped = instruction.opcode.endswith('-start') and '"is_sync":true' not in instruction.attributes
-        start(instruction.name, self._communication(instruction, computation), overlapped)
+        start(instruction.name, instruction, computation, overlapped)
       elif instruction.opcode == 'async-update':
         for operand in instruction.operands[:1]:
           if operand in started:
@@ -309,18 +314,18 @@ class _CostModel:
         copies_free = begins + self._compute(instruction, computation, line, begins)
         copying[instruction.name] = copies_free
       elif instruction.opcode == 'async-start' and inside:
-        start(instruction.name, self._communication(inside[0][0], inside[0][1]), overlapped=True)
+        start(instruction.name, *inside[0], overlapped=True)
       elif inside and instruction.opcode == 'fusion':  # TPU: fusions start, carry forward and end collectives.
         line.seconds += self._compute(instruction, computation, line)
-        marks = {i.attribute('custom_call_target').strip('"') for _, c in inside for i in c.instructions}
+        marks = {target for _, called in inside for target in called.custom_calls}
         for found, where in inside:
           key = f'channel {channel_of(found)}'
           if 'AsyncCollectiveDone' in marks:
             finish(key)
           elif 'AsyncCollectiveStart' in marks:
-            start(key, self._communication(found, where), overlapped=True)
-          elif key not in started:
-            start(found.name, self._communication(found, where), overlapped=False)
+            start(key, found, where, overlapped=True)
+          elif key not in started and not self._program.is_carried_on(found, where):
+            start(found.name, found, where, overlapped=False)
       elif instruction.opcode == 'while':
         trips = self._program.trip_count(instruction, computation)
         if trips is None:
@@ -352,7 +357,8 @@ class _CostModel:
     if not products and not moved:
       return 0.0
     target, efficiency = self._target, self._target.efficiency
-    computes = sum(p.flops / (target.peak(p.dtype) * efficiency.compute) for p in products)
+    reached = {False: efficiency.compute, True: efficiency.attention}
+    computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
     seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
     # A fusion has the name of its last operation; what is most expensive in it is what it is for.
     name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
@@ -414,6 +420,13 @@ class _CostModel:
       traffic.seconds,
       traffic.seconds,
     )
+
+  def _directions(self, instruction: Instruction) -> tuple[str, ...]:
+    """Which links of a torus a collective uses: those of one direction, if it is a shift."""
+    if instruction.collective != 'collective-permute' or not self._target.torus:
+      return _DIRECTIONS
+    up = [pair[0] < pair[1] for pair in groups_of(instruction, self._program.num_devices) if len(pair) > 1]
+    return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
 
   def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ."""

@@ -94,6 +94,10 @@ class Links:
       fast, network, links = rounds * size * (m - 1) / m, rounds * size * (s - 1) / n, extent.links
     return self._timed(fast, network, links, extent.hops)
 
+  def hops(self, groups: Groups) -> float:
+    """How many places the farthest message of a group passes."""
+    return self._extent(groups).hops
+
   def _permute(self, pairs: Groups, operand_bytes: float) -> Traffic:
     """Every device sends to one other; on a ring, messages of h hops pass each link h times."""
     moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]

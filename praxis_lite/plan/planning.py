@@ -196,7 +196,9 @@ def _planned(
   notes = [*reasons, *_padding(partitioned)]
   if target.kind == 'cpu':
     notes.append('times on cpu are of an imagined machine: orders of magnitude alone')
-  elif not target.efficiency.calibrated:
+  elif target.efficiency.calibrated:
+    notes.append(f'times take shares of the published figures that were measured: {target.efficiency.calibrated}')
+  else:
     notes.append(f'times take shares of the published figures of {target.name} that are assumed, not measured')
   if target.kind == 'gpu' and memory.capacity >= memory.peak > _DEFAULT_GPU_FRACTION * memory.capacity:
     notes.append('JAX takes 75 % of a GPU by default; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')

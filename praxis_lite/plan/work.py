@@ -23,6 +23,7 @@ class Product:
   flops: float
   dtype: str
   op_name: str
+  is_attention: bool = False  # By a fused kernel.
 
 
 def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
@@ -37,7 +38,7 @@ def products_of(instruction: Instruction, computation: Computation, program: Pro
     if flops:
       algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
       dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
-      yield Product(flops, dtype, instruction.op_name)
+      yield Product(flops, dtype, instruction.op_name, '"__cudnn$fmha' in instruction.attributes)
 
 
 def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
@@ -169,36 +170,46 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Progra
 
 
 def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: Program) -> float:
-  users: dict[str, list[Instruction]] = {}
-  for inner in inside.instructions:
-    for name in inner.operands:
-      users.setdefault(name, []).append(inner)
-
-  def uses(name: str) -> list[Instruction]:
-    """What uses a value, seen through what does not change it."""
-    found = []
-    for user in users.get(name, ()):
-      found += uses(user.name) if program.is_view(user) else [user]
-    return found
-
   total = 0.0
   for number, parameter in inside.parameters.items():
     whole = _in_memory(operands[number]) if number < len(operands) else _in_memory(parameter)
-    parts = 0.0
-    for user in uses(parameter.name):
-      first = bool(user.operands) and program.origin(inside.by_name[user.operands[0]], inside) is parameter
-      if user.opcode in _SLICES and first:
-        parts += sum(a.bytes for a in user.arrays)
-      elif not (user.opcode == 'dynamic-update-slice' and first):  # It is updated in place.
-        parts += whole
-    total += min(parts, whole)
+    total += _read(parameter, whole, inside, program)
   root = inside.root
   results = inside.operands(root) if root.opcode == 'tuple' else [root]
-  for result in results:
-    result = program.origin(result, inside)
-    update = inside.operands(result)[1:2] if result.opcode == 'dynamic-update-slice' else []
-    total += _in_memory(update[0]) if update else _in_memory(result)
-  return total
+  return total + sum(_written(result, inside, program) for result in results)
+
+
+def _read(parameter: Instruction, whole: float, inside: Computation, program: Program) -> float:
+  """Bytes that a fusion, and the fusions in it, read of a parameter that has `whole` bytes."""
+  parts = 0.0
+  for user in _uses(parameter.name, inside, program):
+    given = [program.origin(operand, inside) is parameter for operand in inside.operands(user)]
+    called = program.called(user) if user.opcode == 'fusion' else []
+    if called:
+      inner = (called[0].parameters[number] for number, is_given in enumerate(given) if is_given)
+      parts += sum(_read(one, whole, called[0], program) for one in inner)
+    elif user.opcode in _SLICES and given[0]:
+      parts += sum(a.bytes for a in user.arrays)
+    elif not (user.opcode == 'dynamic-update-slice' and given[0]):  # It is updated in place.
+      parts += whole
+  return min(parts, whole)
+
+
+def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]:
+  """What uses a value, seen through what does not change it; once each."""
+  found: dict[str, Instruction] = {}
+  for user in inside.users.get(name, ()):
+    found |= {i.name: i for i in (_uses(user.name, inside, program) if program.is_view(user) else [user])}
+  return list(found.values())
+
+
+def _written(result: Instruction, inside: Computation, program: Program) -> float:
+  """Bytes that a fusion writes of a result: of an update in place, only the part."""
+  result = program.origin(result, inside)
+  if result.opcode == 'fusion' and (called := program.called(result)) and called[0].root.opcode != 'tuple':
+    return _written(called[0].root, called[0], program)
+  update = inside.operands(result)[1:2] if result.opcode == 'dynamic-update-slice' else []
+  return _in_memory(update[0]) if update else _in_memory(result)
 
 
 def _in_memory(instruction: Instruction) -> int:

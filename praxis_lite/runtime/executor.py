@@ -29,11 +29,13 @@ from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.determinism import step_twice
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
+from praxis_lite.runtime.elastic import fitted
 from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
 from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
+from praxis_lite.runtime.preemption import preemptible
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
@@ -51,6 +53,7 @@ from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.runtime.watch import BadRecordLines, Watch
+from praxis_lite.runtime.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -92,6 +95,9 @@ def run_train(
   on_damage: OnDamage = 'previous',
   debug_nans: bool = False,
   check_determinism: int | None = None,
+  grace_s: float | None = None,
+  preemption_notice: str | None = None,
+  elastic: bool = False,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -109,6 +115,8 @@ def run_train(
       'fail' raises.
     debug_nans: wait for each step, and after one that is not finite end with an error that names the layer.
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
+    grace_s, preemption_notice: see `praxis_lite.runtime.preemption`.
+    elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
 
   Raises:
     DeterminismError: a step that was run twice has given different bits; nothing is saved after it.
@@ -136,6 +144,9 @@ def run_train(
         on_damage=on_damage,
         debug_nans=debug_nans,
         check_determinism=check_determinism,
+        grace_s=grace_s,
+        preemption_notice=preemption_notice,
+        elastic=elastic,
       )
     except GoBack as error:
       directory = Path(job_log_dir).expanduser().absolute()
@@ -162,6 +173,9 @@ def _run_train(
   on_damage: OnDamage,
   debug_nans: bool,
   check_determinism: int | None,
+  grace_s: float | None,
+  preemption_notice: str | None,
+  elastic: bool,
 ) -> TrainResult:
   """Trains until the end, or until the run has to go back: then it raises GoBack."""
   startup = StartupTimes()
@@ -175,7 +189,8 @@ def _run_train(
       to_close.enter_context(held_for_training(directory))
     watch = to_close.enter_context(Watch(directory))
     config = with_vocabulary(config, directory)
-    task = config.task.instantiate()
+    task_p, fit = fitted(config.task, len(devices or jax.devices())) if elastic else (config.task, '')
+    task = task_p.instantiate()
     settings = task.train
     check_intervals(settings)
     check_hooks(hooks)
@@ -219,9 +234,11 @@ def _run_train(
       on_damage=on_damage,
     )
     to_close.callback(checkpointer.close)
+    to_close.enter_context(watched_by_others(directory))
     if is_restored:
       with changes_named(directory, config), watch.goodput.doing('restoring'):
-        state = checkpointer.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes)
+        shapes, true_shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
+        state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
       input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
         train_input.set_state(input_state)
@@ -251,6 +268,8 @@ def _run_train(
     )
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
+    if fit:
+      console.line(fit)
     available = jax.device_count() if devices is None else len(devices)
     if available > tasks.mesh.size:
       console.line(_unused_devices(task, tasks.mesh.size, available))
@@ -280,6 +299,7 @@ def _run_train(
     watch.begin(first_step, total, settings.slow_step_factor, console.line)
 
     def save() -> bool:
+      doing(f'saving step {run.step}')
       log.drain()  # Raises if a step was not finite, before anything is saved.
       watch.saves(run.step)
       trouble.keep_losses()
@@ -336,17 +356,20 @@ def _run_train(
       PrefetchIterator(train_input, put_inputs, left_out=left_out(read_troubles(directory)))
     )
     to_close.enter_context(stop)
+    to_close.enter_context(preemptible(stop, directory, grace_s=grace_s, notice=preemption_notice))
     all_hooks.on_start(run)
     if first_step < total and run.stop_reason is None:
       with watch.goodput.doing('compiling'):
         times = partitioned.train_step.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
+      meet_others()
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     batch: NestedDict | None = None
     last: jax.Array | None = None
     watch.train()
-    while run.step < total and not (stop.requested_at(run.step) or run.stop_reason or log.skipped.too_many):
+    while run.step < total and not (stop.requested_now() or run.stop_reason or log.skipped.too_many):
+      doing(f'the input of step {run.step + 1}')
       if not watch.wait_for_input(batches, last, lambda: stop.requested):
         continue
       try:
@@ -362,6 +385,7 @@ def _run_train(
       if verify_numerics:
         verify_numerics = False
         console.line(_verified(partitioned, run.state, keys.train, batch))
+      doing(f'step {run.step + 1}')
       with jax.profiler.StepTraceAnnotation('train', step_num=run.step + 1):
         if is_due(run.step + 1, check_determinism):
           out = step_twice(partitioned.train_step, run.state, keys.train, batch, run.step + 1)
@@ -379,7 +403,7 @@ def _run_train(
       do_what_is_due()
 
     # ---- the end
-    stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
+    stop.requested_now()  # After the last step too: a signal that only some processes got must not part them.
     save()
     if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
       finish()

@@ -29,27 +29,29 @@ class Saving:
     self._checkpointer = checkpointer
     self._true_shapes = true_shapes
     self._line = line
-    self._step = 0
+    self._step = 0  # Of the last save, and whether it has not failed until now.
+    self._is_good = True
     self._stalled = 0.0
 
   def save(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> bool:
     """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before."""
     start = time.perf_counter()
     self._tolerated(self._checkpointer.wait_until_complete)  # Its failure is one of an earlier step.
-    self._step = step
-    saved = self._tolerated(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state))
+    self._step, self._is_good = step, True
+    self._tolerated(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state))
     self._stalled += time.perf_counter() - start
-    return saved is not None
+    return self._is_good
 
   def newly_complete(self) -> list[tuple[int, Path]]:
     """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
     return self._tolerated(self._checkpointer.newly_complete) or []
 
   def finish(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> None:
-    """Saves, unless there is a checkpoint of the step, and waits; raises CheckpointError if that fails."""
+    """Waits until this step is saved; tries again if that failed, and raises CheckpointError if it fails again."""
     self._tolerated(self._checkpointer.wait_until_complete)
     try:
-      self._checkpointer.save(step, state, self._true_shapes, input_state)
+      if not (self._step == step and self._is_good):
+        self._checkpointer.save(step, state, self._true_shapes, input_state)
       self._checkpointer.wait()
     except CheckpointError as error:
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
@@ -65,6 +67,7 @@ class Saving:
     except CheckpointError as error:
       if jax.process_count() > 1:
         raise
+      self._is_good = False
       self._line(f'step {self._step}: {error}; training goes on{self._last_good()}')
       return None
 

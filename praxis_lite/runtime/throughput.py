@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from praxis_lite.accelerators import bf16_peak_of
+
 
 class StartupTimes:
   """Assigns all time from its making to the first step to named phases.
@@ -42,40 +44,9 @@ class StartupTimes:
     return f'first step after {sum(self._seconds.values()):.1f} s: {shown}'
 
 
-# Dense bfloat16 operations of one JAX device in 1e12 per second, from the data sheets (TPU v2 and v3: one core of two).
-_PEAKS: dict[float, tuple[str, ...]] = {
-  918: ('tpu v6',),
-  459: ('tpu v5',),
-  275: ('tpu v4',),
-  197: ('tpu v5 lite', 'tpu v5e'),
-  138: ('tpu v4 lite',),
-  61.5: ('tpu v3',),
-  22.5: ('tpu v2',),
-  2500: ('gb200',),
-  2250: ('b200',),
-  989: ('gh200', 'h200', 'h100', 'h800'),
-  835: ('h100 nvl',),
-  756: ('h100 pcie',),
-  362: ('l40s',),
-  312: ('a100', 'a800'),
-  181: ('l40',),
-  125: ('a10', 'v100'),
-  121: ('l4',),
-  70: ('a10g',),
-}
-
-
 def peak_flops(device: jax.Device) -> float | None:
   """Returns the dense bfloat16 peak of one device in operations per second; None if unknown, as for a CPU."""
-  words = device.device_kind.lower().replace('-', ' ').split()
-  matches = [
-    (len(name), peak)
-    for peak, names in _PEAKS.items()
-    for name in names
-    if all(any(word.startswith(part) for word in words) for part in name.split())
-  ]
-  # The longest name counts: a 'TPU v5 lite' is also a 'tpu v5', and an 'L40S' an 'l4'.
-  return max(matches)[1] * 1e12 if matches and device.platform != 'cpu' else None
+  return None if device.platform == 'cpu' else bf16_peak_of(device.device_kind)
 
 
 class Rates(NamedTuple):

@@ -360,7 +360,9 @@ def restore_model(
     check(task.model)
     ema: bool = getattr(task, use_ema).use_ema if isinstance(use_ema, str) else use_ema
     with changes_named(job_log_dir, config):
-      variables, global_step = restore_variables(checkpointer, tasks.layout, use_ema=ema, step=step)
+      variables, global_step = restore_variables(
+        checkpointer, tasks.layout, use_ema=ema, step=step, weights=task.model.abstract_init()
+      )
     for line in checkpointer.notes if is_primary_process() else ():
       print(line, file=sys.stderr)
   finally:

@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from praxis_lite.call import Summary, Surroundings
+from praxis_lite.call import Surroundings, summary_over_devices
 from praxis_lite.errors import ConfigError, located
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
 from praxis_lite.partitioning.explicit import ShardedParam, fold_rng_over_axis, own_part
@@ -202,7 +202,7 @@ class ShardMapped(Execution):
     specs = map_with_path(lambda path, _: self._specs[path], gradients)
     out = out._replace(
       metrics=mean_over_devices(out.metrics, self.batch_axes),
-      summaries={name: self._one_summary(summary) for name, summary in out.summaries.items()},
+      summaries={name: summary_over_devices(s, self.batch_axes) for name, s in out.summaries.items()},
       updates=map_with_path(self._own_update, out.updates),
     )
     return jax.lax.pmean(loss, self.batch_axes), out, sync_gradients(gradients, self.batch_axes, specs)
@@ -240,16 +240,6 @@ class ShardMapped(Execution):
     value = jax.lax.pmean(value, self.batch_axes) if jnp.issubdtype(value.dtype, jnp.floating) else value
     return value if _keeps_split(self._weights[path]) else own_part(value, self._specs[path])
 
-  def _one_summary(self, summary: Summary) -> Summary:
-    """Scalars are averaged over the devices that share the batch; of all else, the first device's is kept."""
-    x = summary.value
-    if not self.batch_axes:
-      return summary
-    if summary.kind == 'scalar' and jnp.issubdtype(x.dtype, jnp.floating):
-      return Summary(jax.lax.pmean(x, self.batch_axes), summary.kind)
-    first = jnp.where(jax.lax.axis_index(self.batch_axes) == 0, x, jnp.zeros_like(x))
-    return Summary(jax.lax.psum(first, self.batch_axes), summary.kind)
-
   # ---------------------------------------------------------------- checks
 
   def _kept_axes(self) -> set[str]:
@@ -270,10 +260,11 @@ class ShardMapped(Execution):
     split = [path for path in trained if any(self._sizes[a] > 1 for a in all_axes(self._specs[path]))]
     names = learner.not_elementwise() if split else []
     if names:
+      of_moments = any('learner.moments' in name for name in names)
+      other = "set it to 'bfloat16'" if of_moments else 'use an elementwise optimizer such as adamw'
       raise ConfigError(
         f"learner.optimizer: {', '.join(names)} needs whole tensors, and under partitioning='shard_map' each device "
-        f'updates its part of {path_name(split[0])}; use an elementwise optimizer such as adamw, leave the weights '
-        "whole, or set task.partitioning='auto'"
+        f"updates its part of {path_name(split[0])}; {other}, leave the weights whole, or set task.partitioning='auto'"
       )
 
 

@@ -5,12 +5,16 @@ library kernels.
     ragged_dot_general      2 * M * N * K: each row by the weights of its group
     conv_general_dilated    2 * output elements * kernel elements per output channel
     fused attention         4 * B * N * T * S * H, the two products that it computes
+
+Of attention in blocks, those blocks count that its mask does not empty: of a causal mask half of them, and those on the
+diagonal. Dense attention computes all of them, and all count.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,7 @@ from jax.extend import core
 
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
+from praxis_lite.training.trips import Bound, Bounds
 
 
 def model_flops(partitioned: PartitionedTask) -> float:
@@ -30,11 +35,24 @@ def model_flops(partitioned: PartitionedTask) -> float:
 
 
 def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
-  """Returns the operations of one call: of the most expensive branch of a `cond`, and of one round of a `while`."""
-  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+  """Returns the operations of one call.
+
+  Of a `cond` the most expensive branch counts, and a `while` as often as it may run at most: attention in blocks, for
+  which segment ids say how many blocks meet, as if each row were one segment, and a ring of devices as if there were no
+  mask. A `while` for which the program shows no such number counts once.
+  """
+  return _flops(jaxpr, [])
 
 
-def _equation_flops(equation: core.JaxprEqn) -> float:
+def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> float:
+  bounds, total = Bounds(jaxpr, inputs), 0.0
+  for equation in jaxpr.eqns:
+    total += _equation_flops(equation, bounds)
+    bounds.add(equation)
+  return total
+
+
+def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
   name, params = equation.primitive.name, equation.params
   shapes: list[tuple[int, ...]] = [getattr(v.aval, 'shape', ()) for v in equation.invars[:3]]
   elements = math.prod(getattr(equation.outvars[0].aval, 'shape', ())) if equation.outvars else 0
@@ -54,11 +72,13 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
   if name.startswith('dot_product_attention_fwd'):
     query, key = shapes[:2]  # [B, T, N, H] and [B, S, K, H]
     return 4.0 * math.prod(query) * key[1]
-  if name == 'cond':
-    return max(count_flops(branch) for branch in params['branches'])
-  below = sum(count_flops(jaxpr) for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr))
+  jaxprs = [jaxpr for jaxpr in jax.tree.leaves(params, is_leaf=_is_jaxpr) if _is_jaxpr(jaxpr)]
+  flops = [_flops(jaxpr, bounds.below(equation, jaxpr)) for jaxpr in jaxprs]
+  below = max(flops) if name == 'cond' else sum(flops)
   if name == 'scan':
     return below * params['length']
+  if name == 'while':
+    return below * (1 if below == 0 or (trips := bounds.most_trips(equation)) is None else trips)
   if name == 'shard_map':  # Inside, shapes are those of one device.
     sizes, mapped = params['mesh'].shape, params['newly_manual_axes']
     return below * math.prod(sizes[axis] for axis in mapped)

@@ -141,10 +141,11 @@ def small_task(
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
   pipelines = [_Stages.of(layer, real, mesh) for layer in _pipelines(task)]
+  first = max((len(getattr(layer, 'first_tpl', ())) for layer in task.model.descendants()), default=0)
 
   def shrunk(kept: Iterable[int]) -> SmallTask:
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
-    layers = {n: n if n in kept else _small_count(n, stacks, pipelines, real, mesh) for n in counts}
+    layers = {n: n if n in kept else min(n, first + _small_count(n, stacks, pipelines, real, mesh)) for n in counts}
     by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
     by_field['num_stages'] = {p.number: p.small for p in pipelines}
     model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))

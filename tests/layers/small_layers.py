@@ -94,7 +94,9 @@ def attention() -> Config:
 
 def moe() -> Config:
   config = split(layers.MoeFeedForward, ('data', None, 'mdl'), OUT, input_dims=D, hidden_dims=F, num_experts=5)
-  config.set(expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1)
+  config.set(
+    expert_axis='data', dispatch='capacity', capacity_factor=0.8, num_shared_experts=1, shared_expert_gate=True
+  )
   config.router_tpl = router()
   return config
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from attention_cases import CASES, arguments, attend
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import blocks
+from praxis_lite.layers import MultiHeadAttention, RelativeBias, blocks
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.dot_product import AttentionCase, choose_attention, dot_product_attention
 from praxis_lite.layers.masks import Visibility
@@ -42,7 +45,8 @@ def pairs(visible, length, size=4, segments=None):
   at = blocks.block_indices(length, size)
   queries = blocks.query_blocks(x, at, 1, segments_BT=ids)
   found = blocks.needed_pairs(visible, queries, blocks.key_blocks(x, x, at, segments_BS=ids))
-  return [tuple(pair) for pair in np.asarray(found.table)[: int(found.used)].tolist()]
+  table, flags = np.asarray(found.table)[: int(found.used)], ... if found.flags is None else np.asarray(found.flags)
+  return [tuple(pair) for pair in table[flags].tolist()]
 
 
 def test_only_pairs_of_blocks_that_the_mask_leaves_are_computed():
@@ -88,6 +92,21 @@ def test_memory_is_linear_in_the_length_and_a_fraction_of_dense():
   assert 3.5 < at[65536] / at[16384] < 4.1
   assert at[65536] / at[4096] < 17
   assert at[16384] < gradient_memory(16384, 'dense') / 20
+
+
+def test_a_scan_over_layers_keeps_no_masks():
+  """JAX would move the masks of all 10 pairs of blocks out of the scan, where nothing but their places is known."""
+  x = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32)
+
+  def loss(x):
+    def layer(x, _):
+      return blockwise_attention(x, x, x, visible=Visibility(causal=True), block_size=16), None
+
+    return jnp.sum(jax.lax.scan(layer, x, length=3)[0])
+
+  program = jax.jit(jax.grad(loss)).lower(x).as_text()
+  assert 'tensor<10x2xi32>' in program, 'the table of pairs'
+  assert not re.search(r'tensor<10x[0-9x]*16x16xi1>', program)
 
 
 def test_a_query_that_sees_no_key_is_finite_with_finite_gradients():
@@ -187,3 +206,31 @@ def test_auto_says_what_it_chooses_and_why(change, name, reason):
 def test_what_an_implementation_cannot_do_is_refused_by_name(implementation, change, message):
   with pytest.raises(ConfigError, match=message):
     choose_attention(implementation, CASE._replace(**change), 'lm.implementation')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('rows, skips', [(4, True), (3, False)])
+def test_on_a_mesh_each_device_skips_by_the_segments_of_its_own_rows(rows, skips):
+  """Rows over 4 devices and kv heads over 2, in `shard_map`; 3 rows are left to the compiler. Equal to one device."""
+  mesh = jax.make_mesh((2, 2, 2), ('replica', 'data', 'mdl'), axis_types=(AxisType.Auto,) * 3)
+  config = Config(MultiHeadAttention, input_dims=6, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
+  config.set(implementation='blockwise', block_size=8, relative_bias_tpl=Config(RelativeBias))
+  sharded = config.clone(mesh_axis_names=mesh.axis_names)
+  blnh = (('replica', 'data'), None, 'mdl', None)
+  sharded.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh)
+  layer = config.instantiate()
+  variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (rows, 20, 6))
+  ids = jnp.sort(jax.random.randint(jax.random.key(2), (rows, 20), 0, 4), axis=1).astype(jnp.int32)
+
+  def gradients(layer):
+    return jax.value_and_grad(lambda v, x, ids: jnp.sum(layer.apply(v, x, segment_ids=ids)[0] ** 2), argnums=(0, 1))
+
+  def on_mesh(*args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return gradients(sharded.instantiate())(*args)
+
+  jitted = GuardedJit(on_mesh)
+  args = jax.device_put((variables, x, ids), NamedSharding(mesh, PartitionSpec()))
+  assert ('conditional(' in jitted.lower(*args).compile().as_text()) == skips
+  expected = jax.jit(gradients(layer))(variables, x, ids)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jitted(*args), expected)

@@ -18,6 +18,7 @@ from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.layers import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import GuardedJit, partition_spmd_model
+from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.padding import padded_shape, slice_to
 from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
@@ -258,6 +259,17 @@ def test_only_sums_and_the_gradient_of_the_input_cross_the_axis_that_splits_the_
   shapes = [shape for arrays, _ in sent for shape in re.findall(r'f32\[([\d,]*)\]', arrays)]
   assert shapes.count(f'2,{T},{D}') == 1, 'dx is summed once, after the loop'
   assert set(shapes) == {f'2,{T},{D}', f'2,{T}'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('batch, gathers', [(4, [(3, (1, 4, 2)), (3, (1, 4, 2))]), (32, [(1, (1, 4, 6))])], ids=str)
+def test_a_fully_sharded_table_is_gathered_once_in_a_pass(batch, gathers):
+  """6 classes of a part in chunks of 2: chunk by chunk where the table is larger than the logits of a chunk; else at
+  once, for both passes."""
+  program, actual, expected = on_mesh((1, 4, 2), FullSoftmax, ('data', 'mdl'), OUT, batch)
+  assert_close(actual, expected)
+  executed = parse(program()).executed()
+  assert [(times, i.collective_result[0].dims) for i, times in executed if i.collective == 'all-gather'] == gathers
 
 
 TRAINED = {

@@ -26,11 +26,11 @@ def inputs():
   return jax.random.normal(jax.random.key(5), (B, T, D))
 
 
-def decoded(layer, variables, x, wrap=jax.jit):
+def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
   """Outputs [B, T, D] of the prompts in one call and then a token at a time; zeros where nothing was computed."""
 
   def extend(variables, x, pos, state):
-    y, side = layer.apply(variables, x, pos, decode_state=state, method='extend_step')
+    y, side = layer.apply(variables, x, pos, *prefix, decode_state=state, method='extend_step')
     return y, side.decode_state
 
   extend = wrap(extend)
@@ -49,8 +49,8 @@ def decoded(layer, variables, x, wrap=jax.jit):
   return out, state
 
 
-def expected(layer, variables, x):
-  y, _ = layer.apply(variables, x)
+def expected(layer, variables, x, **fields):
+  y, _ = layer.apply(variables, x, **fields)
   return np.where(np.arange(T)[:, None] < (LENGTHS + STEPS)[:, None, None], y, 0)
 
 
@@ -75,6 +75,14 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
   y, state = decoded(layer, variables, x)
   assert state['key'].shape == (B, slots, layer.num_kv_heads, 4)
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
+
+
+@pytest.mark.parametrize('fields', [{}, {'cache_page_size': 4}, {'cache_page_size': 4, 'sliding_window': 6}], ids=str)
+def test_a_prompt_that_is_a_prefix_is_attended_to_by_all_of_its_tokens(fields):
+  layer = build(**fields)
+  variables, x, prefix = layer.init(jax.random.key(0)), inputs(), jnp.array(LENGTHS)
+  out, _ = decoded(layer, variables, x, prefix=(prefix,))
+  np.testing.assert_allclose(out, expected(layer, variables, x, prefix_lengths=prefix), atol=1e-5)
 
 
 @pytest.mark.parametrize('fields', [{}, {'cache_page_size': 4}, {'sliding_window': 6}])

@@ -167,6 +167,10 @@ def test_shared_experts_are_added():
   shared, _ = Config(GatedFeedForward, input_dims=D, hidden_dims=2 * F).instantiate().apply(variables['shared'], X)
   routed = {name: v for name, v in variables.items() if name != 'shared'}
   np.testing.assert_allclose(run(moe, variables)[0], run(config(), routed)[0] + shared, atol=1e-5)
+  gated = {**variables, 'shared_gate': {'w': np.random.default_rng(1).normal(size=(D, 1)).astype(np.float32)}}
+  share = 1 / (1 + np.exp(-X @ gated['shared_gate']['w']))
+  y, _ = run(config(num_shared_experts=2, shared_expert_gate=True), gated)
+  np.testing.assert_allclose(y, run(config(), routed)[0] + share * shared, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,8 @@ def step(layer, variables, x):
 LOSSES = {'z_loss_weight': 0.1, 'load_balance_loss_weight': 0.1}
 ON_MESHES = {
   'tokens over data and mdl, exchanged over both': (
-    {'dispatch': 'dropless', 'expert_axis': ('data', 'mdl'), 'router': LOSSES},
+    {'dispatch': 'dropless', 'expert_axis': ('data', 'mdl'), 'router': LOSSES, 'num_shared_experts': 1}
+    | {'shared_expert_gate': True},
     (('data', 'mdl'), None, 'replica'),
     (('replica', 'data'), None, None),
     (2, 2, 2),

@@ -193,6 +193,7 @@ def test_mistakes_are_named():
     ({'circular_repeat': 3}, r'Pipelined.circular_repeat: 3 does not divide num_layers, 8'),
     ({'circular_repeat': 4}, r'4 stages of circular_repeat=4 groups need at least 16 layers'),
     ({'layers_tpl': (Config(Residual, dims=D),)}, r'Pipelined.layers_tpl: .*a pattern of several'),
+    ({'first_tpl': (Config(Residual, dims=D),)}, r'Pipelined.first_tpl: the layers of a pipeline are alike'),
     ({'stage_remat': 'ful'}, r"Pipelined.stage_remat: .*Did you mean 'full'"),
   ):
     with pytest.raises(ConfigError, match=message):

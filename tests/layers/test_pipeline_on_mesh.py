@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
-from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock
+from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import KINDS, assert_collectives, collectives
 from praxis_lite.partitioning.padding import padded_shape, slice_to
@@ -22,7 +22,12 @@ B, T, D = 16, 8, 16
 NONE = dict.fromkeys(KINDS, 0)
 
 
-def build(L, S, M, R):
+@pytest.fixture(autouse=True)
+def bubbles_are_nan(monkeypatch):
+  monkeypatch.setattr(pipeline, 'BUBBLE', float('nan'))
+
+
+def build(L, S, M, R, **fields):
   block = Config(TransformerBlock, input_dims=D, hidden_dims=24, num_heads=2)
   rows = ('data', None, None)
   block.activation_split_dims_mapping.out = rows
@@ -30,7 +35,7 @@ def build(L, S, M, R):
   block.attention_tpl.activation_split_dims_mapping.set(blnh=(*rows, None), blkh=(*rows, None), out=rows)
   block.ff_tpl.activation_split_dims_mapping.set(hidden=rows, out=rows)
   config = Config(PipelinedTransformer, layers_tpl=block, num_layers=L, num_stages=S, num_microbatches=M)
-  config.set(circular_repeat=R, mesh_axis_names=AXES)
+  config.set(circular_repeat=R, mesh_axis_names=AXES, **fields)
   config.weight_split_dims_mapping.stages = ('stage',)
   return config.instantiate()
 
@@ -95,27 +100,54 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
-def test_experts_in_stages_are_those_of_one_device():
-  """Tokens are exchanged by a `shard_map` inside of a stage."""
+def test_gradients_are_summed_once_where_devices_run_their_own_rows():
+  layer = build(7, 4, 4, 1, batch_axes='data')
+  variables, mesh = layer.init(jax.random.key(0)), jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+  x = jax.random.normal(jax.random.key(1), (15, T, D))  # Some rows fill up the last microbatch.
+  segment_ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (15, T)).cumsum(axis=1) // 2 + 1, jnp.int32)
+
+  def loss(variables, x):
+    y, _ = layer.apply(variables, x, segment_ids=segment_ids, segment_pos=jnp.arange(T)[None])
+    return jnp.sum(jnp.sin(y))
+
+  def on_mesh(padded, x):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return loss(slice_to(padded, variables), x)
+
+  padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
+  x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+  compiled = GuardedJit(jax.grad(on_mesh), out_shardings=shards(padded)).lower(padded, x).compile()
+  weights = sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(padded)) // 4
+  assert weights <= collectives(compiled)['all-reduce'].bytes < 2 * weights
+  got, expected = slice_to(compiled(padded, x), variables), jax.jit(jax.grad(loss))(variables, x)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
+
+
+@pytest.mark.parametrize('batch_axes', [None, 'data'])
+def test_experts_in_stages_are_those_of_one_device(batch_axes):
+  """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows."""
   axes = ('stage', 'data', 'expert')
   experts = Config(MoeFeedForward, input_dims=8, hidden_dims=12, num_experts=3, expert_axis='expert')
   experts.activation_split_dims_mapping.out = (('data', 'expert'), None, None)
+  experts.router_tpl.set(load_balance_loss_weight=0.1, bias_update_rate=0.1)
   config = Config(Pipelined, layers_tpl=experts, num_layers=3, num_stages=2, num_microbatches=2)
   config.weight_split_dims_mapping.stages = ('stage',)
-  layer = config.set(mesh_axis_names=axes).instantiate()
+  layer = config.set(mesh_axis_names=axes, batch_axes=batch_axes).instantiate()
   variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 4, 8))
   mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
   padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
 
   def loss(variables, x):
     y, side = layer.apply(variables, x, key=jax.random.key(3))
-    return jnp.sum(jnp.sin(y)) + sum(value * weight for value, weight in side.aux_losses.values())
+    summaries = {name: summary.value for name, summary in side.summaries.items()}
+    aux = sum(value * weight for value, weight in side.aux_losses.values())
+    return jnp.sum(jnp.sin(y)) + aux, (side.updates, summaries)
 
   def on_mesh(padded, x):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       return loss(slice_to(padded, variables), x)
 
-  got = GuardedJit(jax.value_and_grad(on_mesh), out_shardings=(None, shards(padded)))(padded, x)
-  expected = jax.jit(jax.value_and_grad(loss))(variables, x)
+  got = GuardedJit(jax.value_and_grad(on_mesh, has_aux=True), out_shardings=(None, shards(padded)))(padded, x)
+  expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables, x)
   got = got[0], slice_to(got[1], variables)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), got, expected)

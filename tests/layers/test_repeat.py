@@ -223,6 +223,33 @@ def test_layers_of_a_pattern_draw_different_numbers_and_extend_their_own_caches(
     np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
+def test_first_layers_come_before_the_repeated_ones():
+  """As others of the same kind in sequence: values, gradients, draws, side outputs and caches."""
+  sub, other = Config(Residual, dims=D, aux=True, noise=0.1), Config(Shift, dims=D, aux=True, noise=0.1)
+  layer = Config(Repeat, layers_tpl=sub, num_layers=4, first_tpl=(other, sub), remat='full').instantiate()
+  variables = layer.init(jax.random.key(0))
+  assert list(variables) == ['first_0', 'first_1', 'layers']
+  assert [type(one) for one in layer.in_turn()] == [Shift, Residual, Residual, Residual]
+  # A pattern of as many layers that all are repeated once computes the same.
+  whole = Config(Repeat, layers_tpl=(other, sub, sub, sub), num_layers=4).instantiate()
+
+  def in_pattern(variables):
+    firsts = [jax.tree.map(lambda v: v[None], variables[f'first_{i}']) for i in (0, 1)]
+    rest = [jax.tree.map(lambda v, i=i: v[i : i + 1], variables['layers']) for i in (0, 1)]
+    return {f'layers_{i}': v for i, v in enumerate([*firsts, *rest])}
+
+  value, grads = _loss_and_grads(layer, variables)
+  got = _loss_and_grads(whole, in_pattern(variables))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, (value, in_pattern(grads)))
+  results = []
+  for one, weights in ((layer, variables), (whole, in_pattern(variables))):
+    state = one.apply(weights, 2, method='init_decode_state')[1].decode_state
+    results.append(one.apply(weights, x_BD(), decode_state=state, method='extend_step')[0])
+  np.testing.assert_allclose(*results, rtol=1e-5)
+  with pytest.raises(ConfigError, match=r'num_layers: expected at least 3, since first_tpl has 2, got 2'):
+    Config(Repeat, layers_tpl=sub, num_layers=2, first_tpl=(other, sub)).instantiate()
+
+
 @pytest.mark.slow
 def test_remat_of_each_layer_of_a_pattern_changes_neither_values_nor_gradients():
   sub = {'aux': True, 'noise': 0.1}

@@ -199,7 +199,7 @@ def test_codes_and_their_maxima_are_split_as_their_variables_and_take_a_quarter_
 def test_explicit_collectives_take_bfloat16_and_refuse_int8():
   fields = {'mesh': (1, 4, 1), 'partitioning': 'shard_map'}
   assert PartitionedTask(task(moments='bfloat16', **fields).instantiate(), data().batch_struct()).execution
-  with pytest.raises(ConfigError, match=r"learner.moments='int8' needs whole tensors"):
+  with pytest.raises(ConfigError, match=r"learner.moments='int8' needs whole tensors.*; set it to 'bfloat16'"):
     _ = PartitionedTask(task(moments='int8', **fields).instantiate(), data().batch_struct()).execution
 
 

@@ -17,6 +17,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
@@ -406,6 +407,93 @@ def test_a_mesh_that_divides_nothing_trains_and_decodes_like_one_device(style):
   got = jax.jit(on_mesh, in_shardings=replicated)(*arguments)
   expected = jax.jit(run)(*arguments)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+# ------------------------------------------------------------------ prefix-LM
+
+
+PREFIXES = np.array([5, 2, 0], np.int32)
+
+
+def prefix_lm(**fields):
+  """A model, and itself without causal masks, to compute its loss with any other."""
+  p = config(num_kv_heads=1, **fields)
+  p.set(model_type='prefix')
+  p.decoder_tpl.set(max_decode_steps=4, temperature=0.0)
+  p.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size = 2
+  blocks = p.lm_tpl.transformer_tpl.clone(num_layers=2)
+  blocks.layers_tpl.set(input_dims=12, hidden_dims=10, num_heads=3, num_kv_heads=1)
+  return p, blocks.instantiate()
+
+
+def logits_by_hand(lm, blocks, variables, ids, prefixes):
+  """With a mask written out: a token sees those up to itself, and the prefix of its row."""
+  t = np.arange(ids.shape[1])
+  mask = (t[None, :] <= t[:, None]) | (t < np.reshape(prefixes, (-1, 1, 1)))
+  x, _ = lm.embedding.apply(variables['embedding'], ids)
+  x, _ = blocks.apply(variables['transformer'], x, mask=mask[:, None])
+  x, _ = lm.final_norm.apply(variables['final_norm'], x)
+  return lm.softmax.apply(variables['softmax'], x, method='get_logits')[0]
+
+
+def test_a_prefix_lm_attends_to_its_prefix_on_one_device_and_on_a_mesh():
+  """Loss and gradients, against dense attention with the mask as an array; weights of 3 heads over 2 devices."""
+  p, blocks = prefix_lm()
+  model, mesh = p.instantiate(), mesh_of((2, 2, 2))
+  sharded = set_sharding(p.clone()).set(mesh_axis_names=mesh.axis_names).instantiate()
+  _, variables = make(num_kv_heads=1)
+  data = batch() | {'prefix_lengths': PREFIXES}
+
+  def loss(variables, data, model):
+    return model.apply(variables, data)[0][0]['loss'][0]
+
+  def by_hand(variables, data):
+    logits = logits_by_hand(model.lm, blocks, variables['lm'], data['ids'], PREFIXES)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, data['labels'])
+    return jnp.sum(losses * data['weights']) / data['weights'].sum()
+
+  expected, found = jax.jit(
+    lambda v, data: (jax.value_and_grad(by_hand)(v, data), jax.value_and_grad(loss)(v, data, model))
+  )(variables, data)
+
+  def on_mesh(variables, data):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.value_and_grad(loss)(variables, data, sharded)
+
+  on_mesh = GuardedJit(on_mesh)(*jax.device_put((variables, data), NamedSharding(mesh, PartitionSpec())))
+  for each in found, on_mesh:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), each, expected)
+  assert abs(expected[0] - loss(variables, data, make(num_kv_heads=1)[0])) > 1e-3, 'a causal mask makes a difference'
+
+
+def test_a_prefix_lm_decodes_with_its_prompt_as_the_prefix():
+  p, blocks = prefix_lm()
+  model, (_, variables) = p.instantiate(), make(num_kv_heads=1)
+  _, decoded = decode(model, variables, prompts())
+  by_hand = jax.jit(lambda ids, length: logits_by_hand(model.lm, blocks, variables['lm'], ids, length))
+  for row, length in enumerate(PROMPT_LENGTHS[:3]):
+    ids = np.zeros((1, 9), np.int32)
+    ids[0, :length] = prompts()['ids'][row, :length]
+    for step in range(4):
+      after = log_softmax(np.asarray(by_hand(ids, length))[0, length + step - 1])
+      assert decoded['ids'][row, step] == after.argmax()
+      np.testing.assert_allclose(decoded['log_probs'][row, step], after.max(), atol=1e-4)
+      ids[0, length + step] = after.argmax()
+
+
+def test_mistakes_with_prefixes_are_named():
+  model = prefix_lm()[0].instantiate()
+  _, variables = make(num_kv_heads=1)
+  with pytest.raises(
+    ConfigError, match=r"model_type: 'prefix' needs prefix_lengths .* this one has ids, labels, weights"
+  ):
+    model.apply(variables, batch())
+  with pytest.raises(ConfigError, match=r"model_type: expected 'causal' or 'prefix', got 'masked'"):
+    config().set(model_type='masked').instantiate()
+  p = prefix_lm()[0]
+  p.decoder_tpl.max_context = 6
+  with pytest.raises(ConfigError, match='the 6 tokens that the model sees at once are fewer than those of prompts'):
+    decode(p.instantiate(), variables, prompts())
 
 
 def loss_collectives(mesh, num_layers):

@@ -28,6 +28,26 @@ def test_nested_loops_run_as_often_as_their_counts_multiply():
   assert not found.unknown_loops
 
 
+def test_collectives_of_nested_loops_run_as_often_too():
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def summed(h, _):
+    return jax.lax.psum(jnp.sin(h), 'data'), None
+
+  def inner(h, _):
+    return jax.lax.scan(summed, h, None, length=5)[0], None
+
+  fn = jax.shard_map(
+    lambda h: jax.lax.scan(inner, h, None, length=3)[0],
+    mesh=mesh,
+    in_specs=jax.sharding.PartitionSpec(),
+    out_specs=jax.sharding.PartitionSpec(),
+  )
+  (reduced,) = cost(compiled(fn, (64, 16)), 'cpu:8', mesh={'data': 8}).collectives
+  assert (reduced.kind, reduced.count, reduced.axes) == ('all-reduce', 3 * 5, ('data',))
+  assert reduced.fast_bytes == 2 * 7 / 8 * 4 * 64 * 16
+
+
 def test_a_loop_of_unknown_length_counts_once_and_is_named():
   program = compiled(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x), x), (16, 16))
   found = cost(program)
@@ -108,6 +128,68 @@ def test_a_tpu_loop_runs_from_its_start_to_the_bound_of_its_condition():
   assert (product.count, product.bytes) == (5, 4 * 8 * 8)
 
 
+_NESTED = """HloModule step, is_scheduled=true, num_partitions=8
+
+%row (all: f32[64,1024], i: s32[]) -> f32[1,1024] {
+  %all = f32[64,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %one = f32[1,1024]{1,0} dynamic-slice(%all, %i, %zero), dynamic_slice_sizes={1,1024}
+}
+
+%put (into: f32[64,1024], part: f32[1,1024], k: s32[]) -> f32[64,1024] {
+  %into = f32[64,1024]{1,0} parameter(0)
+  %part = f32[1,1024]{1,0} parameter(1)
+  %k = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %new = f32[64,1024]{1,0} dynamic-update-slice(%into, %part, %k, %none)
+}
+
+%both (x: f32[64,1024], n: s32[], y: f32[64,1024]) -> f32[64,1024] {
+  %x = f32[64,1024]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %y = f32[64,1024]{1,0} parameter(2)
+  %read = f32[1,1024]{1,0} fusion(%x, %n), kind=kLoop, calls=%row
+  ROOT %wrote = f32[64,1024]{1,0} fusion(%y, %read, %n), kind=kLoop, calls=%put
+}
+
+ENTRY %main (a: f32[64,1024], j: s32[], b: f32[64,1024]) -> f32[64,1024] {
+  %a = f32[64,1024]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %b = f32[64,1024]{1,0} parameter(2)
+  ROOT %r = f32[64,1024]{1,0} fusion(%a, %j, %b), kind=kLoop, calls=%both
+}
+"""
+
+
+def test_a_fusion_in_a_fusion_moves_only_the_part_that_it_slices_or_updates():
+  index = 2 * 4  # Both read it.
+  assert cost(_NESTED, 'v5e:2x4').bytes == pytest.approx(2 * 4 * 1024, abs=index)
+
+
+@pytest.mark.parametrize(('step', 'trips'), [(1, 5), (2, 3), (5, 1)])
+def test_a_tpu_loop_that_is_unrolled_counts_in_larger_steps(step, trips):
+  assert cost(_LOOP.replace('constant(1)', f'constant({step})'), 'v5e:2x4').flops == trips * 2 * 8**3
+  # So does one whose counter is one of several results of a fusion.
+  fused = _LOOP.replace(
+    '%body (p:',
+    """%counted (k: s32[], z: f32[8,8]) -> (f32[8,8], s32[]) {
+  %z = f32[8,8]{1,0} parameter(1)
+  %k = s32[] parameter(0)
+  %by = s32[] constant(STEP)
+  %sum = s32[] add(%k, %by)
+  ROOT %both = (f32[8,8]{1,0}, s32[]) tuple(%z, %sum)
+}
+
+%body (p:""".replace('STEP', str(step)),
+  ).replace(
+    '%next = s32[]{:T(128)} add(%i, %one)',
+    """%pair = (f32[8,8]{1,0}, s32[]) fusion(%i, %x), kind=kLoop, calls=%counted
+  %next = s32[]{:T(128)} get-tuple-element(%pair), index=1""",
+  )
+  assert cost(fused, 'v5e:2x4').flops == trips * 2 * 8**3
+
+
 _FUSIONS = """HloModule step, is_scheduled=true, num_partitions=8
 
 %start (a: bf16[4,8]) -> (bf16[4,8], bf16[8,8]) {
@@ -145,6 +227,60 @@ def test_a_collective_that_tpu_fusions_carry_on_counts_once_and_is_overlapped():
   (gather,) = cost(_FUSIONS, 'v5e:2x4', mesh={'replica': 2, 'data': 2, 'mdl': 2}).collectives
   assert (gather.count, gather.result_bytes, gather.axes, gather.group_size) == (1, 128, ('data',), 2)
   assert gather.exposed < gather.seconds
+
+
+# The same, but it is carried on in a loop, between its start and its end.
+_CARRIED = _FUSIONS.replace(
+  'ENTRY %main',
+  """%body (t: (s32[], bf16[4,8], bf16[512,512])) -> (s32[], bf16[4,8], bf16[512,512]) {
+  %t = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %u = bf16[4,8]{1,0} get-tuple-element(%t), index=1
+  %v = bf16[512,512]{1,0} get-tuple-element(%t), index=2
+  %w = bf16[512,512]{1,0} fusion(%u, %v), kind=kOutput, calls=%carry
+  ROOT %o = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) tuple(%i, %u, %w)
+}
+
+%condition (c: (s32[], bf16[4,8], bf16[512,512])) -> pred[] {
+  %c = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main""",
+).replace(
+  '%p = bf16[512,512]{1,0} fusion(%x, %y), kind=kOutput, calls=%carry',
+  """%k = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) tuple(%x, %x, %y)
+  %p = (s32[], bf16[4,8]{1,0}, bf16[512,512]{1,0}) while(%k), condition=%condition, body=%body, """
+  'backend_config={"known_trip_count":{"n":"9"}}',
+)
+
+
+def test_a_collective_that_a_loop_carries_on_counts_once_too():
+  assert collectives(_CARRIED)['all-gather'].count == 1
+  found = cost(_CARRIED, 'v5e:2x4')
+  assert [op.count for op in found.operations if op.flops] == [9]
+  assert [(c.name, c.count) for c in found.collectives] == [('g', 1)]
+  assert found.exposed_seconds < found.collectives[0].seconds
+
+
+_SHIFTS = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[1024,1024]) -> (bf16[1024,1024], bf16[1024,1024]) {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %a = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %b = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) collective-permute-start(%x), source_target_pairs={{1,0},{2,1},{3,2},{0,3}}
+  %c = bf16[1024,1024]{1,0} collective-permute-done(%a)
+  %d = bf16[1024,1024]{1,0} collective-permute-done(%b)
+  ROOT %r = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) tuple(%c, %d)
+}
+"""  # noqa: E501
+
+
+def test_shifts_in_opposite_directions_of_a_torus_go_on_at_the_same_time():
+  on_torus, of_host = cost(_SHIFTS, 'v5p:4x2x1'), cost(_SHIFTS, 'h100:1x8')
+  once = on_torus.collectives[0].seconds
+  assert on_torus.exposed_seconds == pytest.approx(once)
+  assert of_host.exposed_seconds == pytest.approx(2 * of_host.collectives[0].seconds)
 
 
 _GPU = """HloModule step, is_scheduled=true, num_partitions=8
@@ -220,6 +356,12 @@ def test_groups_in_all_spellings():
 
   assert groups_of(named("{'b'}"), 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
   assert groups_of(named("{'a'}"), 8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+  assert groups_of(named("{'b':(1)2}"), 8) == ((0, 2), (1, 3), (4, 6), (5, 7))
+  assert groups_of(named("{'a','b':(2)2}"), 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+  # Devices that are not in order, as a transposed count, or one by one.
+  for order in ('[4,2]T(1,0)', '0,2,4,6,1,3,5,7'):
+    text = _GPU.replace('{{0,1},{2,3},{4,5},{6,7}}', f"mesh['a'=2,'b'=4], device_ids=({order}) {{'b'}}")
+    assert groups_of(parse(text).entry.instructions[2], 8) == ((0, 2, 4, 6), (1, 3, 5, 7))
   assert groups_of(iota, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) or groups_of(iota, 8) == (
     (0, 2),
     (4, 6),

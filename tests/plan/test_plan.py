@@ -1,16 +1,19 @@
 """Plans of a small language model on simulated devices, against what is counted by hand and what its run compiles."""
 
 import collections
+import pathlib
 import re
+import types
 
 import jax
+import numpy as np
 import pytest
 from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED, ROWS, TOKENS, VOCAB, D, small_lm
 
 from praxis_lite.cli.main import main
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.explain.report import task_and_inputs
-from praxis_lite.plan import compilers, format_plan, plan
+from praxis_lite.plan import compilers, format_plan, parse_topology, plan
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 MESHES = {'data': (8, 1, 1), 'fully sharded': (1, 8, 1), 'tensor': (1, 1, 8), 'mixed': (2, 2, 2)}
@@ -154,6 +157,22 @@ def test_a_second_plan_takes_the_program_of_the_first(plans, cache, monkeypatch)
   assert (again.memory, again.cost, again.compile_seconds) == (first.memory, first.cost, first.compile_seconds)
 
 
+def test_the_key_of_a_program_knows_no_addresses_and_the_chip(monkeypatch):
+  rule = '%2 = stablehlo.custom_call @CustomSPMDPartitioning(%1) {api_version = 2 : i32, backend_config = "NUMBER", x}'
+
+  def key(text, topology='h100:8'):
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(id=0)]))
+    lowered, step = types.SimpleNamespace(as_text=lambda: text), types.SimpleNamespace(mesh=mesh)
+    return compilers._key(lowered, step, parse_topology(topology), ())
+
+  first = key(rule.replace('NUMBER', '140110625912144'))
+  assert key(rule.replace('NUMBER', '140040091481552')) == first
+  assert key(rule.replace('NUMBER', '140040091481552').replace('%1', '%0')) != first
+  assert key(rule.replace('NUMBER', '140040091481552'), 'h200:8') != first
+  monkeypatch.setattr(compilers, 'gpu_target_config', lambda target: 'with more memory')
+  assert key(rule.replace('NUMBER', '140110625912144')) != first
+
+
 @pytest.mark.slow
 def test_the_report_says_it_in_a_terminal(plans):
   text = format_plan(plans('mixed'))
@@ -197,6 +216,40 @@ def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):
   assert found.notes[0].startswith('cpu: the compiler refuses the step: RESOURCE_EXHAUSTED: Used 33G of 15.75G hbm;')
   assert not found.fits and found.memory.room > 0  # The compiler knows better than formulas.
   assert 'does not fit' in format_plan(found)
+
+
+class Program:
+  """A TPU program, whose text is written down, or can be read back alone if fewer operations carry collectives on."""
+
+  def __init__(self, writes):
+    self.writes, self.is_readable = writes, False
+
+  def compile(self, compiler_options):
+    compiled = Program(self.writes)
+    compiled.is_readable = compiler_options.get('xla_tpu_enable_async_collective_fusion') is False
+    if self.writes and 'xla_dump_to' in compiler_options:
+      folder = pathlib.Path(compiler_options['xla_dump_to'])
+      (folder / 'module_1.small.after_optimizations.txt').write_text('a')
+      (folder / 'module_2.jit_step.after_optimizations.txt').write_text('the step')
+    return compiled
+
+  def as_text(self):
+    if not self.is_readable:
+      raise RuntimeError('async-update instruction should have 1 operands but sees 2')
+    return 'the step, without'
+
+
+def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
+  v5p = parse_topology('v5p:2x2x1')
+  assert compilers._compiled(Program(writes=True), v5p)[1] == 'the step'
+  compiled, text = compilers._compiled(Program(writes=False), v5p)
+  assert (compiled.is_readable, text) == (False, 'the step, without')  # Its memory is that of the real one.
+
+
+def test_a_program_without_text_is_one_that_the_compiler_refuses():
+  program = types.SimpleNamespace(as_text=lambda: None)
+  with pytest.raises(NotImplementedError, match='has no text'):  # As `compile_step` expects of a compiler.
+    compilers._compiled(types.SimpleNamespace(compile=lambda: program), parse_topology('h100:8'))
 
 
 def test_what_does_not_fit_says_by_how_much():

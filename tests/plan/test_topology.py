@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from praxis_lite.accelerators import accelerator_of
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.plan.targets import TARGETS, gpu_target_config
 from praxis_lite.plan.topology import check_mesh, parse_topology
@@ -64,18 +65,22 @@ class Device:
 @pytest.mark.parametrize(
   ('target', 'kind'),
   [
-    *[('v4', 'TPU v4'), ('v5e', 'TPU v5 lite'), ('v5p', 'TPU v5'), ('v6e', 'TPU v6 lite')],
+    *[('v2', 'TPU v2'), ('v3', 'TPU v3'), ('v4', 'TPU v4'), ('v5e', 'TPU v5 lite'), ('v5p', 'TPU v5')],
+    *[('v6e', 'TPU v6 lite'), ('7x', 'TPU7x')],
     *[
       ('h100', 'NVIDIA H100 80GB HBM3'),
       ('a100', 'NVIDIA A100-SXM4-80GB'),
+      ('a100-40', 'NVIDIA A100-SXM4-40GB'),
       ('l4', 'NVIDIA L4'),
       ('b200', 'NVIDIA B200'),
     ],
     *[('l40s', 'NVIDIA L40S'), ('gb200', 'NVIDIA GB200'), ('h200', 'NVIDIA H200')],
+    *[(card, TARGETS[card].cuda.name) for card in ('rtx3090', 'rtx4090', 'rtx5090', 'rtx6000ada')],
   ],
 )
-def test_peaks_are_those_that_a_run_measures_its_mfu_by(target, kind):
-  assert TARGETS[target].peak('bf16') == pytest.approx(peak_flops(Device(kind)), rel=1e-3)
+def test_a_device_is_known_by_its_kind_and_its_peak_is_that_of_its_mfu(target, kind):
+  assert accelerator_of(kind).name == target
+  assert TARGETS[target].peak('bf16') == peak_flops(Device(kind))
 
 
 @pytest.mark.parametrize('target', TARGETS.values(), ids=TARGETS)

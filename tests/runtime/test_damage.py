@@ -178,3 +178,12 @@ def test_the_commands_on_checkpoints(saved, capsys):
   assert code == 0 and len(out.splitlines()) == 4 and 'data 2' in out
   code, out = run('list', directory / 'nowhere')
   assert code == 2 and 'there is no checkpoint in' in out
+
+
+@pytest.mark.parametrize('command', ['train', 'eval', 'decode', 'checkpoints'])
+def test_object_stores_are_refused_in_a_line(command, capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  arguments = ['verify', 's3://bucket/run'] if command == 'checkpoints' else ['--job_log_dir=s3://bucket/run']
+  assert main([command, *arguments]) == 2
+  assert 's3://bucket/run: runs are in directories of a file system' in capsys.readouterr().err
+  assert not list(tmp_path.iterdir())

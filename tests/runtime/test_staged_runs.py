@@ -8,10 +8,12 @@ import signal
 
 import jax
 import numpy as np
+import optax
 import pytest
 from staged_runs import flat_layers, staged_run
 from tiny_runs import open_gate
 
+from praxis_lite.config import Config
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.runtime import run_train
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -104,3 +106,21 @@ def test_a_run_killed_in_two_stages_continues_in_four_and_ends_as_one_device_doe
   assert again.step == 20
   for x, y in zip(jax.tree.leaves(again.state.mdl_vars), jax.tree.leaves(whole.state.mdl_vars)):
     np.testing.assert_allclose(x, y, rtol=0, atol=2e-4 * np.abs(np.asarray(y)).max())
+
+
+def test_a_run_goes_from_rounds_to_none_and_back_and_ends_as_the_unchanged_one(tmp_path):
+  """LAMB sees each layer alone, so the names of its states have the sizes of the stack; no size divides its axis."""
+
+  def run(directory, steps, S, R, mesh):
+    stages = {'num_stages': S, 'num_microbatches': 4, 'circular_repeat': R}
+    config = staged_run(6, mesh, stages, block={'rate': 0.2}, num_train_steps=steps, save_interval_steps=2)
+    config.task.train.learner.optimizer = Config(optax.lamb)
+    return run_train(config, tmp_path / directory)
+
+  whole = run('whole', 6, 2, 2, (2, 2, 1))
+  for steps, S, R, mesh in ((2, 2, 2, (2, 2, 1)), (4, 4, 1, (4, 1, 2)), (6, 2, 2, (2, 2, 1))):
+    changed = run('changed', steps, S, R, mesh)
+    assert changed.step == steps
+  states = [jax.tree.leaves((r.state.mdl_vars, r.state.opt_states)) for r in (changed, whole)]
+  for x, y in zip(*states, strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1, np.abs(np.asarray(y)).max()))

@@ -87,7 +87,8 @@ def test_images_have_examples_and_no_tokens_and_a_cpu_no_mfu():
     ('NVIDIA A10G', 'gpu', 70e12),
     ('Tesla V100-SXM2-16GB', 'gpu', 125e12),
     ('cpu', 'cpu', None),
-    ('NVIDIA GeForce RTX 4090', 'gpu', None),
+    ('NVIDIA GeForce RTX 4090', 'gpu', 165.2e12),
+    ('NVIDIA GeForce RTX 2080', 'gpu', None),
   ],
 )
 def test_peaks_by_device_kind(kind, platform, peak):

@@ -35,11 +35,14 @@ def packed_batch():
   }
 
 
-def model(remat='none', **losses):
-  experts = Config(MoeFeedForward, num_experts=5, num_shared_experts=1)
+def model(remat='none', first=(20,), **losses):
+  """One dense block and one with experts, the shared one gated; or two with experts, all of one kind."""
+  experts = Config(MoeFeedForward, num_experts=5, num_shared_experts=1, shared_expert_gate=True)
   experts.router_tpl.set(**losses)
   sizes = {'vocab_size': V, 'model_dims': 18, 'num_layers': 2, 'num_heads': 3, 'hidden_dims': 15}
-  return set_sharding(transformer_lm(**sizes, experts=experts, remat=remat), expert_axis='data')
+  return set_sharding(
+    transformer_lm(**sizes, experts=experts, first_hidden_dims=first, remat=remat), expert_axis='data'
+  )
 
 
 LOSSES = {'z_loss_weight': 0.01, 'load_balance_loss_weight': 0.1}
@@ -66,8 +69,8 @@ def assert_same_step(found, expected):
 
 
 @functools.cache
-def on_one_device():
-  return after_a_step(model(**LOSSES, load_balance_scope='row'), packed_batch())
+def on_one_device(first=(20,)):
+  return after_a_step(model(first=first, **LOSSES, load_balance_scope='row'), packed_batch())
 
 
 def test_microbatches_and_remat_on_a_mesh():
@@ -91,5 +94,6 @@ def test_explicit_collectives():
 
 def test_in_a_pipeline():
   """Losses are those of a microbatch, and are then averaged."""
-  pipelined = set_pipeline(model(**LOSSES, load_balance_scope='row'), num_stages=2, num_microbatches=2)
-  assert_same_step(after_a_step(pipelined, packed_batch(), (2, 1, 2, 2)), on_one_device())
+  blocks = model(first=(), **LOSSES, load_balance_scope='row')
+  pipelined = set_pipeline(blocks, num_stages=2, num_microbatches=2)
+  assert_same_step(after_a_step(pipelined, packed_batch(), (2, 1, 2, 2)), on_one_device(()))

@@ -1,0 +1,138 @@
+"""Stacks of layers that a checkpoint groups otherwise than the model does: pipelines of another `circular_repeat`.
+
+    a scan, or circular_repeat = 1     mdl_vars.w [layers, ...]          opt_states.repeated_6.mu.w [layers, ...]
+    circular_repeat = R                mdl_vars.w [R, layers / R, ...]   opt_states.repeated_2_3.mu.w
+
+Layers come in the same order in all of them, so that each array is a reshape of the one that is wanted. Optimizers that
+update each layer alone have the sizes of the stack in the names of their states; see `learning/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from praxis_lite.checkpoints.contents import Record
+from praxis_lite.partitioning.host_memory import on_device
+from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
+from praxis_lite.partitioning.slots import owner_of
+from praxis_lite.partitioning.specs import all_axes, axes_to_entry, complete_spec
+from praxis_lite.trees import NestedDict, Path, inserted, leaves, leaves_by_path, path_name
+
+_GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
+
+
+class _Source(NamedTuple):
+  """Where an array is found in the checkpoint.
+
+  Attributes:
+    name, shape: there.
+    stack_here, stack_there: how many leading dimensions are those of the stack; 0: it belongs to none.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  stack_here: int
+  stack_there: int
+
+
+class Regrouping:
+  """What is read of a checkpoint for the arrays of a train state, and how these are made of it.
+
+  Args:
+    saved: shape and dtype of each array of the checkpoint by name, without padding.
+    wanted: the same of each array of the train state.
+    weights: the declarations of the model's variables, which say what is a stack of layers.
+
+  Attributes:
+    records: those of the checkpoint, as if its stacks were grouped like those of the train state.
+  """
+
+  def __init__(self, saved: dict[str, Record], wanted: dict[str, Record], weights: NestedDict):
+    declared = leaves(weights)
+    by_tail = {_tail(name): name for name in saved}
+    self._sources: dict[str, _Source] = {}
+    for name, record in wanted.items():
+      there = name if name in saved else by_tail.get(_tail(name))
+      if there is None or (there == name and saved[name]['shape'] == record['shape']):
+        continue
+      source = _source(there, tuple(saved[there]['shape']), _stack(name, declared), tuple(record['shape']))
+      if source is not None and not record['dtype'].startswith('key<'):
+        self._sources[name] = source
+    groups = {match[0] for source in self._sources.values() if (match := _GROUP.match(source.name))}
+    read = {source.name for source in self._sources.values()}
+    tails = set(map(_tail, wanted))
+    # What a group keeps once, such as a count, is in each: one of them is read.
+    read |= {n for n in saved if n not in wanted and _tail(n) in tails and (m := _GROUP.match(n)) and m[0] in groups}
+    self.records: dict[str, Record] = {name: record for name, record in saved.items() if name not in read}
+    for name, source in self._sources.items():
+      self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
+
+  def to_read(self, shapes: object) -> NestedDict:
+    """Returns padded shapes with shardings, by their names in the checkpoint, for those of the train state."""
+    there: NestedDict = {}
+    for path, x in leaves_by_path(shapes).items():
+      source = self._sources.get(path_name(path))
+      there = inserted(there, _path(source.name) if source else path, _as_there(x, source) if source else x)
+    return there
+
+  def regrouped(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
+    """Returns the arrays of the train state, in these padded and true shapes, from what was read."""
+    read, true = leaves(arrays), leaves_by_path(true_shapes)
+    here: NestedDict = {}
+    for path, x in leaves_by_path(shapes).items():
+      source = self._sources.get(path_name(path))
+      value = read[_path(source.name)] if source else read[path]
+      if source and source.stack_here:
+        # Read by one alone; both are in memory only while it is reshaped.
+        value = _reshaped(read.pop(_path(source.name)), source.shape, true[path].shape, x)
+      here = inserted(here, path, value)
+    return here
+
+
+def _tail(name: str) -> str:
+  """The name without the sizes of a stack."""
+  return _GROUP.sub(r'\1repeated', name)
+
+
+def _stack(name: str, declared: dict[Path, Any]) -> tuple[int, ...]:
+  owner = owner_of(_path(name), declared)
+  return () if owner is None else declared[owner].repeat_prefix
+
+
+def _source(name: str, shape: tuple[int, ...], stack: tuple[int, ...], wanted: tuple[int, ...]) -> _Source | None:
+  if shape == wanted:
+    return _Source(name, shape, 0, 0)
+  one_layer = wanted[len(stack) :]
+  there = len(shape) - len(one_layer)
+  if not stack or wanted[: len(stack)] != stack or there < 1 or shape[there:] != one_layer:
+    return None
+  return _Source(name, shape, len(stack), there) if math.prod(shape[:there]) == math.prod(stack) else None
+
+
+def _as_there(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
+  """The shape there, padded, with what splits the stack on its last dimension, as pipelines do."""
+  assert isinstance(x.sharding, NamedSharding)
+  if not source.stack_here:
+    return x
+  spec = complete_spec(x.sharding.spec, len(x.shape))
+  axes = axes_to_entry(tuple(all_axes(PartitionSpec(*spec[: source.stack_here]))))
+  spec = PartitionSpec(*(None,) * (source.stack_there - 1), axes, *spec[source.stack_here :])
+  sharding = NamedSharding(x.sharding.mesh, spec)
+  return jax.ShapeDtypeStruct(padded_shape(source.shape, spec, sharding.mesh), x.dtype, sharding=sharding)
+
+
+def _reshaped(x: jax.Array, there: tuple[int, ...], here: tuple[int, ...], padded: jax.ShapeDtypeStruct) -> jax.Array:
+  def reshape(x: jax.Array) -> jax.Array:
+    return pad_to(slice_to(x, there).reshape(here), padded.shape)
+
+  value = jax.jit(reshape, out_shardings=on_device(padded.sharding))(x)
+  return jax.block_until_ready(jax.device_put(value, padded.sharding))
+
+
+def _path(name: str) -> Path:
+  return tuple(name.split('.'))

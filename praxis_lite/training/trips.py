@@ -1,0 +1,130 @@
+"""How often a `while` of a jaxpr runs at most, where the program shows it.
+
+A loop as `jax.lax.fori_loop` makes it runs while its counter is below a limit. Where the limit is data, such as the
+number of blocks that a mask does not empty, there is often a bound: a sum of so many booleans is at most their number.
+So bounds are carried from equation to equation, for arrays of integers and booleans:
+
+    constants           themselves
+    booleans            1: True
+    x & y, min(x, y)    the lesser bound
+    x | y, max(x, y)    the greater bound
+    x + y, sums         sums of bounds
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+# Greatest values of the entries of an array, of its shape; None: not known.
+Bound = np.ndarray | None
+_MOST_ENTRIES = 2**20
+
+
+class Bounds:
+  """Bounds of the values in a jaxpr, of which `add` takes in one equation after the other.
+
+  Args:
+    jaxpr: the program.
+    inputs: bounds of its inputs.
+  """
+
+  def __init__(self, jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound] = ()):
+    self._known: dict[core.Var, np.ndarray] = {}
+    consts = jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
+    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    for var, bound in (*zip(inner.constvars, map(_of_value, consts)), *zip(inner.invars, inputs)):
+      self._set(var, bound)
+
+  def of(self, var: core.Var | core.Literal) -> Bound:
+    """Returns the bound of a variable, or of a literal."""
+    if isinstance(var, core.Literal):
+      return _of_value(var.val)
+    shape = getattr(var.aval, 'shape', ())
+    if var not in self._known and getattr(var.aval, 'dtype', None) == jnp.bool_ and math.prod(shape) <= _MOST_ENTRIES:
+      return np.ones(shape, np.int64)
+    return self._known.get(var)
+
+  def add(self, equation: core.JaxprEqn) -> None:
+    """Takes in the result of an equation, if there is a rule for it."""
+    rule = _RULES.get(equation.primitive.name)
+    bounds = [self.of(var) for var in equation.invars] if rule else []
+    if rule and all(bound is not None for bound in bounds):
+      self._set(equation.outvars[0], rule(bounds, equation.params))
+
+  def below(self, equation: core.JaxprEqn, jaxpr: core.ClosedJaxpr | core.Jaxpr) -> list[Bound]:
+    """Returns the bounds of the inputs of a jaxpr that an equation runs."""
+    name, params = equation.primitive.name, equation.params
+    inputs = [self.of(var) for var in equation.invars]
+    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    if name == 'while':
+      inputs = inputs[params['cond_nconsts'] :][: params['body_nconsts']]
+    elif name == 'scan':
+      inputs = inputs[: params['num_consts']]
+    elif name == 'cond':
+      inputs = inputs[1:]
+    elif name == 'shard_map' or len(inputs) != len(inner.invars):
+      inputs = []
+    return [*inputs, *[None] * (len(inner.invars) - len(inputs))]
+
+  def most_trips(self, equation: core.JaxprEqn) -> int | None:
+    """Returns how often a `while` runs at most; None: not known."""
+    cond, body = equation.params['cond_jaxpr'].jaxpr, equation.params['body_jaxpr'].jaxpr
+    of_cond, of_body = equation.params['cond_nconsts'], equation.params['body_nconsts']
+    if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != 'lt' or cond.outvars[0] is not cond.eqns[0].outvars[0]:
+      return None
+    counter, limit = cond.eqns[0].invars
+    if counter not in cond.invars[of_cond:]:
+      return None
+    number = cond.invars.index(counter) - of_cond
+    start = equation.invars[of_cond + of_body + number]
+    if not isinstance(start, core.Literal) or not _counts_up(body, number + of_body, number):
+      return None
+    bound = self.of(limit) if isinstance(limit, core.Literal) else None
+    if limit in cond.invars[:of_cond]:
+      bound = self.of(equation.invars[cond.invars.index(limit)])
+    elif limit in cond.invars[of_cond:]:
+      carried = cond.invars.index(limit) - of_cond
+      if body.outvars[carried] is body.invars[of_body + carried]:
+        bound = self.of(equation.invars[of_cond + of_body + carried])
+    return None if bound is None else max(0, int(bound) - int(start.val))
+
+  def _set(self, var: core.Var, bound: Bound) -> None:
+    if bound is not None and bound.shape == getattr(var.aval, 'shape', None):
+      self._known[var] = np.asarray(bound)
+
+
+def _of_value(value: object) -> Bound:
+  dtype, size = getattr(value, 'dtype', None), getattr(value, 'size', 1)
+  if isinstance(value, bool | int) or (
+    dtype is not None and size <= _MOST_ENTRIES and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
+  ):
+    return np.asarray(value).astype(np.int64)
+  return None
+
+
+def _counts_up(body: core.Jaxpr, invar: int, outvar: int) -> bool:
+  """Whether the body of a loop adds 1 to a value that it carries."""
+  counter, result = body.invars[invar], body.outvars[outvar]
+  for equation in body.eqns:
+    if equation.outvars[0] is result and equation.primitive.name == 'add':
+      one = [var.val for var in equation.invars if isinstance(var, core.Literal)]
+      return counter in equation.invars and one == [1]
+  return False
+
+
+_RULES = {
+  'convert_element_type': lambda bounds, params: (
+    bounds[0] if jnp.issubdtype(params['new_dtype'], jnp.integer) else None
+  ),
+  'and': lambda bounds, _: np.minimum(*bounds) if bounds[0].max(initial=0) <= 1 else None,
+  'or': lambda bounds, _: np.maximum(*bounds) if max(b.max(initial=0) for b in bounds) <= 1 else None,
+  'min': lambda bounds, _: np.minimum(*bounds),
+  'max': lambda bounds, _: np.maximum(*bounds),
+  'add': lambda bounds, _: np.add(*bounds),
+  'reduce_sum': lambda bounds, params: bounds[0].sum(axis=tuple(params['axes'])),
+}
