@@ -42,8 +42,8 @@ class SyntheticLmCircular(SyntheticLmTiny):
 class Gpt3(PublishedSize):
   """GPT-3 style, 175B parameters, on 512 devices: 8 stages in 3 rounds, 8 fully sharded, 8 tensor parallel.
 
-  Its batches have 3.1M tokens (Brown et al., 2020). What is kept for the backward pass are the inputs of stages; the
-  table of the softmax, with which all stages would compute the same, is split over the stages too.
+  Its batches have 3.1M tokens (Brown et al., 2020). What is kept for the backward pass are the inputs of stages. Before
+  and after the stages, where all of them would compute the same, they share the rows of the batch.
   """
 
   mesh_axis_names = AXES
@@ -68,7 +68,8 @@ class Gpt3(PublishedSize):
     task = super().task()
     lm = task.model.lm_tpl
     lm.position_tpl.weight_split_dims_mapping.wt = (None, 'data')
-    softmax = lm.softmax_tpl
-    softmax.weight_split_dims_mapping.wt = (('stage', 'mdl'), 'data')
-    softmax.activation_split_dims_mapping.out = (('replica', 'data'), None, ('stage', 'mdl'))
+    rows = ('replica', 'data', 'stage')
+    lm.activation_split_dims_mapping.out = (rows, None, None)
+    lm.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
+    lm.softmax_tpl.activation_split_dims_mapping.set(emb=(rows, None, None), out=(rows, None, 'mdl'))
     return task

@@ -32,6 +32,7 @@ NOT_RUN = {
   r'tensorboard --logdir=runs': 'is a server, of another package',
   r'eval "\$\(praxis-lite completion bash\)"': 'is for a shell: cli/test_completion.py runs it in bash',
   r'.*\.\.\..*|praxis-lite train --exp=lm\.X': 'is no command but the form of one',
+  r'praxis-lite plan .*--(search|what_if|compare).*': 'makes many plans: plan/test_changes.py has these flags',
   r'praxis-lite plan --calibrate': 'multiplies what takes a CPU minutes: plan/test_calibration.py runs it in small',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
 }

@@ -463,6 +463,7 @@ class MultiHeadAttention(Layer):
       by_rows=by_rows,
       arrays=arrays,
       split=split,
+      partly_mapped=bool(manual_axes() and unmapped_axes()),
       logit_bias=self.relative_bias_tpl is not None,
       soft_cap=self.logit_soft_cap is not None,
       dropout=self.dropout_rate > 0,

@@ -20,6 +20,7 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layers.blocks import dropout_factors
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
 from praxis_lite.layers.masks import Visibility, combine_masks, segment_mask
+from praxis_lite.partitioning.constraints import manual_axes, unmapped_axes
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 AttentionImplementation = Literal['auto', 'xla'] | Chosen
@@ -39,6 +40,7 @@ class AttentionCase(NamedTuple):
     by_rows: whether the mask differs from row to row, by segments or prefixes.
     arrays: whether a mask or a bias is given as an array of queries and keys.
     split: whether the sequence is split over a mesh axis, as `context_axis` says.
+    partly_mapped: whether it is in a `shard_map` over some of the mesh's axes, others of which split its arrays.
     logit_bias, soft_cap, dropout: whether logits have a bias by position or a soft cap, and probabilities a dropout.
   """
 
@@ -52,6 +54,7 @@ class AttentionCase(NamedTuple):
   by_rows: bool = False
   arrays: bool = False
   split: bool = False
+  partly_mapped: bool = False
   logit_bias: bool = False
   soft_cap: bool = False
   dropout: bool = False
@@ -114,6 +117,8 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
     return f'computes in bfloat16 or float16, not in {jnp.dtype(case.dtype).name}'
   if case.dims_per_head % 8 or case.dims_per_head > 128:
     return f'needs dims_per_head to be a multiple of 8 of at most 128, not {case.dims_per_head}'
+  if case.partly_mapped:
+    return "cannot be split by the compiler inside of a shard_map over other axes, such as a pipeline's batch_axes"
   if case.soft_cap:
     return 'has no logit_soft_cap'
   if case.dropout:
@@ -181,6 +186,7 @@ def dot_product_attention(
     window=window is not None,
     by_rows=segment_ids is not None or prefix_lengths is not None,
     arrays=mask is not None or isinstance(bias, jax.Array),
+    partly_mapped=bool(manual_axes() and unmapped_axes()),
     logit_bias=isinstance(bias, LogitBias),
     soft_cap=logit_soft_cap is not None,
     dropout=dropout is not None,

@@ -17,6 +17,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
 _MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
+_COMMUNICATE = 'builtin.module(func.func(sdy-reshard-to-collectives))'
 _NUMBER = 'praxis_lite.site'  # The attribute that finds an operation again in a copy.
 
 
@@ -155,6 +156,34 @@ class Propagation:
       yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
 
 
+def with_collectives(module: ir.Module) -> ir.Operation:
+  """Returns a copy of a lowered program in which every communication between devices is an operation.
+
+  Calls are inlined, shardings propagated. Arrays keep their global shapes; `split_of` says how they are split.
+  """
+  with module.context:
+    copy = module.operation.clone()
+    _inline_calls(copy)
+    _reshape_where_nothing_is_repeated(copy)
+    for passes in (_PROPAGATE, _MAKE_COMPATIBLE, _COMMUNICATE):
+      PassManager.parse(passes).run(copy)
+  return copy
+
+
+def mesh_axes(module: ir.Module) -> dict[str, int]:
+  """The sizes of the mesh axes of a module that are larger than 1; none, if it is on one device."""
+  return next(({axis.name: axis.size for axis in axes} for _, axes in _meshes(module) if axes), {})
+
+
+def split_of(value: ir.Value, sizes: Mapping[str, int]) -> Split:
+  """How a value of a propagated program is split over a mesh of these sizes."""
+  owner, rank = value.owner, len(value.type.shape)
+  if not isinstance(owner, ir.Block) and owner.operation.name == 'sdy.manual_computation':
+    results = sdy.TensorShardingPerValueAttr(owner.operation.attributes['out_shardings']).shardings
+    return _split(results[ir.OpResult(value).result_number], rank, sizes)
+  return _split(_sharding_of(value), rank, sizes)
+
+
 def callee(call: ir.Operation) -> str:
   """The name of the function that a call calls."""
   return ir.FlatSymbolRefAttr(call.attributes['callee']).value
@@ -262,8 +291,9 @@ def _sharding_of(value: ir.Value) -> ir.Attribute | None:
 
 
 def _result_sharding(op: ir.Operation, number: int) -> ir.Attribute | None:
-  if 'sharding' in op.attributes:  # A constraint.
-    return op.attributes['sharding']
+  for name in ('sharding', 'out_sharding'):  # Of a constraint, and of a collective.
+    if name in op.attributes:
+      return op.attributes[name]
   if 'sdy.sharding' not in op.attributes:
     return None
   return sdy.TensorShardingPerValueAttr(op.attributes['sdy.sharding']).shardings[number]

@@ -14,7 +14,9 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -33,6 +35,9 @@ from praxis_lite.training.partitioned_step import PartitionedStep
 # Of each kind of target: modules any of which compiles for it, and the packages that versions are asked of.
 _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
+# XLA's log below Python: what its partitioner does badly, and other information and warnings.
+_PARTITIONER = b'[SPMD] Involuntary full rematerialization'
+_WARNING = re.compile(rb'[IW]\d{4} ')
 _CUDNN_VERSION = 91000  # As in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these, the compilers look for the machine that they are made for.
@@ -67,6 +72,7 @@ class CompiledStep:
     arguments, outputs, aliased, temporaries, code: bytes on each device.
     seconds: that compiling took.
     is_cached: whether an earlier plan compiled it.
+    messages: what XLA's partitioner warned of.
   """
 
   text: str
@@ -77,6 +83,7 @@ class CompiledStep:
   code: int
   seconds: float
   is_cached: bool = False
+  messages: tuple[str, ...] = ()
 
 
 def missing_compiler(topology: Topology) -> str:
@@ -163,6 +170,7 @@ def compile_step(
   *,
   layers: Sequence[str] = (),
   cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> CompiledStep:
   """Returns a step, compiled for the devices of its mesh, or as an earlier plan compiled it.
@@ -171,6 +179,7 @@ def compile_step(
     step: on a mesh of the devices of `topology`.
     layers: paths of the layers of the model.
     cache: a directory of programs; None keeps none.
+    elsewhere: has another process compile the step, if it is not in the cache, and leave it there.
     report: called with what begins: 'tracing', 'compiling'.
 
   Raises:
@@ -180,15 +189,17 @@ def compile_step(
   with _as_if_with_cudnn():
     lowered = step.lower()
   file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
-  if file is not None and file.is_file():
-    try:
-      return CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
-    except (OSError, ValueError, TypeError):
-      pass  # It is compiled again, and replaced.
+  if kept := _read(file):
+    return kept
   report('compiling')
+  if elsewhere is not None:
+    elsewhere()
+    if kept := _read(file):
+      return dataclasses.replace(kept, is_cached=False)
   start = time.perf_counter()
   try:
-    compiled, text = _compiled(lowered, topology)
+    with _partitioner_messages() as messages:
+      compiled, text = _compiled(lowered, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}')
     refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
@@ -201,7 +212,7 @@ def compile_step(
     'temporaries': found.temp_size_in_bytes,
     'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
   }
-  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start)
+  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start, messages=tuple(messages))
   if file is not None:
     _write(file, result)
   return result
@@ -221,6 +232,36 @@ def _as_if_with_cudnn() -> Iterator[None]:
     yield
   finally:
     module.check_cudnn_version = ask
+
+
+@contextlib.contextmanager
+def _partitioner_messages() -> Iterator[list[str]]:
+  """Collects what XLA's partitioner, below Python, warns of on stderr. Errors go there as they come."""
+  found: list[str] = []
+  sys.stderr.flush()
+  stderr = os.dup(2)
+  end, start = os.pipe()
+
+  def read() -> None:
+    while chunk := os.read(end, 1 << 16):  # XLA writes each message at once.
+      for line in chunk.splitlines(keepends=True):
+        if _PARTITIONER in line:
+          found.append(line.decode(errors='replace').strip())
+        elif not _WARNING.match(line):
+          os.write(stderr, line)
+
+  reader = threading.Thread(target=read, daemon=True)
+  os.dup2(start, 2)
+  os.close(start)
+  reader.start()
+  try:
+    yield found
+  finally:
+    sys.stderr.flush()
+    os.dup2(stderr, 2)  # The last writer of the pipe is closed, so the reader ends.
+    reader.join()
+    os.close(end)
+    os.close(stderr)
 
 
 def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:
@@ -267,6 +308,14 @@ def _version(package: str) -> str:
     return metadata.version(package)
   except metadata.PackageNotFoundError:
     return ''
+
+
+def _read(file: Path | None) -> CompiledStep | None:
+  """None if there is no such program, or it cannot be read; then it is compiled again, and replaced."""
+  try:
+    return None if file is None else CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
+  except (OSError, ValueError, TypeError, EOFError):
+    return None
 
 
 def _write(file: Path, step: CompiledStep) -> None:

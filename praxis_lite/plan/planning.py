@@ -15,24 +15,26 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from praxis_lite.errors import ConfigError
-from praxis_lite.explain.report import Explained, task_and_inputs
+from praxis_lite.explain.explanation import Explanation
+from praxis_lite.explain.report import Explained, parameter_table, task_and_inputs, trace_step
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory
+from praxis_lite.plan.activations import as_compiled
+from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
+from praxis_lite.plan.cause import Cause
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
-from praxis_lite.plan.cost import Cost, LayerNames, cost_of
+from praxis_lite.plan.cost import Communication, Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
-from praxis_lite.task import SingleTask
+from praxis_lite.plan.why import Why
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
 from praxis_lite.trees import leaves_by_path, path_name
 
 # What JAX takes of a GPU's memory by default.
@@ -72,6 +74,8 @@ class Plan:
     is_cached: whether that was an earlier plan.
     is_refused: whether the compiler refused the step because it needs more memory than there is.
     notes: what is uncertain, and why.
+    findings: surprises that are no collectives: what is computed more than once.
+    weights, activations: how they are split, as `explain` says; activations also as the compiler has split them.
   """
 
   name: str
@@ -85,6 +89,14 @@ class Plan:
   is_cached: bool
   is_refused: bool
   notes: tuple[str, ...]
+  findings: tuple[Cause, ...] = ()
+  weights: tuple[Explanation, ...] = ()
+  activations: tuple[Explanation, ...] = ()
+
+  @property
+  def collectives(self) -> tuple[Communication, ...]:
+    """The collectives of a step, each with its `cause`, and whether it is `expected`."""
+    return self.cost.collectives
 
   @property
   def fits(self) -> bool:
@@ -124,6 +136,7 @@ def plan(
   *,
   compile: bool = True,
   cache: Path | None = None,
+  elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> Plan:
   """Returns what the train step of a task needs and takes on a topology.
@@ -134,6 +147,7 @@ def plan(
     topology: the chips, such as 'v5p:4x4x4'; see `plan/topology.py`.
     compile: False uses formulas alone, in a second.
     cache: a directory for compiled programs.
+    elsewhere: has another process compile the step into the cache; see `child.py`. None compiles it in this one.
     report: called with what begins: 'tracing', 'compiling'.
 
   Raises:
@@ -157,7 +171,12 @@ def plan(
     links = Links(topology, places_of(topology, list(partitioned.mesh.devices.flat)))
     try:
       step = compile_step(
-        partitioned.train_step, topology, layers=[*map(path_name, layers)], cache=cache, report=report
+        partitioned.train_step,
+        topology,
+        layers=[*map(path_name, layers)],
+        cache=cache,
+        elsewhere=elsewhere,
+        report=report,
       )
     except CompileError as error:
       is_refused = error.does_not_fit
@@ -172,14 +191,18 @@ def plan(
         live=live_at_peak(program, names),
         over_time=live_over_time(program),
       )
-      return _planned(partitioned, topology, step, memory, cost, _doubts(cost))
+      why = Why(trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh)), struct), names)
+      found = _planned(partitioned, topology, step, memory, why.explained(cost, program), _doubts(cost))
+      findings = [*why.rematerialized(step.messages), *why.replicated(cost.operations, topology.num_devices)]
+      activations = as_compiled(why.report.activations, program, names)
+      return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
   elif compile:
     notes.append(missing)
   report('tracing')
   partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh))
-  jaxpr, links = partitioned.trace_train_step(lambda constraint: None), Links(topology)
-  memory = analytic_memory(partitioned, state_bytes(partitioned), topology.target, jaxpr)
-  cost = analytic_cost(partitioned, topology.target, links, jaxpr, _compute_dtype(jax_task))
+  lowered = program_for(partitioned, topology)
+  memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
+  cost = analytic_cost(lowered, partitioned, topology, names)
   return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
 
 
@@ -206,7 +229,10 @@ def _planned(
   mesh = dict(partitioned.mesh.shape)
   compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
   mode, seconds, is_cached = compiler
-  return Plan(name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes))
+  weights = tuple(parameter_table(partitioned.jax_task, mesh))
+  return Plan(
+    name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes), weights=weights
+  )
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:
@@ -249,11 +275,6 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
       repeats = next((math.prod(w.repeat_prefix) for p, w in weights.items() if p[: len(path)] == path), 1)
       attention += repeats * layer.num_heads * (layer.dims_per_head or 0) * length
   return ModelWork(parameters, active, tokens, *(tokens * (6.0 * multiplied + share * attention) for share in (12, 6)))
-
-
-def _compute_dtype(task: SingleTask) -> str:
-  dtype = jnp.dtype(task.model.fprop_dtype or jnp.float32)
-  return {'bfloat16': 'bf16', 'float16': 'f16'}.get(dtype.name, 'f32')
 
 
 def _bottleneck(cost: Cost, topology: Topology) -> str:

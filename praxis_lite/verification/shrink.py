@@ -39,6 +39,9 @@ _SMALL = 12
 _LAYERS = ('num_layers', 'unroll')
 # Fields of a pipeline that are no sizes of arrays.
 _SCHEDULE = ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat')
+# Fields of decoding that are no sizes of the model: this many steps, and slots of a page, are as good as hundreds.
+_DECODING = ('max_decode_steps', 'cache_page_size')
+_FEW = 8
 
 
 class SmallTask(NamedTuple):
@@ -136,7 +139,7 @@ def small_task(
     return as_they_are
 
   counts = {n for name, n in _integers(config.model) if name in _LAYERS}
-  sizes = {n for name, n in _integers(config.model) if name not in (*_LAYERS, *_SCHEDULE)}
+  sizes = {n for name, n in _integers(config.model) if name not in (*_LAYERS, *_SCHEDULE, *_DECODING)}
   shapes = [tuple(x.shape[1:]) for x in jax.tree.leaves((inputs, prompts))]
   sizes |= {n for shape in shapes for n in shape}
   stacks = [split for split in splits if split.size in counts]
@@ -147,6 +150,7 @@ def small_task(
     chosen = _small_sizes(sizes, splits, shapes, real, mesh, kept)
     layers = {n: n if n in kept else min(n, first + _small_count(n, stacks, pipelines, real, mesh)) for n in counts}
     by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
+    by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
     by_field['num_stages'] = {p.number: p.small for p in pipelines}
     model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}

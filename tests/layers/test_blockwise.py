@@ -185,6 +185,7 @@ CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, causal=True)
     ({'by_rows': True}, 'blockwise', 'would need the mask or the bias as an array'),
     ({'logit_bias': True}, 'blockwise', 'would need the mask or the bias as an array'),
     ({'split': True, 'query_len': 64}, 'blockwise', 'split over a mesh axis'),
+    ({'partly_mapped': True}, 'blockwise', 'inside of a shard_map over other axes'),
   ],
 )
 def test_auto_says_what_it_chooses_and_why(change, name, reason):

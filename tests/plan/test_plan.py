@@ -195,15 +195,24 @@ def test_without_its_compiler_a_plan_is_analytic_and_says_so(monkeypatch):
   found = plan(small_lm((1, 8, 1), remat='full'), None, 'h100:1x8')
   assert found.mode == 'analytic'
   assert "pip install 'praxis_lite[plan]'" in found.notes[0]
-  assert any('other temporaries, communication of activations and overlap are not known' in n for n in found.notes)
+  assert any('collectives count as exposed, and other operations than products as free' in n for n in found.notes)
   recomputed = TOKENS * (2 * LAYERS * MATRICES + ATTENTION_FLOPS / 3)
   assert found.cost.flops * 8 == pytest.approx(found.work.flops + recomputed, rel=0.05)
   state = found.memory.state
   assert state.parameters == pytest.approx(4 * ALL / 8, rel=0.05)
   assert state.slots == pytest.approx(2 * state.parameters, rel=0.01)
-  gathered = 7 / 8 * 4 * (LAYERS * MATRICES + 2 * VOCAB * D)
-  assert sent(found, 'all-gather') == pytest.approx(2 * gathered, rel=0.01)
-  assert sent(found, 'reduce-scatter') == pytest.approx(gathered, rel=0.01)
+  matrices, tables = (7 / 8 * 4 * size for size in (LAYERS * MATRICES, 2 * VOCAB * D))
+  assert sent(found, 'all-gather', phase='forward') == pytest.approx(matrices + tables, rel=0.01)
+  assert sent(found, 'all-gather') == pytest.approx(2 * matrices + tables, rel=0.01)
+  assert sent(found, 'reduce-scatter') == pytest.approx(matrices + tables / 2, rel=0.01)
+  assert sent(found, 'all-reduce') == pytest.approx(tables, rel=0.05)  # That of the embedding's, and norms.
+
+
+def test_without_a_compiler_activations_that_are_summed_are_known():
+  found = plan(small_lm((1, 1, 8)), None, 'h100:1x8', compile=False)
+  once = 2 * 7 / 8 * 4 * ROWS * LENGTH * D
+  for phase, times in REDUCED.items():
+    assert sent(found, 'all-reduce', layer='lm.transformer.layers', phase=phase) == pytest.approx(times * once)
 
 
 def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):

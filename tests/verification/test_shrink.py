@@ -90,3 +90,12 @@ def test_prompts_shrink_with_the_rest():
   prompts = {'ids': jax.ShapeDtypeStruct((4, 8192), np.int32), 'prompt_lengths': jax.ShapeDtypeStruct((4,), np.int32)}
   small = small_task(config.task, batch_of(config.datasets), prompts)
   assert small.prompts['ids'].shape == (4, small.sizes[8192]) and small.prompts['prompt_lengths'].shape == (4,)
+
+
+def test_what_bounds_decoding_is_no_size_of_the_model():
+  config = configure(registry.get('moe.FineGrained16B'))
+  config.task.model.decoder_tpl.max_decode_steps = 128
+  config.task.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size = 512
+  small = small_task(config.task, batch_of(config.datasets))
+  assert small.config.model.decoder_tpl.max_decode_steps == 8
+  assert small.config.model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl.cache_page_size == 8

@@ -1,0 +1,166 @@
+"""What `praxis-lite plan` says of changes: a search, a comparison, what-if, ways out, and what training costs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from absl import flags
+
+from praxis_lite.cli.command import experiment_arguments
+from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.experiment import ExperimentConfig
+  from praxis_lite.plan import Plan
+  from praxis_lite.plan.topology import Topology
+
+
+class PlanJob(NamedTuple):
+  """What a command plans.
+
+  Attributes:
+    values: its flags.
+    config: of the experiment, its mesh made to fit.
+    topology: the chips.
+    fitted: the overrides that made its mesh fit.
+    cache: the directory of compiled programs.
+    report: called with what begins.
+  """
+
+  values: flags.FlagValues
+  config: ExperimentConfig
+  topology: Topology
+  fitted: Sequence[str]
+  cache: Path
+  report: Callable[[str], None]
+
+  def elsewhere(self, overrides: Sequence[str] = ()) -> Callable[[], None] | None:
+    """What has another process compile the experiment with more overrides; see `plan/child.py`."""
+    arguments = experiment_arguments(self.values, [*self.values.set, *self.fitted, *overrides])
+    return compiled_elsewhere(arguments, self.topology, self.cache)
+
+
+def compiled_elsewhere(arguments: Sequence[str], topology: Topology, cache: Path) -> Callable[[], None] | None:
+  """What has another process compile what some arguments name; None for simulated devices, which compile here."""
+  from praxis_lite.plan.child import compile_in_child
+
+  command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={topology.name}']
+  return None if topology.target.kind == 'cpu' else lambda: compile_in_child(command, cache)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  search = 'Look for the best mesh, rematerialisation and microbatches, and compile the best few. Example: --search'
+  flags.DEFINE_boolean('search', False, search, flag_values=values)
+  verify = 'Of a search, how many settings are compiled. Example: --verify=10'
+  flags.DEFINE_integer('verify', 6, verify, lower_bound=0, flag_values=values)
+  seconds = 'Of a search, about how long it may take. Example: --search_seconds=1800'
+  flags.DEFINE_integer('search_seconds', 480, seconds, lower_bound=1, flag_values=values)
+  sizes = 'Of a search, rows of a batch to try, too; they change what is learned. Example: --batch_sizes=128,256'
+  flags.DEFINE_list('batch_sizes', [], sizes, flag_values=values)
+  compare = 'Plan it with these overrides, too, side by side; may be repeated. topology= and exp= name others.'
+  example = "Example: --compare='task.ici_mesh_shape=(1,64,1)'"
+  flags.DEFINE_multi_string('compare', [], f'{compare} {example}', flag_values=values)
+  what_if = 'Say what other moments save, and the largest batch and length that fit. Example: --what_if'
+  flags.DEFINE_boolean('what_if', False, what_if, flag_values=values)
+  tokens = 'How many tokens to train on, for what that costs; by default 20 a parameter. Example: --tokens=1e12'
+  flags.DEFINE_float('tokens', None, tokens, lower_bound=1, flag_values=values)
+  price = 'What a chip costs for an hour, for what training costs. Example: --price_per_chip_hour=2.5'
+  flags.DEFINE_float('price_per_chip_hour', None, price, lower_bound=0, flag_values=values)
+
+
+def searched(job: PlanJob) -> tuple[str, bool]:
+  """Returns the table of a search, and whether anything fits."""
+  from praxis_lite.plan.searching import format_search, search
+
+  sizes = job.values.batch_sizes
+  if wrong := [size for size in sizes if not size.strip().isdecimal() or not int(size)]:
+    raise UserError(f'--batch_sizes: expected numbers of rows such as 128,256, got {wrong[0]!r}')
+  found = search(
+    *(job.config, None, job.topology),
+    verify=job.values.verify if job.values.compile else 0,
+    seconds=job.values.search_seconds,
+    batch_sizes=[int(size) for size in sizes],
+    cache=job.cache,
+    elsewhere=job.elsewhere,
+    report=job.report,
+  )
+  return format_search(found), found[0].fits
+
+
+def more_about(job: PlanJob, found: Plan) -> list[str]:
+  """Returns further sections about a plan."""
+  from praxis_lite.plan.compare import format_comparison
+  from praxis_lite.plan.price import format_price
+
+  values = job.values
+  sections = [format_price(found, values.tokens, values.price_per_chip_hour)]
+  if values.compare:
+    sections.append(format_comparison(found, _other_plan(job)))
+  return [*filter(None, sections), *_changes(job, found)]
+
+
+def _changes(job: PlanJob, found: Plan) -> list[str]:
+  from praxis_lite.plan.knobs import Configured
+  from praxis_lite.plan.what_if import WhatIf, format_changes
+
+  what_if = WhatIf(Configured.of(job.config), found, cache=job.cache, elsewhere=job.elsewhere, report=job.report)
+  before, sections = found.memory.peak, []
+  if not found.fits:
+    ways = what_if.ways_out()
+    nothing = 'no setting near this one fits; use more chips, or --search'
+    sections.append(format_changes(ways, before, 'to make it fit') if ways else nothing)
+  if job.values.what_if:
+    largest = [what_if.largest_batch(), what_if.largest_length()] if found.fits else []
+    changes = [*what_if.of_state(), *(change for change in largest if change)]
+    sections.append(format_changes(changes, before, 'what if'))
+    if less := what_if.less_waiting():
+      sections.append(format_changes([less], before, 'to wait less for communication'))
+  return sections
+
+
+def _other_plan(job: PlanJob) -> Plan:
+  """The plan that --compare names."""
+  from praxis_lite import registry
+  from praxis_lite.config.overrides import apply_overrides
+  from praxis_lite.experiment import configure
+  from praxis_lite.plan import calibrated, calibration_file, parse_topology, plan
+  from praxis_lite.plan.fitting import made_to_fit
+
+  named = {part.partition('=')[0]: part.partition('=')[2] for part in job.values.compare if _names(part)}
+  overrides = [part for part in job.values.compare if not _names(part)]
+  topology = job.topology
+  if 'topology' in named:
+    topology = calibrated(parse_topology(named['topology']), calibration_file())
+  if 'exp' in named:
+    config = configure(registry.get(named['exp']))
+    arguments = [f'--exp={named["exp"]}']
+  else:
+    from praxis_lite.cli.command import configured_experiment
+
+    overrides = [*job.values.set, *overrides]
+    config = configured_experiment(job.values, [])
+    arguments = experiment_arguments(job.values, [])
+  apply_overrides(config.roots(), overrides)
+  fitted = [] if any('mesh_shape' in part for part in overrides) else made_to_fit(config.task, topology)[0]
+  apply_overrides(config.roots(), fitted)
+  return plan(
+    *(config, None, topology),
+    compile=job.values.compile,
+    cache=job.cache,
+    elsewhere=compiled_elsewhere(
+      [*arguments, *(f'--set={part}' for part in [*overrides, *fitted])], topology, job.cache
+    ),
+    report=job.report,
+  )
+
+
+def _names(part: str) -> bool:
+  return part.startswith(('exp=', 'topology='))
+
+
+def topologies_of(values: flags.FlagValues) -> list[str]:
+  """The names of all topologies that the flags ask for."""
+  return [values.topology, *(part.partition('=')[2] for part in values.compare if part.startswith('topology='))]

@@ -1,0 +1,53 @@
+"""A step compiled by another process, so that a compiler that takes all memory ends that process and not this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from praxis_lite.plan.compilers import CompileError
+from praxis_lite.plan.planning import Plan
+
+# The directory that a child is to leave its program in.
+VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
+
+
+def compile_in_child(command: Sequence[str], cache: Path) -> None:
+  """Runs a command that makes the same plan, and leaves its program in `cache`.
+
+  Raises:
+    CompileError: its compiler refused the step, or the process ended early.
+  """
+  environment = {**os.environ, VARIABLE: str(cache)}
+  child = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+  if child.returncode < 0:
+    name = signal.Signals(-child.returncode).name
+    memory = '; the machine has probably not enough memory for it' if name in ('SIGKILL', 'SIGABRT', 'SIGSEGV') else ''
+    raise CompileError(f'the process of the compiler was ended by {name}{memory}')
+  try:
+    outcome: Mapping[str, object] = json.loads(child.stdout.splitlines()[-1])
+  except (ValueError, IndexError):
+    last = next((line.strip() for line in reversed(child.stderr.splitlines()) if line.strip()), 'it printed nothing')
+    raise CompileError(f'the process of the compiler failed: {last[:400]}') from None
+  if outcome['error']:
+    refused = CompileError(str(outcome['error']))
+    refused.does_not_fit = bool(outcome['does_not_fit'])
+    raise refused
+
+
+def outcome_of(plan: Plan) -> str:
+  """What a child prints."""
+  failed = plan.mode != 'compiled'
+  error = plan.notes[0].removesuffix('; the numbers are analytic') if failed else ''
+  return json.dumps({'error': error, 'does_not_fit': plan.is_refused})
+
+
+def go_first_when_memory_is_short() -> None:
+  """Has Linux end this process, before others, when there is no memory left."""
+  with contextlib.suppress(OSError):
+    Path('/proc/self/oom_score_adj').write_text('1000')

@@ -1,0 +1,238 @@
+"""Searches, what-if, comparisons, meshes made to fit and prices, of a small language model; nothing is compiled."""
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from small_lm import ALL, ROWS, TOKENS, small_lm
+
+from praxis_lite.cli.main import main
+from praxis_lite.errors import ConfigError
+from praxis_lite.explain.report import task_and_inputs
+from praxis_lite.plan import child, compilers, parse_topology, plan
+from praxis_lite.plan.compare import verdict
+from praxis_lite.plan.fitting import fitted_mesh, made_to_fit
+from praxis_lite.plan.knobs import Configured, knobs_of, neighbours, overrides_of
+from praxis_lite.plan.price import price_of
+from praxis_lite.plan.searching import Correction, format_search, search
+from praxis_lite.plan.what_if import WhatIf
+
+
+@pytest.fixture(scope='module')
+def planned():
+  return plan(small_lm((1, 4, 2)), None, 'h100:1x8', compile=False)
+
+
+# ---------------------------------------------------------------- a mesh made to fit
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'devices', 'fits'),
+  [
+    ((1, 16, 4), 64, (1, 16, 4)),
+    ((1, 16, 4), 4096, (1, 1024, 4)),
+    ((1, 16, 4), 2, (1, 1, 2)),
+    ((2, 16, 4), 24, (2, 3, 4)),
+    ((1, 16, 4), 7, (1, 7, 1)),
+  ],
+)
+def test_the_axis_that_splits_the_batch_takes_what_the_others_leave(sizes, devices, fits):
+  mesh = fitted_mesh(dict(zip(('replica', 'data', 'mdl'), sizes)), devices, 'data')
+  assert tuple(mesh.values()) == fits
+
+
+def test_a_mesh_made_to_fit_says_so():
+  overrides, what = made_to_fit(small_lm((1, 4, 2)).task, parse_topology('h100:8x8'))
+  assert overrides == ['task.ici_mesh_shape=(1, 32, 2)']
+  assert re.search(
+    r'data 4 x mdl 2, is made to fit 64 devices: replica 1 x data 32 x mdl 2. .* data, the largest', what
+  )
+  assert made_to_fit(small_lm((1, 4, 2)).task, parse_topology('h100:1x8')) == ([], '')
+  overrides, _ = made_to_fit(small_lm((1, 4, 2)).task, parse_topology('v5e:4x4:2'))
+  assert overrides == ['task.ici_mesh_shape=(1, 8, 2)', 'task.dcn_mesh_shape=(1, 2, 1)']
+
+
+# ---------------------------------------------------------------- search
+
+
+def test_settings_next_to_one_differ_in_one_knob():
+  knobs = knobs_of(Configured.of(small_lm((1, 4, 2), remat='full')), [ROWS, 2 * ROWS])
+  own = tuple(knob.own for knob in knobs)
+  found = [overrides_of(knobs, near) for near in neighbours(knobs, own)]
+  assert all(len(lines) == 1 for lines in found)
+  lines = {line for (line,) in found}
+  assert {'task.ici_mesh_shape=(1, 8, 1)', 'task.ici_mesh_shape=(2, 2, 2)', 'task.ici_mesh_shape=(1, 2, 4)'} <= lines
+  assert {'task.model.lm.transformer.remat=none', 'task.train.learner.num_microbatches=2'} <= lines
+  assert f'datasets[0].batch_size={2 * ROWS}' in lines
+  assert overrides_of(knobs, own) == []
+
+
+@pytest.mark.slow
+def test_a_search_ranks_settings_and_says_how_to_have_them():
+  config = small_lm((8, 1, 1), remat='full')
+  found = search(config, None, 'h100:1x8', verify=0, estimates=5, seconds=600)
+  assert found == sorted(found, key=lambda ranked: ranked.order)
+  own = next(ranked for ranked in found if ranked.is_own)
+  assert own.overrides == ()
+  best = found[0]
+  assert best.seconds < own.seconds
+  assert 'task.model.lm.transformer.remat=none' in best.overrides  # So small a model need not compute anything twice.
+  again = plan(Configured.of(config).with_overrides(best.overrides).explained, None, 'h100:1x8', compile=False)
+  assert again.step_seconds == best.seconds
+  text = format_search(found)
+  assert f"--set '{best.overrides[0]}'" in text
+  assert re.search(r'best of \d+ settings that were looked at: \d+% less time than its own setting', text)
+  assert config.task.ici_mesh_shape == (8, 1, 1)  # It is as it was.
+
+
+def test_a_search_takes_configs(planned):
+  task, _ = task_and_inputs(small_lm())
+  with pytest.raises(ConfigError, match='pass its config'):
+    search(task, None, 'h100:1x8')
+
+
+def test_estimates_are_corrected_by_the_nearest_setting_that_was_compiled(planned):
+  correct = Correction()
+  assert correct(planned) == pytest.approx((planned.step_seconds, planned.memory.peak))
+  correct.add(planned, _slower(planned, 2.0), ('mesh', 'none'))
+  correct.add(planned, _slower(planned, 8.0), ('mesh', 'full'))
+  assert correct(planned, ('other', 'none'))[0] == pytest.approx(2 * planned.step_seconds)
+  assert correct(planned, ('other', 'full'))[0] == pytest.approx(8 * planned.step_seconds)
+  assert correct(planned, ('other', 'other'))[0] == pytest.approx(4 * planned.step_seconds)
+
+
+def _slower(planned, factor):
+  """The plan, with this factor more time and temporaries, as if a compiler had said so."""
+  cost, memory = planned.cost, planned.memory
+  collectives = tuple(dataclasses.replace(c, exposed=factor * c.exposed) for c in cost.collectives)
+  cost = dataclasses.replace(cost, seconds=factor * cost.seconds, collectives=collectives)
+  memory = dataclasses.replace(memory, temporaries=int(factor * memory.temporaries))
+  return dataclasses.replace(planned, mode='compiled', cost=cost, memory=memory)
+
+
+# ---------------------------------------------------------------- what if
+
+
+def test_what_other_moments_save_is_exact(planned):
+  config = small_lm((1, 4, 2))
+  changes = {change.what: change for change in WhatIf(Configured.of(config), planned).of_state()}
+  assert {'moments in bfloat16', 'moments in int8', 'with moving averages'} <= set(changes)
+  for change in changes.values():
+    assert change.how == 'exact'
+  saved = planned.memory.peak - changes['moments in bfloat16'].peak
+  assert saved == pytest.approx(planned.memory.state.slots / 2, rel=0.01)
+  more = changes['with moving averages'].peak - planned.memory.peak
+  assert more == pytest.approx(planned.memory.state.parameters, rel=0.01)
+  again = plan(
+    Configured.of(config).with_overrides(changes['moments in int8'].overrides).explained,
+    None,
+    'h100:1x8',
+    compile=False,
+  )
+  assert again.memory.state.total - planned.memory.state.total == changes['moments in int8'].peak - planned.memory.peak
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
+  config = Configured.of(small_lm((1, 4, 2)))
+  largest = WhatIf(config, planned).largest_batch()
+  assert largest.peak <= planned.memory.capacity
+  rows = int(largest.what.split()[-1].replace(',', ''))
+  assert rows % 4 == 0
+  more = config.with_overrides([f'datasets[0].batch_size={int(1.05 * rows) // 4 * 4}'])
+  assert not plan(more.explained, None, 'h100:1x8', compile=False).fits
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_has_ways_out():
+  config = Configured.of(small_lm((1, 1, 1))).with_overrides(['datasets[0].batch_size=262144'])
+  found = plan(config.explained, None, 'h100:1', compile=False)
+  assert not found.fits
+  ways = WhatIf(config, found).ways_out()
+  assert 1 <= len(ways) <= 3
+  assert [way.time for way in ways] == sorted(way.time for way in ways)
+  for way in ways[:1]:
+    assert plan(config.with_overrides(way.overrides).explained, None, 'h100:1', compile=False).fits
+
+
+# ---------------------------------------------------------------- prices and comparisons
+
+
+def test_prices_are_those_of_steps(planned):
+  price = price_of(planned, 1e9, 2.5)
+  assert price.steps == pytest.approx(1e9 / TOKENS)
+  assert price.chip_hours == pytest.approx(price.steps * planned.step_seconds / 3600 * 8)
+  assert price.money == pytest.approx(2.5 * price.chip_hours)
+  assert price_of(planned).tokens == 20 * ALL
+
+
+def test_the_better_of_two_plans_is_named_with_its_reason(planned):
+  slow = _slower(planned, 3.0)
+  assert verdict(planned, slow).startswith(
+    'the first is better: 67% less time of chips for the same work, most by less'
+  )
+  assert verdict(slow, planned).startswith('the second is better')
+  assert 'the same time' in verdict(planned, planned)
+  assert re.match(r'the first is better: the second does not fit, by \d+', verdict(planned, _slower(planned, 1e7)))
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.slow
+def test_the_command_prints_them(capsys, monkeypatch):
+  monkeypatch.setattr(WhatIf, 'largest_batch', lambda self: None)  # These take seconds, and are tested above.
+  monkeypatch.setattr(WhatIf, 'largest_length', lambda self: None)
+  named = ['plan', '--exp=lm.SyntheticLmTiny', '--topology=h100:1x8', '--nocompile']
+  changes = ['--compare=task.ici_mesh_shape=(8,1,1)', '--what_if', '--tokens=1e9', '--price_per_chip_hour=2']
+  assert main([*named, *changes]) == 0
+  out, err = capsys.readouterr()
+  assert 'is made to fit 8 devices: replica 1 x data 8 x mdl 1' in err
+  assert re.search(r'1B tokens take [\d,]+ steps, .* chip-hours, [\d,]+ in money', out)
+  assert re.search(r'moments in int8 .* exact +--set', out)
+  assert re.search(r'is better: |both take the same time', out)
+  assert main([*named, '--search', '--search_seconds=1']) == 0
+  assert 'that were looked at' in capsys.readouterr().out
+
+
+def test_bad_sizes_are_told(capsys):
+  named = ['plan', '--exp=lm.SyntheticLmTiny', '--topology=h100:1x8', '--nocompile']
+  assert main([*named, '--search', '--batch_sizes=big']) == 2
+  assert '--batch_sizes: expected numbers of rows' in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a compiler in another process
+
+
+def killed_by(limit):
+  return [sys.executable, '-c', limit]
+
+
+def test_a_compiler_that_is_killed_is_told_and_formulas_take_its_place(tmp_path):
+  kills_itself = killed_by(f'import os; os.kill(os.getpid(), {int(signal.SIGKILL)})')
+  found = plan(
+    small_lm(), None, 'cpu:8', cache=tmp_path, elsewhere=lambda: child.compile_in_child(kills_itself, tmp_path)
+  )
+  assert found.mode == 'analytic' and not found.is_refused
+  assert found.notes[0] == (
+    'the process of the compiler was ended by SIGKILL; the machine has probably not enough memory for it; the numbers '
+    'are analytic'
+  )
+
+
+def test_a_compiler_without_memory_is_told(tmp_path):
+  runs_out = 'import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2); x = bytearray(1 << 30)'
+  with pytest.raises(compilers.CompileError, match='the process of the compiler failed: MemoryError'):
+    child.compile_in_child(killed_by(runs_out), tmp_path)
+
+
+def test_a_refusal_of_another_process_is_that_of_this_one(planned, tmp_path):
+  refused = dataclasses.replace(planned, is_refused=True, notes=('no room; the numbers are analytic',))
+  says_so = killed_by(f'print({child.outcome_of(refused)!r})')
+  with pytest.raises(compilers.CompileError, match='no room') as error:
+    child.compile_in_child(says_so, tmp_path)
+  assert error.value.does_not_fit
+  assert subprocess.run(says_so, check=True, capture_output=True).returncode == 0
