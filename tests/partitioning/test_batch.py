@@ -17,7 +17,7 @@ from praxis_lite.partitioning import (
   padded_batch_shape,
   put_on_mesh,
 )
-from praxis_lite.partitioning.batch import row_axes
+from praxis_lite.partitioning.batch_rows import row_axes
 
 
 def make_batch(size: int) -> dict[str, Any]:
