@@ -1,8 +1,9 @@
 """Checkpoints of a train state: written whole, read on any mesh."""
 
+from praxis_lite.checkpoints.best import BestCheckpoint
 from praxis_lite.checkpoints.checkpointer import (
-  BestCheckpoint,
   Checkpointer,
+  OnDamage,
   Step,
   eval_variables,
   restore_variables,
