@@ -256,12 +256,13 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
   """Explains each array of a batch as it is split inside a step; rows that only fill up the mesh are padding."""
-  rows = task.row_parts * task.jax_task.learner.num_microbatches
-  over = 'all mesh axes' if task.row_parts == task.mesh.size else f'{task.row_parts} parts'
+  rows = task.train_rows
+  over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else f'{task.row_parts} parts'
+  taken = f', of which it takes {task.batch_size} and computes {rows.computed}' if rows.apart else ''
   found = []
-  for path, struct in leaves_by_path(padded_batch_shape(task.inputs_shape, rows)).items():
+  for path, struct in leaves_by_path(padded_batch_shape(task.batch_shape, rows.computed)).items():
     dims = dimensions(struct.shape, task.execution.place_input(struct), sizes)
     dims = (dataclasses.replace(dims[0], size=task.batch_size), *dims[1:])
-    remarks = (f'enters a step with dimension 0 over {over}, as {struct.shape[0]} rows',)
+    remarks = (f'enters a step with dimension 0 over {over}, as {rows.entering} rows{taken}',)
     found.append(Explanation(path_name(('inputs', *path)), Kind.INPUT, dims, np.dtype(struct.dtype), sizes, remarks))
   return found

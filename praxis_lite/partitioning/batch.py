@@ -6,15 +6,14 @@ Every leaf of a batch has the batch as dimension 0. Examples added as padding ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.errors import DataError
-from praxis_lite.partitioning.specs import all_axes
 from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 
 WEIGHTS = 'weights'
@@ -67,28 +66,6 @@ def padded_batch_shape(batch_struct: Mapping[str, object], multiple: int) -> Nes
   size = batch_size(batch_struct)
   batch = {WEIGHTS: jax.ShapeDtypeStruct((size,), np.float32), **batch_struct}
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct((padded_rows(size, multiple), *x.shape[1:]), x.dtype), batch)
-
-
-def row_axes(mesh: Mesh | AbstractMesh, specs: Iterable[PartitionSpec | None]) -> tuple[str, ...]:
-  """Returns the mesh axes that split the rows of a batch where it enters a step.
-
-  These are all but those that split another dimension inside the step, such as the length of sequences: devices along
-  these share rows, which then need not be as many as there are devices. Where processes would have to share rows, which
-  each reads for itself, these are all axes.
-
-  Args:
-    mesh: the mesh.
-    specs: how the arrays of a batch are split inside the step.
-  """
-  others = {axis for spec in specs for axis in all_axes((spec or ())[1:])}
-  rows = tuple(axis for axis in mesh.axis_names if axis not in others)
-  if isinstance(mesh, Mesh) and mesh.is_multi_process:
-    shared = [i for i, axis in enumerate(mesh.axis_names) if axis in others]
-    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    first = np.take(owners, 0, axis=shared[0]) if len(shared) == 1 else None
-    if shared and (first is None or (owners != np.expand_dims(first, shared[0])).any()):
-      return tuple(mesh.axis_names)
-  return rows
 
 
 def check_batch(batch: object, expected: object) -> None:

@@ -248,7 +248,7 @@ def _planned(
 def _padding(partitioned: PartitionedTask) -> list[str]:
   microbatches = partitioned.jax_task.learner.num_microbatches
   true, computed = partitioned.batch_size, partitioned.rows_of_microbatch * microbatches
-  multiple = partitioned.mesh.size * microbatches
+  multiple = partitioned.row_parts * microbatches
   if true == computed:
     return []
   return [

@@ -177,14 +177,17 @@ class DecodeProgram(Program[DecodeStepOutput]):
   """Decodes one input; writes the outputs, one example per line, to `job_log_dir/decoded/<input>/step_<n>.jsonl`."""
 
   def __init__(self, tasks: TaskOnMesh, data: BaseInput, prng_key: jax.Array, job_log_dir: Path):
-    super().__init__(f'decode/{data.label}', tasks.taking(data).decode_step, data, prng_key, tasks.jax_task.decode)
+    task = tasks.taking(data)
+    super().__init__(f'decode/{data.label}', task.decode_step, data, prng_key, tasks.jax_task.decode)
+    self._examples = task.inference_rows.examples
     self._directory = job_log_dir / 'decoded' / data.label
 
   def _metrics_of(self, out: DecodeStepOutput) -> DeviceMetrics:
     return out.metrics
 
   def _keep(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> None:
-    self._lines += [json.dumps(example) for example in _examples(out.decoded, batch)]
+    weights = np.asarray(multihost_utils.process_allgather(batch['weights'], tiled=True))[self._examples]
+    self._lines += [json.dumps(example) for example in _with_weight(out.decoded, weights)]
 
   def _finish(self, step: int) -> str:
     path = self._directory / f'step_{step:08d}.jsonl'
@@ -194,9 +197,8 @@ class DecodeProgram(Program[DecodeStepOutput]):
     return f', {path}'
 
 
-def _examples(decoded: NestedDict, batch: Mapping[str, Any]) -> Iterator[dict[str, object]]:
-  """The rows of `decoded` that are examples, for JSON. Rows of padding have zero weight."""
-  weights = np.asarray(multihost_utils.process_allgather(batch['weights'], tiled=True))
+def _with_weight(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
+  """The rows of `decoded` that are examples, for JSON. Those that fill up the last batch have zero weight."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
   # NumPy does not know bfloat16 and similar types, and calls them void.
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}

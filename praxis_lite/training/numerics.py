@@ -59,7 +59,7 @@ def compare_gradients(
     ConfigError: there is nothing to compare with: one device has not the memory, or there are several hosts, and the
       other partitioning does not take this task; or it draws other random numbers.
   """
-  found = _Norms(partitioned, partitioned.jax_task.partitioning, batch)(state, prng_key, batch)
+  found = _Norms(partitioned, partitioned.jax_task.partitioning)(state, prng_key, batch)
   reference, expected = _reference(partitioned, state, prng_key, batch)
   cpu = partitioned.mesh.devices.flat[0].platform == 'cpu'
   tolerance = _EXACT if cpu and partitioned.jax_task.model.fprop_dtype == jnp.float32 else _ROUNDED
@@ -85,11 +85,11 @@ def compare_gradients(
 
 
 class _Norms:
-  """The norms of the gradients of a task's step, of any state and batch of the same shapes; compiled once."""
+  """The norms of the gradients of a task's step, of any state and batch of its shapes; compiled once."""
 
-  def __init__(self, partitioned: PartitionedTask, partitioning: str, batch: NestedDict):
+  def __init__(self, partitioned: PartitionedTask, partitioning: str):
     layout = StateLayout(*(_without_slots(tree) for tree in partitioned.layout))
-    alone = PartitionedTask(partitioned.jax_task, jax.eval_shape(lambda: batch), layout=layout)
+    alone = PartitionedTask(partitioned.jax_task, partitioned.batch_shape, layout=layout)
     self._step = alone.gradient_norms(EXECUTIONS[partitioning](partitioned.jax_task, layout))
 
   def __call__(self, state: TrainState, prng_key: jax.Array, batch: NestedDict) -> Norms:
@@ -108,7 +108,7 @@ def _reference(
     one = Mesh(np.array([device]).reshape((1,) * len(partitioned.mesh.axis_names)), partitioned.mesh.axis_names)
     whole = jax.sharding.SingleDeviceSharding(device)
     try:
-      norms = _Norms(PartitionedTask(task, jax.eval_shape(lambda: batch), mesh=one), 'auto', batch)
+      norms = _Norms(PartitionedTask(task, jax.eval_shape(lambda: batch), mesh=one), 'auto')
       stored = jax.device_put((state.mdl_vars, state.step, batch), whole)
       there = state.replace(mdl_vars=slice_to(stored[0], partitioned.layout.mdl_vars.unpadded_shapes), step=stored[1])
       expected = norms(there, prng_key, stored[2])
@@ -121,7 +121,7 @@ def _reference(
       problem = 'one device has not the memory'
   other = next(name for name in EXECUTIONS if name != own)
   try:
-    by_name = {name: _Norms(partitioned, name, batch) for name in ('auto', other)}
+    by_name = {name: _Norms(partitioned, name) for name in ('auto', other)}
     one_key, another = (by_name['auto'](state, key, batch) for key in (prng_key, jax.random.fold_in(prng_key, 1)))
     _refuse_random_numbers(one_key, another)
     return f'with partitioning={other!r}', by_name[other](state, prng_key, batch)

@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from praxis_lite.call import Constraint
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
-from praxis_lite.partitioning.batch import batch_size, padded_batch_shape, padded_rows, row_axes
+from praxis_lite.partitioning.batch import batch_size, padded_batch_shape
+from praxis_lite.partitioning.batch_rows import BatchRows, batch_rows, row_axes
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
@@ -82,10 +83,12 @@ class PartitionedTask:
   Attributes:
     mesh: the mesh.
     state_specs, state_shapes, unpadded_state_shapes: the layout of the train state.
-    inputs_partition_spec: specs of the inputs.
+    inputs_partition_spec: specs of the inputs where a batch enters a step.
+    batch_shape: shapes and dtypes of a global batch, with its weights.
+    inputs_shape: the same with the rows that fill up the mesh.
     train_step, eval_step, predict_step, decode_step: the partitioned steps, compiled at their first use.
     batch_size: rows of a global batch, without those that fill up the mesh.
-    row_parts: into how many parts the rows are split where a batch enters a step.
+    row_parts: the rows that a step computes are a multiple of this number of parts.
     total_num_params: number of model parameters, without padding, moving statistics included.
     active_num_params: how many of these one token uses: less than all with experts.
   """
@@ -115,22 +118,32 @@ class PartitionedTask:
     self.state_specs: TrainState[PartitionSpec] = self.layout.specs
     self.state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.padded_shapes
     self.unpadded_state_shapes: TrainState[jax.ShapeDtypeStruct] = self.layout.unpadded_shapes
-    axes = self._row_axes(inputs_shape)
-    self.row_parts = math.prod(self.mesh.shape[axis] for axis in axes)
+    self._input_specs = self._specs_inside(inputs_shape)
+    self.row_parts = math.prod(self.mesh.shape[axis] for axis in row_axes(self.mesh, self._input_specs))
+    self.batch_shape = padded_batch_shape(inputs_shape, 1)
     self.inputs_shape = padded_batch_shape(inputs_shape, self.row_parts)
-    self.inputs_partition_spec = get_input_partition_specs(axes, self.inputs_shape)
+    self.inputs_partition_spec = get_input_partition_specs(self.inference_rows.axes, self.inputs_shape)
     self.batch_size = batch_size(inputs_shape)
 
-  def _row_axes(self, inputs_shape: NestedDict) -> tuple[str, ...]:
-    """The mesh axes that split the rows of a batch where it enters a step."""
+  def _specs_inside(self, inputs_shape: NestedDict) -> list[PartitionSpec | None]:
+    """How the arrays of a batch are split inside a step; [] where each device takes whole rows."""
     mapping, names = self.jax_task.train.inputs_split_mapping, self.mesh.axis_names
-    if self.jax_task.partitioning != 'auto':  # Each device takes whole rows.
-      return tuple(names)
+    if self.jax_task.partitioning != 'auto':
+      return []
     try:
-      specs = [infer_partition_spec_based_on_rank_fn(mapping, names, x) for x in jax.tree.leaves(inputs_shape)]
+      return [infer_partition_spec_based_on_rank_fn(mapping, names, x) for x in jax.tree.leaves(inputs_shape)]
     except ShardingError:  # Raised again, with its path, where the step is traced.
-      return tuple(names)
-    return row_axes(self.mesh, specs)
+      return []
+
+  @functools.cached_property
+  def train_rows(self) -> BatchRows:
+    """The rows of a batch of the train step."""
+    return batch_rows(self.mesh, self._input_specs, self.batch_shape, self.jax_task.learner.num_microbatches)
+
+  @functools.cached_property
+  def inference_rows(self) -> BatchRows:
+    """The rows of a batch of the other steps."""
+    return batch_rows(self.mesh, self._input_specs, self.batch_shape)
 
   @property
   def total_num_params(self) -> int:
@@ -139,8 +152,7 @@ class PartitionedTask:
   @property
   def rows_of_microbatch(self) -> int:
     """Rows that the model sees at once in training, with those that fill up the mesh."""
-    microbatches = self.jax_task.learner.num_microbatches
-    return padded_rows(self.batch_size, self.row_parts * microbatches) // microbatches
+    return self.train_rows.computed // self.jax_task.learner.num_microbatches
 
   @property
   def active_num_params(self) -> int:
@@ -233,41 +245,37 @@ class PartitionedTask:
     single_learner_step: Callable[..., steps.TrainStepOutput] = steps.train_step_single_learner,
   ) -> tuple[Callable[..., steps.TrainStepOutput], tuple[object, ...]]:
     step = execution.wrapped(functools.partial(single_learner_step, self.jax_task, execution=execution))
+    rows = self.train_rows
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
       with axis_rules(self.jax_task.logical_axis_rules or ()):
-        out = steps.TrainStepOutput(*step(state, prng_key, inputs))
-      return out._replace(per_example_out=self._true_rows(out.per_example_out))
+        out = steps.TrainStepOutput(*step(state, prng_key, rows.taken(inputs)))
+      return out._replace(per_example_out=jax.tree.map(rows.of_examples, out.per_example_out))
 
-    rows = self.row_parts * self.jax_task.learner.num_microbatches
-    return train_step, (self.state_shapes, *self._placed_shapes(padded_batch_shape(self.inputs_shape, rows)))
+    return train_step, (self.state_shapes, *self._placed_shapes(rows))
 
   def _inference_step(self, step: Callable[..., OutT], by_row: str) -> PartitionedStep[OutT]:
     """A step without a state; `by_row` names the output whose arrays have the batch as dimension 0."""
-    shapes: tuple[object, ...] = self._placed_shapes(self.inputs_shape, jax.ShapeDtypeStruct((), jnp.int32))
+    rows = self.inference_rows
+    shapes: tuple[object, ...] = self._placed_shapes(rows, jax.ShapeDtypeStruct((), jnp.int32))
     placed = self._placed
 
     def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> OutT:
-      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(inputs)
+      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(rows.taken(inputs))
       with axis_rules(self.jax_task.logical_axis_rules or ()):
         out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
-      return out._replace(**{by_row: self._true_rows(getattr(out, by_row))})
+      return out._replace(**{by_row: jax.tree.map(rows.of_examples, getattr(out, by_row))})
 
     inference_step.__name__ = step.__name__  # What profiles call the program.
     return PartitionedStep(inference_step, (self.state_shapes.mdl_vars, *shapes), self._replicated, mesh=self.mesh)
-
-  def _true_rows(self, per_example: T) -> T:
-    """Drops the rows that fill up the mesh; with several hosts these lie between true rows and stay, weighing zero."""
-    if jax.process_count() > 1:
-      return per_example
-    return jax.tree.map(lambda x: x[: self.batch_size], per_example)
 
   @property
   def _replicated(self) -> NamedSharding:
     return NamedSharding(self.mesh, PartitionSpec())
 
-  def _placed_shapes(self, inputs: NestedDict, *replicated: object) -> tuple[object, ...]:
+  def _placed_shapes(self, rows: BatchRows, *replicated: object) -> tuple[object, ...]:
     """The key, further replicated arguments and inputs of a step, as they are stored on the mesh."""
+    inputs = padded_batch_shape(self.batch_shape, rows.entering)
     shapes = (jax.eval_shape(lambda: jax.random.key(0)), *replicated, inputs)
     specs = (*[None] * (1 + len(replicated)), self.inputs_partition_spec)
     return layout_of(shapes, specs, self.mesh).padded_shapes

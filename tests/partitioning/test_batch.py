@@ -17,7 +17,6 @@ from praxis_lite.partitioning import (
   padded_batch_shape,
   put_on_mesh,
 )
-from praxis_lite.partitioning.batch import row_axes
 
 
 def make_batch(size: int) -> dict[str, Any]:
@@ -61,9 +60,3 @@ def test_batch_is_put_on_every_device() -> None:
   by_prefix = put_on_mesh(batch, mesh, P(mesh.axis_names))
   assert by_prefix['nested']['image'].sharding.is_equivalent_to(placed['nested']['image'].sharding, 3)
   np.testing.assert_array_equal(put_on_mesh(batch, None, None)['ids'], batch['ids'])
-
-
-def test_devices_that_share_sequences_share_rows() -> None:
-  mesh = create_device_mesh((2, 2, 2), mesh_axis_names=('data', 'context', 'mdl'))
-  assert row_axes(mesh, [P('data'), None, P('data', None)]) == ('data', 'context', 'mdl')
-  assert row_axes(mesh, [P('data'), P('data', 'context')]) == ('data', 'mdl')

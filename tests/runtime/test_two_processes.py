@@ -9,7 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from tiny_runs import expected_loss, open_gate, tiny_run
+from tiny_runs import expected_loss, open_gate, shared_rows_run, tiny_run
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.runtime import run_train
@@ -39,15 +39,29 @@ result = run_train(config, sys.argv[3], hooks=[Raises()] if sys.argv[5:] == ['ra
 print('ended by', result.ended_by, result.step, flush=True)
 """
 
+# The context axis is split between the processes, so that each row is computed by both of them.
+SHARED_ROWS = """
+import sys
+from praxis_lite.runtime import initialize_distributed, run_train
+initialize_distributed(sys.argv[1], 2, int(sys.argv[2]))
+from tiny_runs import shared_rows_run
+from praxis_lite.training.partitioned_task import PartitionedTask
+config = shared_rows_run((2, 2))
+rows = PartitionedTask(config.task.instantiate(), config.datasets[0].instantiate().batch_struct()).train_rows
+print('rows', rows.apart, rows.entering, rows.computed, flush=True)
+result = run_train(config, sys.argv[3])
+print('ended by', result.ended_by, result.step, flush=True)
+"""
+
 
 # Without noise: with two processes the rows that fill up the mesh lie between the others, which then draw other noise.
 
 
-def start_both(run_python, directory, gate='', *args):
+def start_both(run_python, directory, gate='', *args, run=RUN):
   with socket.socket() as free:
     free.bind(('localhost', 0))
     address = f'localhost:{free.getsockname()[1]}'
-  return [run_python(RUN, address, str(i), str(directory), gate, *args, devices=2) for i in range(2)]
+  return [run_python(run, address, str(i), str(directory), gate, *args, devices=2) for i in range(2)]
 
 
 def last_line(process):
@@ -111,3 +125,30 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
   (last,) = (r for r in lines if (r['split'], r['step']) == ('eval/valid', 20))
   assert abs(last['metrics']['loss'] - expected_loss(together.state.mdl_vars, 33, 1)) < 1e-5
   assert len((tmp_path / 'two' / 'decoded' / 'prompts' / 'step_00000020.jsonl').read_text().splitlines()) == 7
+
+
+def test_processes_that_share_rows_train_evaluate_and_decode_as_one_device_does(tmp_path, run_python):
+  for process in start_both(run_python, tmp_path / 'two', run=SHARED_ROWS):
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert 'rows True 8 6' in out and out.splitlines()[-1] == 'ended by done 4'
+  alone = run_train(shared_rows_run((1, 1)), tmp_path / 'one')
+  together = run_train(shared_rows_run((1, 1)), tmp_path / 'two')  # Restores what two processes have saved.
+  for a, b in zip(together.state.mdl_vars.values(), alone.state.mdl_vars.values()):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+  losses = [
+    [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
+    for name in ('two', 'one')
+  ]
+  for two, one in zip(*losses, strict=True):
+    assert (two['split'], two['step']) == (one['split'], one['step'])
+    metric = 'num_decoded' if two['split'].startswith('decode') else 'loss'
+    assert two['metrics'][metric] == pytest.approx(one['metrics'][metric], rel=1e-5)
+  decoded = [
+    [
+      json.loads(line)['y']
+      for line in (tmp_path / name / 'decoded/prompts/step_00000004.jsonl').read_text().splitlines()
+    ]
+    for name in ('two', 'one')
+  ]
+  np.testing.assert_allclose(*decoded, rtol=1e-5)

@@ -100,6 +100,14 @@ def tiny_run(
   return ExperimentConfig(task, [data, valid], [prompts])
 
 
+def shared_rows_run(shape: tuple[int, int]):
+  """The configs of a run of 4 steps whose inputs x are split over rows and over a context axis."""
+  config = tiny_run(noise=0.0, num_train_steps=4, decode_interval_steps=4)
+  config.task.set(mesh_axis_names=('context', 'data'), ici_mesh_shape=shape)
+  config.task.train.inputs_split_mapping = {'map_1d': ('data',), 'map_2d': ('data', 'context')}
+  return config
+
+
 def expected_loss(variables: Any, count: int, seed: int) -> float:
   """The loss on `examples(count, seed)`, in NumPy."""
   w, v = (np.asarray(variables[name], np.float64) for name in ('w', 'v'))
