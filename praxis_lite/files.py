@@ -1,10 +1,23 @@
-"""Files of a run directory that appear complete or not at all."""
+"""Files of a run directory: those that appear complete or not at all, and those that wait for room on the disk."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
+
+from praxis_lite.errors import UserError
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+  """Returns the path of a run or of its checkpoints; raises UserError if it is one of an object store."""
+  if re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)):
+    raise UserError(
+      f'{os.fspath(path)}: runs are in directories of a file system that all hosts see, not in object stores; mount '
+      'the store, or train in a local directory and copy it there'
+    )
+  return Path(path).expanduser()
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -20,6 +33,39 @@ def replace_file(path: Path, text: str) -> None:
   except BaseException:
     os.unlink(name)
     raise
+
+
+class PatientFile:
+  """A file to append to, which keeps in memory what the disk does not take, and writes it in order when it does.
+
+  Attributes:
+    error: why the last write failed; None if all is written.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
+    self._unwritten = bytearray()
+    self.error: OSError | None = None
+
+  def write(self, data: bytes) -> int:
+    """Takes all of `data`, whether it can be written now or later."""
+    self._unwritten += data
+    self.flush()
+    return len(data)
+
+  def flush(self) -> None:
+    """Writes what is not written yet, as far as that is possible."""
+    self.error = None
+    try:
+      while self._unwritten:
+        del self._unwritten[: self._file.write(self._unwritten)]
+    except OSError as error:
+      self.error = error
+
+  def close(self) -> None:
+    """Tries once more; what still cannot be written is lost."""
+    self.flush()
+    self._file.close()
 
 
 def _umask() -> int:

@@ -3,6 +3,7 @@
 from praxis_lite.checkpoints.checkpointer import (
   BestCheckpoint,
   Checkpointer,
+  OnDamage,
   Step,
   eval_variables,
   restore_variables,

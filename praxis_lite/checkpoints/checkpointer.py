@@ -12,6 +12,9 @@ restore compares the true shapes, and cuts or extends the padding to what its me
 
 Orbax writes them in the background, into a folder that is renamed when it is complete. So what a killed run leaves
 behind is never taken for a checkpoint, and the next run removes it.
+
+Whatever is restored is verified: each chunk of an array has a checksum, and so have the index of the arrays and the
+JSON.
 """
 
 from __future__ import annotations
@@ -20,27 +23,34 @@ import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import (
   as_data,
   check_same_model,
   data_shape,
   from_data,
+  read_record,
   records_of,
+  sealed,
   to_nested_dict,
 )
+from praxis_lite.checkpoints.failures import DamagedError, first_line, unreadable
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
-from praxis_lite.checkpoints.streamed import first_line, stored_arrays
+from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
+from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import replace_file
+from praxis_lite.files import local_path, replace_file
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -48,12 +58,16 @@ from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path,
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
-_FORMAT = 1
 _DIRECTORY = 'checkpoints'
-_BEST = 'best.json'
+BEST = 'best.json'
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
+
+# What happens where the newest checkpoint is damaged: the one before is used, or an error is raised.
+OnDamage = Literal['previous', 'fail']
+
+T = TypeVar('T')
 
 
 class BestCheckpoint(NamedTuple):
@@ -75,6 +89,11 @@ class Checkpointer:
     max_to_keep: how many of the newest checkpoints are kept; None keeps all.
     keep_interval_steps: checkpoints at multiples of this step are never deleted; None disables it.
     read_only: never saves or deletes anything, for reading while another process trains.
+    on_damage: 'previous': where the newest checkpoint is damaged, the one before is read, and the folder of the damaged
+      one is renamed, unless this is `read_only`. 'fail': an error is raised.
+
+  Attributes:
+    notes: a line for each checkpoint that was found damaged, and not used.
 
   Raises:
     ConfigError: a number is not positive.
@@ -87,28 +106,34 @@ class Checkpointer:
     max_to_keep: int | None = None,
     keep_interval_steps: int | None = None,
     read_only: bool = False,
+    on_damage: OnDamage = 'fail',
   ):
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
+    self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), _DIRECTORY)
+    self.notes: list[str] = []
+    self._read_only = read_only
+    self._on_damage = on_damage
+    self._damaged: set[int] = set()
+    self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
+    self._to_close = contextlib.ExitStack()
+    self._manager = self._opened()
+    self._is_broken = False
+    self._being_saved: list[int] = []
+    self._best = self._recorded_best = self._read_best()
+
+  def _opened(self) -> ocp.CheckpointManager:
     ocp = orbax_checkpoint()
     from praxis_lite.checkpoints.streamed_writes import pytree_handlers
 
-    self.directory = os.path.join(os.path.abspath(job_log_dir), _DIRECTORY)
-    policies = ocp.checkpoint_managers
-    keep = [policies.LatestN(max_to_keep), _KeepBest(self)]
-    if keep_interval_steps is not None:
-      keep.append(policies.EveryNSteps(keep_interval_steps))
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=policies.AnyPreservationPolicy(keep),
-      cleanup_tmp_directories=not read_only,
-      create=not read_only,
-      read_only=read_only,
+      cleanup_tmp_directories=not self._read_only,
+      create=not self._read_only,
+      read_only=self._read_only,
       save_root_metadata=False,
     )
-    self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
-    self._being_saved: list[int] = []
-    self._best = self._recorded_best = self._read_best()
+    return ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
 
   def save(
     self,
@@ -121,7 +146,8 @@ class Checkpointer:
 
     Where the state has a `StreamedArray`, its parts are read while they are written.
 
-    Returns False if there is a checkpoint of this step already.
+    Returns False if there is a checkpoint of this step already. After an error the next save begins anew; what was
+    complete before stays.
 
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
@@ -131,34 +157,51 @@ class Checkpointer:
       CheckpointError: this save, or the one before, failed.
     """
     ocp = orbax_checkpoint()
+    self.wait_until_complete()
+    if self._is_broken:
+      with self._saving():
+        self._mend()
     if step in self._manager.all_steps():
       return False
     arrays = to_nested_dict(jax.tree.map(as_data, state))
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(arrays),
-      inputs=ocp.args.JsonSave({'input_state': input_state}),
-      about=ocp.args.JsonSave(_about(state, true_shapes)),
+      inputs=ocp.args.JsonSave(sealed({'input_state': input_state})),
+      about=ocp.args.JsonSave(sealed(_about(state, true_shapes))),
     )
     with self._saving():
-      self._manager.wait_until_finished()
-      self._record_best()
+      if jax.process_index() == 0:
+        self._check_that_files_can_be_made()
       self._being_saved.append(step)
       return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps are saved.
 
   def wait(self) -> None:
-    """Waits until all saves are on disk; raises CheckpointError if saving failed."""
-    with self._saving():
-      self._manager.wait_until_finished()
-    self._record_best()
+    """Waits until all saves are on disk, and others removed; raises CheckpointError if saving failed."""
+    self.wait_until_complete()
+    self._retention.wait()
 
   def newly_complete(self) -> list[tuple[int, Path]]:
-    """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
+    """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait.
+
+    Raises:
+      CheckpointError: saving failed.
+    """
     if not self._being_saved or self._manager.is_saving_in_progress():
       return []
-    self._record_best()
+    self.wait_until_complete()
     folders = [(step, Path(self.directory, str(step))) for step in self._being_saved]
     self._being_saved = []
     return [(step, folder) for step, folder in folders if folder.exists()]
+
+  def wait_until_complete(self) -> None:
+    """Waits until all saves are on disk, and begins to remove others; raises CheckpointError if saving failed."""
+    if not self._is_broken:
+      with self._saving():
+        self._manager.wait_until_finished()
+    with contextlib.suppress(OSError):  # It is kept all the same, and recorded after the next save.
+      self._record_best()
+    if self._being_saved and not self._read_only and jax.process_index() == 0:
+      self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
     """Returns what `keep_best` was called with last, by an earlier process too; None if there is no such checkpoint."""
@@ -187,11 +230,11 @@ class Checkpointer:
       best = BestCheckpoint(**json.loads(self._best_path.read_text(encoding='utf-8')))
     except (OSError, ValueError, TypeError):
       return None
-    return best if best.step in self._manager.all_steps() else None
+    return best if best.step in self.all_steps() else None
 
   @property
   def _best_path(self) -> Path:
-    return Path(self.directory).parent / _BEST
+    return Path(self.directory).parent / BEST
 
   def kept_steps(self) -> set[int]:
     """Returns the steps of checkpoints that are never deleted because they are the best."""
@@ -202,15 +245,16 @@ class Checkpointer:
     try:
       self.wait()
     finally:
+      self._to_close.close()
       self._manager.close()
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint, or None if there is none."""
-    return self._manager.latest_step()
+    return max(self.all_steps(), default=None)
 
   def all_steps(self) -> list[int]:
-    """Returns the steps of all complete checkpoints, in order."""
-    return sorted(self._manager.all_steps())
+    """Returns the steps of all complete checkpoints, in order, but for those that were found damaged."""
+    return [step for step in steps_in(self.directory) if step not in self._damaged]
 
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
     """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint.
@@ -246,17 +290,21 @@ class Checkpointer:
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
+      DamagedError: it is damaged, and named by `step`, or the only one, or `on_damage` is 'fail'.
       OtherModelError: it is of another model.
     """
-    step = self.existing_step(step)
-    where = os.path.join(self.directory, str(step))
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
     wanted = records_of(true_shapes)
-    regrouping = Regrouping(self.about(step)['variables'], wanted, weights or {})
-    check_same_model(regrouping.records, wanted, where)
-    read = self.restore_arrays(regrouping.to_read(shapes), step=step)
-    arrays = regrouping.regrouped(read, shapes, true_shapes)
+
+    def restored(step: int) -> NestedDict:
+      regrouping = Regrouping(self._read_json(step, 'about')['variables'], wanted, weights or {})
+      check_same_model(regrouping.records, wanted, self.folder(step))
+      self._read_json(step, 'inputs')  # Raises if it is damaged, as other parts do.
+      read = self.restore_arrays(regrouping.to_read(shapes), step=step)
+      return regrouping.regrouped(read, shapes, true_shapes)
+
+    arrays = self._of_whole_step(restored, step)
     return map_with_path(lambda path, _: lookup(arrays, path), shapes)
 
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
@@ -272,7 +320,11 @@ class Checkpointer:
       data_shapes,
     )
     args = ocp.args.PyTreeRestore(item=data_shapes, restore_args=restore_args, partial_restore=True)
-    arrays = self._read(step, 'state', args)
+    arrays = self._read_arrays(step, args)
+    for path, wanted in leaves_by_path(data_shapes).items():  # The names and types of arrays have no checksum.
+      found = lookup(arrays, path)
+      if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise unreadable(self.folder(step), ValueError(f'what it says of {path_name(path)} is wrong'))
     return map_with_path(lambda path, shape: from_data(shape, lookup(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
@@ -281,13 +333,15 @@ class Checkpointer:
     Args:
       shapes: the true shapes of all of them.
       use_ema: take the moving averages where there are some.
-      step: as for `restore`.
+      step: as for `restore`. It is not removed before this is closed.
 
     Raises:
       CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
     """
     step = self.existing_step(step)
-    where, saved = os.path.join(self.directory, str(step)), self.about(step)['variables']
+    where = self.folder(step)
+    self._to_close.enter_context(being_read(where))
+    saved = self.about(step)['variables']
     check_same_model(saved, records_of({'mdl_vars': shapes}), where)
     names = {path: f'mdl_vars.{path_name(path)}' for path in leaves_by_path(shapes)}
     if use_ema:
@@ -301,52 +355,103 @@ class Checkpointer:
 
   def input_state(self, step: Step = None) -> dict[str, Any] | None:
     """Returns the state of the training input saved with a checkpoint."""
-    return self._read(self.existing_step(step), 'inputs', orbax_checkpoint().args.JsonRestore())['input_state']
+    return self._read_json(step, 'inputs')['input_state']
 
   def about(self, step: Step = None) -> dict[str, Any]:
     """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
-    return self._read(self.existing_step(step), 'about', orbax_checkpoint().args.JsonRestore())
+    return self._of_whole_step(lambda step: self._read_json(step, 'about'), step)
 
-  def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+  def folder(self, step: int) -> str:
+    """Returns where the checkpoint of a step is."""
+    return os.path.join(self.directory, str(step))
+
+  def _of_whole_step(self, read: Callable[[int], T], step: Step) -> T:
+    """Returns what is read of a step; where that is the newest one and damaged, of the one before, by `on_damage`.
+
+    With several processes, each calls this, and what one of them finds damaged is damaged for all.
+    """
+    while True:
+      number, error = self.existing_step(step), None
+      try:
+        with being_read(self.folder(number)):
+          out = read(number)
+      except (DamagedError, RemovedError) as caught:
+        error = caught
+      if not _in_any_process(error is not None):
+        return out
+      if step is None and number not in steps_in(self.directory):
+        continue  # Removed by who trains, before it was locked or where there are no locks.
+      error = error or DamagedError(f'{self.folder(number)} cannot be read on another host')
+      if step is not None or self._on_damage == 'fail' or self.all_steps() == [number]:
+        raise error
+      self._leave_out(number, error)
+
+  def _leave_out(self, step: int, error: CheckpointError) -> None:
+    """Leaves a damaged step out of `all_steps`; of those that may write, the first process renames its folder."""
+    aside = ''
+    if not self._read_only:
+      if jax.process_index() == 0:
+        aside = f', and is kept in {set_aside(Path(self.folder(step)))}'
+      _in_any_process(False)  # Waits for the first process.
+      self._manager.reload()
+    else:
+      self._damaged.add(step)
+    reason = str(error).partition('; ')[0]
+    self.notes.append(f'{reason}{aside}; the checkpoint before is used, of step {self.latest_step()}')
+
+  def _read_json(self, step: Step, item: str) -> dict[str, Any]:
+    return read_record(Path(self.folder(self.existing_step(step))), item)
+
+  def _read_arrays(self, step: int, args: ocp.args.PyTreeRestore) -> Any:
     try:
-      return self._manager.restore(step, args=orbax_checkpoint().args.Composite(**{item: args}))[item]
+      out = self._manager.restore(step, args=orbax_checkpoint().args.Composite(state=args))['state']
+      if isinstance(out, Exception):
+        raise out
+      return out
     except Exception as error:
-      where = os.path.join(self.directory, str(step))
-      raise CheckpointError(
-        f'{where} cannot be read ({first_line(error)}); remove this folder to go back to the checkpoint before'
-      ) from error
+      raise unreadable(self.folder(step), error) from error
+
+  def _check_that_files_can_be_made(self) -> None:
+    """Raises OSError if not: where Orbax finds that, some of its threads wait for others, and end after minutes."""
+    os.makedirs(self.directory, exist_ok=True)
+    with tempfile.TemporaryFile(dir=self.directory):
+      pass
+
+  def _mend(self) -> None:
+    """Replaces Orbax's manager, which does not go on after an error."""
+    with contextlib.suppress(Exception):
+      self._manager.close()
+    self._manager = self._opened()
+    self._is_broken = False
 
   @contextlib.contextmanager
   def _saving(self) -> Iterator[None]:
     try:
       yield
     except Exception as error:
+      self._being_saved = []
+      self._best = self._recorded_best
+      if jax.process_count() == 1:
+        self._is_broken = True
+        with contextlib.suppress(Exception):
+          self._mend()
       raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
   """Returns the steps of the complete checkpoints of a run, in order, from the names of their folders alone."""
-  try:
-    return sorted(int(entry.name) for entry in os.scandir(Path(job_log_dir, _DIRECTORY)) if entry.name.isdecimal())
-  except OSError:
-    return []
+  return steps_in(Path(job_log_dir, _DIRECTORY))
 
 
-class _KeepBest:
-  """Orbax's preservation policy of the best checkpoint."""
-
-  def __init__(self, checkpointer: Checkpointer):
-    self._checkpointer = checkpointer
-
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-    return [checkpoint.step in self._checkpointer.kept_steps() for checkpoint in checkpoints]
+def _in_any_process(is_so: bool) -> bool:
+  """Whether it is so in any process; each must call this."""
+  return bool(np.any(multihost_utils.process_allgather(np.array(is_so)))) if jax.process_count() > 1 else is_so
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
   sharding = getattr(state.step, 'sharding', None)  # None: not from a mesh.
   mesh = getattr(sharding, 'mesh', None)
   return {
-    'format': _FORMAT,
     'praxis_lite': metadata.version('praxis_lite'),
     'jax': jax.__version__,
     'saved_at': round(time.time(), 3),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.errors import CheckpointError
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
+_FORMAT = 2  # That of 1 had no checksums.
 
 
 class OtherModelError(CheckpointError):
@@ -26,6 +31,35 @@ class OtherModelError(CheckpointError):
     super().__init__(f'{difference}. {remedy}')
     self.difference = difference
     self.only_learner = only_learner
+
+
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+  """Returns a record for JSON with its format and a checksum of it all."""
+  record = {**record, 'format': _FORMAT}
+  return {**record, 'checksum': _checksum(record)}
+
+
+def read_record(folder: Path, item: str) -> dict[str, Any]:
+  """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Those of the first format have no checksum.
+
+  Raises:
+    DamagedError: it is not what was written.
+    CheckpointError: it cannot be read.
+  """
+  try:
+    record = json.loads((folder / item / 'metadata').read_text(encoding='utf-8'))
+    content = {name: value for name, value in record.items() if name != 'checksum'}
+    is_old = 'checksum' not in record and record.get('format', 1) == 1
+    if not is_old and record.get('checksum') != _checksum(content):
+      raise ValueError(f'the checksum of {item} differs')
+  except (OSError, ValueError, AttributeError) as error:
+    raise unreadable(folder, error) from error
+  return content
+
+
+def _checksum(record: dict[str, Any]) -> str:
+  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # Keys become what they are when they are read.
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def to_nested_dict(tree: object) -> NestedDict:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import abc
 import itertools
+import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from praxis_lite.checkpoints.failures import first_line
 from praxis_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -100,14 +102,14 @@ class StoredArray(StreamedArray):
       raise CheckpointError(f'{self._where} cannot be read ({first_line(error)})') from error
 
 
-def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, StreamedArray]:
+def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
   """Returns arrays of a checkpoint by name.
 
   What was written in chunks larger than the parts that are read is kept until another chunk is read.
 
   Args:
     folder: where Orbax has written the arrays, in its format by default.
-    shapes: the true shape of each, by the name in the checkpoint.
+    shapes: the true shape of each, by the name in the checkpoint; None takes the stored one, with padding.
 
   Raises:
     CheckpointError: there is no such array, or it cannot be read.
@@ -116,17 +118,20 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int]]) -> dict[str,
 
   def opened(context: ts.Context) -> dict[str, ts.TensorStore]:
     base = {'driver': 'file', 'path': f'{folder}/'}
-    specs = {name: {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
+    specs = {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
     futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
     return {name: future.result() for name, future in futures.items()}
 
   try:
+    about = json.loads(Path(folder, '_METADATA').read_text(encoding='utf-8'))
+    driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # Those without checksums, of earlier versions.
     stores = opened(ts.Context())
     largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
     stores = opened(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))
-  except ValueError as error:
+  except (OSError, ValueError) as error:
     raise CheckpointError(f'{folder} cannot be read ({first_line(error)})') from error
-  return {name: StoredArray(stores[name], tuple(shape), f'{folder}: {name}') for name, shape in shapes.items()}
+  true_shapes = {name: tuple(stores[name].shape if shape is None else shape) for name, shape in shapes.items()}
+  return {name: StoredArray(stores[name], shape, f'{folder}: {name}') for name, shape in true_shapes.items()}
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
@@ -135,13 +140,3 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 def _chunk_bytes(store: ts.TensorStore) -> int:
   return math.prod(_chunk_shape(store)) * store.dtype.numpy_dtype.itemsize
-
-
-def first_line(error: Exception) -> str:
-  """Returns the class and the first line of an error of Orbax or TensorStore, without the request."""
-  lines = str(error).strip().splitlines()
-  if not lines:
-    return type(error).__name__
-  # TensorStore appends its request, thousands of characters of JSON.
-  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
-  return f'{type(error).__name__}: {message}'

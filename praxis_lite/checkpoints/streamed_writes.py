@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from etils import epath
 
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
 
 # Parts that are compressed and written while the next one is read.
 _IN_FLIGHT = 2
+# Bytes of chunks that are read and decoded at once while a state is restored.
+_RESTORED_AT_ONCE = 128 << 20
 
 
 class _StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
@@ -64,11 +69,31 @@ async def _write_parts(
       await pending.popleft()
 
 
-def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-  """Returns Orbax's handlers by default, of which that of the item 'state' accepts streamed arrays as leaves too."""
+class _StateHandler(ocp.PyTreeCheckpointHandler):
+  """Restores with little memory, and returns an error where that fails.
+
+  So all processes reach the barrier after it, and the caller raises the error.
+  """
+
+  def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args.item)]
+    # One part of an array must fit; with its padding on the mesh that saved it, it is less than twice the array.
+    in_flight = max([_RESTORED_AT_ONCE, *(2 * size for size in sizes)])
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_types(), restore_concurrent_gb=in_flight / 1e9)
+    try:
+      return handler.restore(directory, item, args=args)
+    except Exception as error:
+      return error
+
+
+def _types() -> ocp.type_handlers.TypeHandlerRegistry:
   types = ((t, ocp.type_handlers.get_type_handler(t)) for t in ocp.type_handlers.supported_types())
-  registry = ocp.type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()), *types)
-  handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+  return ocp.type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()), *types)
+
+
+def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
+  """Returns Orbax's handlers by default, but that of 'state', which writes checksums, and streamed arrays too."""
+  handler = _StateHandler(type_handler_registry=_types(), use_zarr3=True)
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
   handlers.add('state', ocp.args.PyTreeSave, handler)
   handlers.add('state', ocp.args.PyTreeRestore, handler)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import flags
 
 from praxis_lite.errors import UserError
+from praxis_lite.files import local_path
 
 if TYPE_CHECKING:
   from praxis_lite.experiment import ExperimentConfig
@@ -27,6 +28,7 @@ class Command(NamedTuple):
     flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
     bare: name of the flag that an argument without a flag sets; '' if there may be none.
+    bare_rest: name of the flag, of several values, that further such arguments set.
   """
 
   name: str
@@ -36,6 +38,7 @@ class Command(NamedTuple):
   flags: flags.FlagValues
   run: Callable[[flags.FlagValues], int]
   bare: str = ''
+  bare_rest: str = ''
 
 
 def experiment_flags() -> flags.FlagValues:
@@ -73,6 +76,12 @@ def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
   return values
 
 
+def damage_flag(values: flags.FlagValues) -> None:
+  """Defines --on_damage."""
+  damage = 'Where the newest checkpoint is damaged: use the one before, or fail. Example: --on_damage=fail'
+  flags.DEFINE_enum('on_damage', 'previous', ['previous', 'fail'], damage, flag_values=values)
+
+
 class _StepParser(flags.ArgumentParser[int | str]):
   """Reads the number of a step, or best."""
 
@@ -92,6 +101,8 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   """
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
+
+  local_path(values.job_log_dir)  # Raises before anything else is found missing.
 
   from praxis_lite.runtime.distributed import set_up_compilation_cache, simulate_cpu_devices
 
@@ -159,7 +170,7 @@ def own_flags(values: flags.FlagValues) -> list[flags.Flag]:
 
 def help_text(command: Command) -> str:
   """Returns the help of a command, for a terminal of 80 columns: what it does, an example, and its flags."""
-  bare = f' {command.bare.upper()}' if command.bare else ''
+  bare = ''.join(f' {name.upper()}' for name in (command.bare, command.bare_rest) if name)
   lines = [f'praxis-lite {command.name}{bare} [--flags]', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
 from praxis_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.runtime.vocabulary import with_vocabulary
 
   if not values.prompt and not values.prompt_ids:
-    run_decode(config, job_log_dir, step=values.step, seed=values.seed)
+    run_decode(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
     return 0
 
   if values.prompt and values.prompt_ids:
@@ -52,7 +52,12 @@ def _run(values: flags.FlagValues) -> int:
   config = ExperimentConfig(task, config.datasets, config.decode_datasets)
   prompts = [prompt for prompt in _prompts(values, tokenizer) for _ in range(values.num_samples)]
   continuations = decode_prompts(
-    config, job_log_dir, [prompt.ids for prompt in prompts], step=values.step, seed=values.seed
+    config,
+    job_log_dir,
+    [prompt.ids for prompt in prompts],
+    step=values.step,
+    seed=values.seed,
+    on_damage=values.on_damage,
   )
   for i, (prompt, continuation) in enumerate(zip(prompts, continuations), 1):
     if len(prompts) > 1:
@@ -106,6 +111,7 @@ class _IdsParser(flags.ArgumentParser[list[int]]):
 
 def _flags() -> flags.FlagValues:
   values = run_flags(seed='Seed of the samples. Example: --seed=1', restores=True)
+  damage_flag(values)
   texts = functools.partial(flags.DEFINE_multi_string, flag_values=values)
   integer = functools.partial(flags.DEFINE_integer, flag_values=values)
   number = functools.partial(flags.DEFINE_float, flag_values=values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, run_flags
+from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -12,8 +12,14 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.runtime.inference import run_eval
 
-  run_eval(config, job_log_dir, step=values.step)
+  run_eval(config, job_log_dir, step=values.step, on_damage=values.on_damage)
   return 0
+
+
+def _flags() -> flags.FlagValues:
+  values = run_flags(restores=True)
+  damage_flag(values)
+  return values
 
 
 COMMAND = Command(
@@ -21,6 +27,6 @@ COMMAND = Command(
   'evaluate a checkpoint',
   'evaluate a checkpoint on all evaluation data of the experiment, on the mesh it was trained on or any other.',
   'praxis-lite eval --job_log_dir=runs/1',
-  run_flags(restores=True),
+  _flags(),
   _run,
 )

@@ -17,6 +17,7 @@ from absl import flags
 
 from praxis_lite.cli import (
   check,
+  checkpoints,
   completion,
   decode,
   evaluate,
@@ -37,7 +38,7 @@ from praxis_lite.importing import own_failure
 
 _MODULES = (
   *(list_experiments, show, check, plan, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
-  completion,
+  *(checkpoints, completion),
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
@@ -90,6 +91,9 @@ def main(argv: Sequence[str]) -> int:
     rest = values([f'praxis-lite {name}', *arguments])[1:]
     if rest and command.bare and not values[command.bare].present:
       values[command.bare].parse(rest.pop(0))
+    if rest and command.bare_rest:
+      values[command.bare_rest].parse(rest)
+      rest = []
     if rest:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value{_meant_by(rest[0], command)}')
     return command.run(values)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, configured_run, experiment_arguments, run_flags
+from praxis_lite.cli.command import Command, configured_run, damage_flag, experiment_arguments, run_flags
 from praxis_lite.cli.verify import is_worth_verifying, verify_first
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def _run(values: flags.FlagValues) -> int:
     verify_numerics=values.verify_numerics,
     advise=_warnings,
     profile_steps=profile_steps,
+    on_damage=values.on_damage,
   )
   # As shells report a process that a signal has ended, so that `train && eval` goes no further.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
@@ -63,6 +64,7 @@ def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[
 
 def _flags() -> flags.FlagValues:
   values = run_flags(seed='Seed of the initial values and of all random draws in training. Example: --seed=1')
+  damage_flag(values)
   flags.DEFINE_boolean(
     'restore_input',
     True,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TextIO
 
 import jax
@@ -166,6 +166,7 @@ class TrainLog:
     console, writer: receive the logged steps.
     startup: reported with the first step of this process.
     first_step: steps taken before.
+    more: returns further figures for the summaries of a step.
 
   Attributes:
     skipped: the steps skipped in a row until now, of those that were looked at.
@@ -180,6 +181,7 @@ class TrainLog:
     startup: StartupTimes,
     *,
     first_step: int,
+    more: Callable[[], Mapping[str, float]] = dict,
   ):
     settings = partitioned.jax_task.train
     self._interval: int = settings.log_interval_steps
@@ -188,6 +190,7 @@ class TrainLog:
     self._writer = writer
     self._startup = startup
     self._first_step = first_step
+    self._more = more
     raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
     self.skipped = SkippedSteps(first_step, settings.max_skipped_steps, raises, console.line)
     self._in_flight: deque[_Step] = deque()
@@ -231,7 +234,7 @@ class TrainLog:
         else:
           self._console.train_step(step, metrics, rates)
         speeds = rates.as_metrics() if rates else {}
-        self._writer.write(step, 'train', {**metrics, **speeds}, jax.device_get(summaries))
+        self._writer.write(step, 'train', {**metrics, **speeds, **self._more()}, jax.device_get(summaries))
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 
-from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
@@ -43,6 +43,7 @@ from praxis_lite.runtime.run_config import (
   job_directory,
   run_keys,
 )
+from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.task import SingleTask
@@ -83,6 +84,7 @@ def run_train(
   advise: Advice | None = None,
   hooks: Sequence[Hook] = (),
   profile_steps: tuple[int, int] | None = None,
+  on_damage: OnDamage = 'previous',
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -96,9 +98,12 @@ def run_train(
     advise: returns warnings about the task, to print before anything is compiled.
     hooks: are called after steps, evaluations and checkpoints; see `praxis_lite.runtime.hooks`.
     profile_steps: the first and the last step of a trace for TensorBoard.
+    on_damage: where the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one before,
+      'fail' raises.
 
   Raises:
-    UserError: the config, the data, the directory or the checkpoint in it is not usable.
+    UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
+      be written until then: the last checkpoint, or metrics.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
       steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
@@ -135,7 +140,7 @@ def run_train(
     evaluation: list[Program] = [EvalProgram(tasks, i, keys.evaluate) for i in datasets.evaluation]
     decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
     watched = watched_metrics(settings, {program.split: program.metric_names() for program in evaluation})
-    with contextlib.closing(Checkpointer(directory, read_only=True)) as saved:
+    with contextlib.closing(Checkpointer(directory, read_only=True, on_damage=on_damage)) as saved:
       is_imported = saved.latest_step() is not None and saved.has_variables_alone()
       is_restored = saved.latest_step() is not None and not is_imported
     init_from = settings.init_from
@@ -149,7 +154,10 @@ def run_train(
     #   2. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
     #   3. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
-      directory, max_to_keep=settings.max_to_keep, keep_interval_steps=settings.keep_interval_steps
+      directory,
+      max_to_keep=settings.max_to_keep,
+      keep_interval_steps=settings.keep_interval_steps,
+      on_damage=on_damage,
     )
     to_close.callback(checkpointer.close)
     if is_restored:
@@ -169,9 +177,10 @@ def run_train(
     console = make_console(total, first_step=first_step, enabled=is_primary_process())
     to_close.callback(console.close)
     results = read_results(directory, up_to_step=first_step)
-    writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process())
+    writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process(), report=console.line)
     to_close.callback(writer.close)
-    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step)
+    saving = Saving(checkpointer, partitioned.unpadded_state_shapes, console.line)
+    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step, more=saving.figures)
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
     available = jax.device_count() if devices is None else len(devices)
@@ -189,6 +198,8 @@ def run_train(
       for line in advise(task, batch_struct):
         console.line(line)
       startup.mark('check')
+    for line in checkpointer.notes:
+      console.line(line)
     if is_restored and first_step < total:
       console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
     if is_primary_process():
@@ -199,16 +210,16 @@ def run_train(
       ):
         console.line(line)
 
-    def save() -> None:
+    def save() -> bool:
       log.drain()  # Raises if a step was not finite, before anything is saved.
-      checkpointer.save(run.step, run.state, partitioned.unpadded_state_shapes, batches.get_state())
+      return saving.save(run.step, run.state, batches.get_state())
 
     def take_result(split: str, metrics: HostMetrics) -> None:
       run.results.append(EvalResult(run.step, split, metrics))
       all_hooks.on_eval(run, split, metrics)
 
     def tell_of_checkpoints() -> None:
-      for saved_step, folder in checkpointer.newly_complete():
+      for saved_step, folder in saving.newly_complete():
         all_hooks.on_checkpoint(run, saved_step, folder)
 
     def do_what_is_due() -> None:
@@ -269,14 +280,14 @@ def run_train(
     stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
     save()
     if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
-      checkpointer.wait()
+      saving.finish(run.step, run.state, batches.get_state())
       is_on_this_host = batch is not None and jax.process_count() == 1
       raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else Hints())
     if not stop.requested:
       programs.run(evaluation, run.step, run.state)
       if settings.decode_interval_steps is not None:
         programs.run(decoding, run.step, run.state)
-    checkpointer.wait()
+    saving.finish(run.step, run.state, batches.get_state())
     tell_of_checkpoints()
     if run.step > total:
       how_far = f'step {run.step}, past the {total} of task.train.num_train_steps, so no step was taken'

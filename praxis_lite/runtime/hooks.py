@@ -35,7 +35,7 @@ class Run:
     state: the train state after `step` steps, on the mesh, padded; the next step overwrites its arrays.
     results: the evaluations and decoding runs so far, in order, those before a restart included.
     stop_reason: why the run stops after this step; None if it goes on.
-    save: saves a checkpoint of `step`, unless there is one.
+    save: saves a checkpoint of `step`, unless there is one; returns False if that failed, which has been reported.
     line: prints a line.
   """
 
@@ -46,7 +46,7 @@ class Run:
     state: TrainState,
     results: Sequence[EvalResult],
     *,
-    save: Callable[[], object],
+    save: Callable[[], bool],
     line: Callable[[str], object],
   ):
     self.task = task
@@ -141,7 +141,6 @@ class Hooks:
 def _saved(run: Run) -> str:
   """Saves the state, and returns what became of that."""
   try:
-    run.save()
+    return 'the state is saved' if run.save() else 'it was not saved'
   except UserError as error:
     return f'it was not saved: {error}'
-  return 'the state is saved'

@@ -152,8 +152,7 @@ class KeepBest(Hook):
   def on_eval(self, run: Run, split: str, metrics: HostMetrics) -> None:
     if split == self._watched.split:
       value = float(metrics.get(self._watched.name, np.nan))
-      if self._is_best(value):
-        run.save()
+      if self._is_best(value) and run.save():
         self._offer(run.step, value)
 
   def _is_best(self, value: float) -> bool:

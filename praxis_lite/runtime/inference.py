@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from praxis_lite.checkpoints import Step
+from praxis_lite.checkpoints import OnDamage, Step
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.runtime.distributed import is_primary_process
@@ -30,6 +30,7 @@ def run_eval(
   devices: Sequence[jax.Device] | None = None,
   step: Step = None,
   seed: int = 0,
+  on_damage: OnDamage = 'previous',
 ) -> dict[str, HostMetrics]:
   """Evaluates a checkpoint on all evaluation inputs; prints the metrics and returns them by split and name.
 
@@ -37,6 +38,7 @@ def run_eval(
     config, job_log_dir, devices: as for `run_train`.
     step: step of the checkpoint, or 'best'; None uses the newest.
     seed: for models that draw random numbers while they evaluate.
+    on_damage: 'previous' takes the checkpoint before if the newest is damaged, and says so; 'fail' raises.
 
   Raises:
     UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
@@ -52,6 +54,7 @@ def run_eval(
     lambda task: task.create_mesh(devices),
     step=step,
     seed=seed,
+    on_damage=on_damage,
     check=functools.partial(datasets.check, inputs),
   )
   return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
@@ -64,6 +67,7 @@ def run_decode(
   devices: Sequence[jax.Device] | None = None,
   step: Step = None,
   seed: int = 0,
+  on_damage: OnDamage = 'previous',
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
   config = with_vocabulary(config, job_log_dir)
@@ -79,6 +83,7 @@ def run_decode(
     step=step,
     use_ema='decode',
     seed=seed,
+    on_damage=on_damage,
     check=functools.partial(datasets.check, datasets.inputs),
   )
   with job_directory(job_log_dir) as directory:
@@ -93,17 +98,25 @@ def decode_prompts(
   devices: Sequence[jax.Device] | None = None,
   step: Step = None,
   seed: int = 0,
+  on_damage: OnDamage = 'previous',
 ) -> list[list[int]]:
   """Returns the tokens that follow each prompt.
 
   Args:
     config: configs of the task; its model has a `decode` that takes `ids` [B, P] and `prompt_lengths` [B].
     prompts: token ids, at least one each.
-    job_log_dir, devices, step, seed: as for `run_eval`, and so are the errors; or ConfigError if a prompt is empty.
+    job_log_dir, devices, step, seed, on_damage: as for `run_eval`, and so are the errors; or ConfigError if a prompt is
+      empty.
   """
   prompt_batch(prompts)  # Raises before anything slow.
   model = restore_model(
-    config, job_log_dir, lambda task: task.create_mesh(devices), step=step, use_ema='decode', seed=seed
+    config,
+    job_log_dir,
+    lambda task: task.create_mesh(devices),
+    step=step,
+    use_ema='decode',
+    seed=seed,
+    on_damage=on_damage,
   )
   return model.decode(prompts)
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.files import replace_file
+from praxis_lite.files import PatientFile, replace_file
 
 if TYPE_CHECKING:
   import tensorboardX
@@ -35,6 +35,7 @@ DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by n
 MAX_STEPS_IN_FLIGHT = 2
 _MAX_IMAGES = 4
 _RECORDS = 'metrics.jsonl'
+_PATIENT = 'praxis_lite_patient'
 
 
 class MetricsAverage:
@@ -106,10 +107,20 @@ class SummaryWriter:
     directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
     enabled: False writes nothing; of several processes one writes.
+    report: prints a line: that metrics cannot be written, and that they can again.
   """
 
-  def __init__(self, directory: str | os.PathLike[str], *, resumed_step: int = 0, enabled: bool = True):
-    self._directory = Path(directory)
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    *,
+    resumed_step: int = 0,
+    enabled: bool = True,
+    report: Callable[[str], object] = lambda line: None,
+  ):
+    self._directory = Path(directory).absolute()
+    self._report = report
+    self._reported = ''
     self._resumed_step = resumed_step
     self._enabled = enabled
     self._event_writers: dict[str, tensorboardX.SummaryWriter] = {}
@@ -117,7 +128,7 @@ class SummaryWriter:
     if enabled:
       path = self._directory / _RECORDS
       self._at_resumed_step = _truncate_jsonl(path, resumed_step)
-      self._jsonl = open(path, 'a', encoding='utf-8')  # noqa: SIM115
+      self._jsonl = PatientFile(path)
 
   def was_written(self, split: str) -> bool:
     """Whether the resumed run had written `split` at the restored step."""
@@ -128,15 +139,14 @@ class SummaryWriter:
   ) -> None:
     """Writes scalars, and summaries of any kind, for one step.
 
+    What cannot be written, for example because the disk is full, is reported, kept, and written with what comes next.
+
     Args:
       step: number of steps taken.
       split: 'train', 'eval/<input>' or 'decode/<input>'.
       metrics: numbers, or arrays whose leading dimensions are layers: `name` becomes `name/0`, `name/1`, ...
       summaries: summaries added by layers, with values on the host or the device. Scalars go to both files, other
         kinds to the event files only.
-
-    Raises:
-      UserError: writing failed, for example because the disk is full.
     """
     if not self._enabled:
       return
@@ -145,40 +155,65 @@ class SummaryWriter:
     # JSON has no NaN: a value that is not finite is null.
     finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
     record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
+    self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
     try:
-      self._jsonl.write(json.dumps(record, allow_nan=False) + '\n')
-      self._jsonl.flush()
       events = self._events(split)
       for name, value in scalars.items():
         events.add_scalar(name, value, step)
       for name, summary in summaries.items():
         _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
       events.flush()
-    except OSError as error:
-      raise UserError(f'metrics cannot be written to {self._directory}: {error.strerror or error}') from error
+    except OSError as error:  # Its file cannot be made.
+      self._tell(error)
+    else:
+      self._tell(self._jsonl.error)
 
   def close(self) -> None:
-    """Closes all files."""
+    """Closes all files; raises UserError if there are metrics that cannot be written."""
     if not self._enabled:
       return
-    # All that could be written has been flushed; errors have been raised by `write`.
-    for file in (self._jsonl, *self._event_writers.values()):
+    for file in (*self._event_writers.values(), self._jsonl):
       with contextlib.suppress(OSError):
         file.close()
+    if self._jsonl.error is not None:
+      raise UserError(_not_written(self._directory, self._jsonl.error))
+
+  def _tell(self, error: OSError | None) -> None:
+    """Reports what has changed: that something cannot be written, or that it can again."""
+    line = '' if error is None else _not_written(self._directory, error)
+    if line != self._reported:
+      self._report(f'{line}; they are kept, and written later' if line else f'metrics are written to {self._directory}')
+      self._reported = line
 
   def _events(self, split: str) -> tensorboardX.SummaryWriter:
     if split not in self._event_writers:
       import tensorboardX
+      from tensorboardX.record_writer import register_writer_factory
 
+      register_writer_factory(_PATIENT, _PatientFiles())
       logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
       # TensorBoard hides the entries of earlier files from purge_step on. File names contain whole seconds: without the
       # suffix, a run that resumes at once would overwrite the previous file.
       self._event_writers[split] = tensorboardX.SummaryWriter(
-        str(self._directory / 'summaries' / split),
+        f'{_PATIENT}:{self._directory / "summaries" / split}',
         purge_step=self._resumed_step + 1,
         filename_suffix=f'.{time.time_ns()}',
       )
     return self._event_writers[split]
+
+
+class _PatientFiles:
+  """How tensorboardX opens files whose path begins with `_PATIENT`: its thread would end, and block, after an error."""
+
+  def open(self, path: str) -> PatientFile:
+    return PatientFile(path.removeprefix(f'{_PATIENT}:'))
+
+  def directory_check(self, path: str) -> None:
+    os.makedirs(path.removeprefix(f'{_PATIENT}:'), exist_ok=True)
+
+
+def _not_written(directory: Path, error: OSError) -> str:
+  return f'metrics cannot be written to {directory}: {error.strerror or error}'
 
 
 def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:

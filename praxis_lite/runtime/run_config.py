@@ -19,6 +19,7 @@ from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.text import to_text
 from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.files import local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import abstract_mesh
@@ -168,7 +169,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
   If an error ends the block before anything was written, created directories are removed again. Raises UserError if the
   directory cannot be created, or is not writable.
   """
-  path = Path(job_log_dir).expanduser().absolute()
+  path = local_path(job_log_dir).absolute()
   created: list[Path] = []
   try:
     created = [folder for folder in (path, *path.parents) if not folder.exists()]

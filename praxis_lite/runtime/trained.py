@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.checkpoints import Checkpointer, Step, restore_variables
+from praxis_lite.checkpoints import Checkpointer, OnDamage, Step, restore_variables
 from praxis_lite.config import Config, target
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
@@ -334,6 +334,7 @@ def restore_model(
   step: Step = None,
   use_ema: bool | Literal['evaluate', 'decode'] = 'evaluate',
   seed: int = 0,
+  on_damage: OnDamage = 'previous',
   check: Callable[[BaseModel], None] = lambda model: None,
 ) -> TrainedModel:
   """Restores a checkpoint of a run on a mesh.
@@ -345,12 +346,13 @@ def restore_model(
     step: step of the checkpoint, or 'best'; None: the newest.
     use_ema: whether the moving averages are used, if the learner keeps them; or the section of the task that says so.
     seed: as in `TrainedModel`.
+    on_damage: whether the checkpoint before is taken, and a line printed on stderr, if the newest is damaged.
     check: called with the model before anything is restored.
 
   Raises:
     UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
   """
-  checkpointer = Checkpointer(job_log_dir, read_only=True)
+  checkpointer = Checkpointer(job_log_dir, read_only=True, on_damage=on_damage)
   try:
     checkpointer.existing_step(step)  # Raises before anything slow.
     task: SingleTask = config.task.instantiate()
@@ -361,6 +363,8 @@ def restore_model(
       variables, global_step = restore_variables(
         checkpointer, tasks.layout, use_ema=ema, step=step, weights=task.model.abstract_init()
       )
+    for line in checkpointer.notes if is_primary_process() else ():
+      print(line, file=sys.stderr)
   finally:
     checkpointer.close()
   return TrainedModel(config, tasks, variables, global_step, seed)

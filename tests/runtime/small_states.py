@@ -24,7 +24,9 @@ class Layout(NamedTuple):
   true_shapes: TrainState
 
 
-def layout_on(num_devices: int, *, with_key: bool = False, with_ema: bool = False, dtype=jnp.float32) -> Layout:
+def layout_on(
+  num_devices: int, *, with_key: bool = False, with_ema: bool = False, dtype=jnp.float32, rows: int = 10
+) -> Layout:
   mesh = jax.make_mesh((num_devices,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
 
   def tree(padded: bool):
@@ -33,7 +35,8 @@ def layout_on(num_devices: int, *, with_key: bool = False, with_ema: bool = Fals
         return jax.ShapeDtypeStruct(shape, dtype)
       return jax.ShapeDtypeStruct(padded_shape(shape, spec, mesh), dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(struct, TRUE_SHAPES, SPECS, is_leaf=lambda x: isinstance(x, tuple))
+    shapes = {**TRUE_SHAPES, 'lm': {**TRUE_SHAPES['lm'], 'w': (rows, 7)}}
+    return jax.tree.map(struct, shapes, SPECS, is_leaf=lambda x: isinstance(x, tuple))
 
   def state(padded: bool) -> TrainState:
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh) if padded else None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
+import struct
 
 import numpy as np
 import pytest
@@ -75,17 +77,43 @@ def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path, run_python, damaged):
   assert line.startswith(f'{tmp_path}/checkpoints/1 cannot be read (') and 'tensorstore_spec' not in line
 
 
-def test_metrics_that_cannot_be_written_are_an_error_of_a_line(tmp_path):
-  writer = SummaryWriter(tmp_path)
+def test_metrics_that_cannot_be_written_are_kept_and_told_of_once(tmp_path):
+  told = []
+  writer = SummaryWriter(tmp_path, report=told.append)
   writer.write(1, 'train', {'loss': 1.0})
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   try:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    with pytest.raises(UserError, match=rf'metrics cannot be written to {tmp_path}: File too large'):
-      for step in range(2, 100):
-        writer.write(step, 'train', {'loss': np.float64(1.0)})
-    writer.close()
+    for step in range(2, 100):
+      writer.write(step, 'train', {'loss': np.float64(step)})
+    (tmp_path / 'lost').mkdir()
+    lost = SummaryWriter(tmp_path / 'lost')
+    for step in range(1, 100):
+      lost.write(step, 'train', {'loss': np.float64(step)})
+    with pytest.raises(UserError, match=rf'metrics cannot be written to {tmp_path}/lost: File too large'):
+      lost.close()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     signal.signal(signal.SIGXFSZ, previous)
+  assert told == [f'metrics cannot be written to {tmp_path}: File too large; they are kept, and written later']
+  writer.write(100, 'train', {'loss': 100.0})
+  writer.close()
+  assert told[1:] == [f'metrics are written to {tmp_path}']
+  lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['step'] for line in lines] == list(range(1, 101))
+  (events,) = (tmp_path / 'summaries' / 'train').iterdir()
+  assert steps_of_events(events) == list(range(1, 101))
+
+
+def steps_of_events(path):
+  """The steps of the scalars in an event file; a record is a length, its checksum, the event, and its checksum."""
+  from tensorboardX.proto.event_pb2 import Event
+
+  data, at, steps = path.read_bytes(), 0, []
+  while at < len(data):
+    (size,) = struct.unpack_from('<Q', data, at)
+    event = Event.FromString(data[at + 12 : at + 12 + size])
+    steps += [event.step] * len(event.summary.value)
+    at += size + 16
+  return steps

@@ -1,0 +1,35 @@
+"""What errors of Orbax, TensorStore and the disk mean: a checkpoint is damaged, or cannot be reached now."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+
+from praxis_lite.errors import CheckpointError
+
+# What an error of TensorStore begins with that says nothing about the data.
+_NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
+
+
+class DamagedError(CheckpointError):
+  """A checkpoint is not what was written: a part of it is missing or changed."""
+
+
+def unreadable(folder: object, error: Exception) -> CheckpointError:
+  """Returns the error that says that the checkpoint in `folder` cannot be read; a DamagedError if it is damaged."""
+  message = f'{folder} cannot be read ({first_line(error)})'
+  is_for_now = isinstance(error, PermissionError | MemoryError | jax.errors.JaxRuntimeError)
+  if is_for_now or str(error).startswith(_NOT_REACHED):
+    return CheckpointError(message)
+  return DamagedError(f'{message}; remove this folder to go back to the checkpoint before')
+
+
+def first_line(error: Exception) -> str:
+  """Returns the class and the first line of an error of Orbax or TensorStore, without the request."""
+  lines = str(error).strip().splitlines()
+  if not lines:
+    return type(error).__name__
+  # TensorStore appends its request, thousands of characters of JSON.
+  message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
+  return f'{type(error).__name__}: {message}'

@@ -1,0 +1,135 @@
+"""Which checkpoints of a run stay, and how one leaves: never while it is read, and never by halves.
+
+A reader locks the folder of a step, together with other readers. Before a step is removed, its folder is locked alone
+and renamed; so what a kill leaves of it is not taken for a checkpoint. The system releases a lock in whatever way a
+process ends. Where the file system has no locks, a reader of the newest step that finds it removed takes the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from praxis_lite.errors import CheckpointError
+
+_REMOVED = '.removed'
+_DAMAGED = '.damaged'
+
+
+class RemovedError(CheckpointError):
+  """A checkpoint was removed before it was read."""
+
+
+def steps_in(directory: str | os.PathLike[str]) -> list[int]:
+  """Returns the steps of the complete checkpoints in a folder, in order, from the names of their folders alone."""
+  try:
+    return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdecimal())
+  except OSError:
+    return []
+
+
+def steps_to_remove(
+  steps: Sequence[int], *, max_to_keep: int | None, keep_interval_steps: int | None, kept: Collection[int] = ()
+) -> list[int]:
+  """Returns those of `steps` that need not stay.
+
+  Args:
+    steps: all of them, in order.
+    max_to_keep: how many of the newest stay; None keeps all.
+    keep_interval_steps: multiples of it stay; None disables it.
+    kept: steps that stay in any case.
+  """
+  if max_to_keep is None:
+    return []
+  on_interval = [step for step in steps if keep_interval_steps is not None and step % keep_interval_steps == 0]
+  return [step for step in steps[:-max_to_keep] if step not in on_interval and step not in kept]
+
+
+@contextlib.contextmanager
+def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
+  """Keeps the folder of a step from being removed; raises RemovedError if it is not there any more."""
+  try:
+    with _locked(folder, shared=True):
+      yield
+  except FileNotFoundError:
+    raise RemovedError(f'{folder} was removed before it was read') from None
+
+
+class Retention:
+  """Removes the steps that need not stay, in the background.
+
+  Args:
+    directory: the folder of the checkpoints.
+    max_to_keep, keep_interval_steps: as for `steps_to_remove`.
+  """
+
+  def __init__(self, directory: str, *, max_to_keep: int | None, keep_interval_steps: int | None):
+    self._directory = Path(directory)
+    self._rule = {'max_to_keep': max_to_keep, 'keep_interval_steps': keep_interval_steps}
+    self._thread: threading.Thread | None = None
+
+  def start(self, kept: Collection[int]) -> None:
+    """Begins to remove what need not stay, but for the steps `kept`, and what an earlier process began to remove."""
+    self.wait()
+    steps = steps_to_remove(steps_in(self._directory), **self._rule, kept=kept)
+    self._thread = threading.Thread(target=self._remove, args=(steps,), name='retention')
+    self._thread.start()
+
+  def wait(self) -> None:
+    """Waits until it is done."""
+    if self._thread is not None:
+      self._thread.join()
+
+  def _remove(self, steps: Sequence[int]) -> None:
+    for step in steps:
+      folder = self._directory / str(step)
+      # If it is being read, or cannot be removed now, there will be a next time.
+      with contextlib.suppress(OSError), _locked(folder, shared=False):
+        folder.rename(folder.with_name(f'{step}{_REMOVED}'))
+    for folder in self._directory.glob(f'*{_REMOVED}'):
+      shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+  """Renames the folder of a damaged step, so that nothing takes it for a checkpoint; returns where it is now."""
+  aside = folder.with_name(f'{folder.name}{_DAMAGED}')
+  count = 1
+  while aside.exists():
+    count += 1
+    aside = folder.with_name(f'{folder.name}{_DAMAGED}.{count}')
+  folder.rename(aside)
+  return aside
+
+
+def is_set_aside(folder: Path) -> bool:
+  """Whether a folder is a damaged step that was set aside."""
+  step, _, rest = folder.name.partition('.')
+  return step.isdecimal() and f'.{rest}'.startswith(_DAMAGED)
+
+
+@contextlib.contextmanager
+def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
+  """Locks a folder. Raises FileNotFoundError if there is none, BlockingIOError if it cannot be locked alone now."""
+  if sys.platform == 'win32':  # It has no such locks.
+    yield
+    return
+  import fcntl
+
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    try:
+      fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise
+    except OSError:
+      pass  # The file system has no locks.
+    if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # Renamed, and made anew, before it was locked.
+      raise FileNotFoundError(folder)
+    yield
+  finally:
+    os.close(handle)

@@ -1,0 +1,215 @@
+"""A checkpoint as it is on the disk: what it records, whether it is whole, how it differs from another, and copies.
+
+Arrays are read in parts, and on no mesh; Orbax is imported only to write a copy without the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.checkpoints.checkpointer import BEST, Checkpointer
+from praxis_lite.checkpoints.contents import Record, read_record
+from praxis_lite.checkpoints.retention import being_read, is_set_aside, steps_in
+from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
+from praxis_lite.errors import CheckpointError
+from praxis_lite.files import local_path
+from praxis_lite.training.state import TrainState
+from praxis_lite.trees import inserted
+
+_CHECKPOINTS = 'checkpoints'
+# Files of a run directory that a copy needs to be a run of its own.
+_OF_RUN = ('run.json', 'config.txt', 'vocabulary.json')
+
+
+class StoredCheckpoint:
+  """The checkpoint in a folder.
+
+  Attributes:
+    folder: `job_log_dir/checkpoints/<step>`, or where a damaged one is kept.
+  """
+
+  def __init__(self, folder: Path):
+    self.folder = folder
+
+  @property
+  def step(self) -> int:
+    return int(self.folder.name.partition('.')[0])
+
+  @property
+  def is_set_aside(self) -> bool:
+    """Whether a run has found it damaged, and renamed it."""
+    return is_set_aside(self.folder)
+
+  @property
+  def num_bytes(self) -> int:
+    """Size of its files."""
+    return sum(path.stat().st_size for path in self.folder.rglob('*') if path.is_file())
+
+  def about(self) -> dict[str, Any]:
+    """Returns what it records: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`."""
+    return read_record(self.folder, 'about')
+
+  def variables(self) -> dict[str, Record]:
+    """Returns the true shape and the dtype of each array, by name."""
+    variables: dict[str, Record] = self.about()['variables']
+    return variables
+
+  def damage(self) -> dict[str, str]:
+    """Reads all of it; returns the names of the parts that are damaged, and how, so {} if it is whole."""
+    damaged: dict[str, str] = {}
+    with being_read(self.folder):
+      for item in ('about', 'inputs'):
+        with _collected(damaged, item):
+          read_record(self.folder, item)
+      if 'about' in damaged:
+        return damaged
+      for name in self.variables():
+        with _collected(damaged, name):
+          array = self._array(name)
+          for box in boxes(whole(array.shape), array.part_shape(array.shape)):
+            array.read(box)
+    return damaged
+
+  def _array(self, name: str) -> StreamedArray:
+    """Returns an array as it is stored, with padding; a PRNG key as the integers in it."""
+    return stored_arrays(str(self.folder / 'state'), {name: None})[name]
+
+  def differences(self, other: StoredCheckpoint) -> Iterator[Difference]:
+    """Yields how each array that both have, in the same true shape, differs; see `Difference`."""
+    theirs = other.variables()
+    with being_read(self.folder), being_read(other.folder):
+      for name, record in self.variables().items():
+        if name in theirs and theirs[name]['shape'] == record['shape']:
+          is_key = record['dtype'].startswith('key<')
+          shape = self._array(name).shape if is_key else tuple(record['shape'])
+          yield _difference(name, shape, self._array(name), other._array(name))
+
+  def copy(self, job_log_dir: Path, *, optimizer: bool = True) -> Path:
+    """Copies it, and the record of its run, to another run directory; returns the folder of the copy.
+
+    Args:
+      job_log_dir: the other one, which is made if it does not exist.
+      optimizer: False leaves out the optimizer's state and the position in the input. The copy is what an import is: a
+        run there starts at step 0 with these variables.
+
+    Raises:
+      CheckpointError: there is a checkpoint of this step already, this one is damaged, or writing fails.
+    """
+    target = job_log_dir / _CHECKPOINTS / str(self.step)
+    if target.exists():
+      raise CheckpointError(f'there is a checkpoint of step {self.step} in {job_log_dir} already')
+    damaged = self.damage()
+    if damaged:
+      raise CheckpointError(f'{self.folder} is damaged ({", ".join(damaged)}), and is not copied')
+    try:
+      target.parent.mkdir(parents=True, exist_ok=True)
+      if optimizer:
+        partial = target.with_name(f'{self.step}.copying')
+        shutil.rmtree(partial, ignore_errors=True)  # What a copy that was killed has left.
+        with being_read(self.folder):
+          shutil.copytree(self.folder, partial)
+        partial.rename(target)
+      else:
+        self._copy_variables(job_log_dir)
+      for name in _OF_RUN:
+        if (self.folder.parent.parent / name).exists() and not (job_log_dir / name).exists():
+          shutil.copy(self.folder.parent.parent / name, job_log_dir / name)
+    except OSError as error:
+      raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
+    return target
+
+  def _copy_variables(self, job_log_dir: Path) -> None:
+    records = {name: r for name, r in self.variables().items() if not name.startswith('opt_states.')}
+    with being_read(self.folder), contextlib.closing(Checkpointer(job_log_dir)) as checkpointer:
+      arrays = stored_arrays(str(self.folder / 'state'), {name: r['shape'] for name, r in records.items()})
+      structs = {name: jax.ShapeDtypeStruct(r['shape'], jnp.dtype(r['dtype'])) for name, r in records.items()}
+      checkpointer.save(self.step, _state(arrays), _state(structs), None)
+
+
+class Difference(NamedTuple):
+  """How an array of two checkpoints differs.
+
+  Attributes:
+    name: of the array.
+    largest: the largest absolute difference of an element; NaN if one of the two is not finite where the other is.
+    relative: that, in parts of the largest absolute value in the first checkpoint.
+  """
+
+  name: str
+  largest: float
+  relative: float
+
+
+def best_step(job_log_dir: str | os.PathLike[str]) -> int | None:
+  """Returns the step of the best checkpoint that a run has recorded, or None."""
+  try:
+    step: int = json.loads(Path(job_log_dir, BEST).read_text(encoding='utf-8'))['step']
+  except (OSError, ValueError, TypeError, KeyError):
+    return None
+  return step
+
+
+def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> list[StoredCheckpoint]:
+  """Returns the checkpoints of a run in order, damaged ones that are kept aside included; or the one in a folder.
+
+  Args:
+    path: a run directory, or the folder of one step in its `checkpoints`.
+    step: only that step.
+
+  Raises:
+    CheckpointError: there is none.
+  """
+  path = local_path(path)
+  if path.parent.name == _CHECKPOINTS and path.is_dir():
+    return [StoredCheckpoint(path)]
+  directory = path / _CHECKPOINTS
+  folders = [directory / str(s) for s in steps_in(directory) if step in (None, s)]
+  if step is None and directory.is_dir():
+    folders = sorted([*folders, *filter(is_set_aside, directory.iterdir())], key=lambda f: StoredCheckpoint(f).step)
+  if not folders:
+    which = f'there is no checkpoint of step {step}' if step is not None else 'there is no checkpoint'
+    raise CheckpointError(f'{which} in {directory}; there are {steps_in(directory)}')
+  return [StoredCheckpoint(folder) for folder in folders]
+
+
+def _difference(name: str, shape: tuple[int, ...], ours: StreamedArray, theirs: StreamedArray) -> Difference:
+  largest = scale = 0.0
+  for box in boxes(whole(shape), ours.part_shape(shape)):
+    # NumPy knows no arithmetic of bfloat16 and similar types; differences of unsigned integers would wrap.
+    a, b = (np.asarray(array.read(box)).astype(np.float64) for array in (ours, theirs))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid='ignore'):
+      apart = np.where(same, 0.0, np.abs(a - b))
+    largest = max(largest, np.nan if not np.isfinite(apart).all() else float(apart.max(initial=0.0)), key=_nan_last)
+    scale = max(scale, float(np.abs(a[np.isfinite(a)]).max(initial=0.0)))
+  return Difference(name, largest, largest / scale if scale else largest)
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+  return bool(np.isnan(value)), value
+
+
+def _state(leaves: dict[str, Any]) -> TrainState:
+  """Returns the train state, without the optimizer's, of leaves by their names."""
+  tree: dict[str, Any] = {}
+  for name, leaf in leaves.items():
+    tree = inserted(tree, tuple(name.split('.')), leaf)
+  return TrainState(tree['step'], tree['mdl_vars'], None, tree.get('ema_vars'))
+
+
+@contextlib.contextmanager
+def _collected(damaged: dict[str, str], name: str) -> Iterator[None]:
+  try:
+    yield
+  except CheckpointError as error:
+    damaged[name] = str(error).partition('(')[2].rpartition(')')[0] or str(error)

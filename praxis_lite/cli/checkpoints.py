@@ -1,0 +1,172 @@
+"""`praxis-lite checkpoints`: lists, shows, compares, verifies and copies the checkpoints of runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from praxis_lite.cli.command import Command
+from praxis_lite.errors import CheckpointError, UserError, check_choice
+from praxis_lite.files import local_path
+
+if TYPE_CHECKING:
+  from praxis_lite.checkpoints.stored import StoredCheckpoint
+
+_ACTIONS = ('list', 'show', 'diff', 'verify', 'copy')
+
+
+def _run(values: flags.FlagValues) -> int:
+  check_choice('ACTION', values.action, _ACTIONS)
+  wanted = {'diff': (1, 2), 'copy': (2, 2), 'show': (1, 1)}.get(values.action, (1, len(values.dirs)))
+  if not values.dirs or not wanted[0] <= len(values.dirs) <= wanted[1]:
+    raise UserError(f'{values.action}: name {_USES[values.action]}')
+  action = {'list': _list, 'show': _show, 'diff': _diff, 'verify': _verify, 'copy': _copy}[values.action]
+  return action(values)
+
+
+_USES = {
+  'list': 'directories of runs, as in praxis-lite checkpoints list runs/1',
+  'show': 'one run, as in praxis-lite checkpoints show runs/1 --step=100',
+  'diff': 'two runs, or two steps of one, as in praxis-lite checkpoints diff runs/1 --step=100 --other_step=200',
+  'verify': 'directories of runs, as in praxis-lite checkpoints verify runs/1',
+  'copy': 'a run and where to, as in praxis-lite checkpoints copy runs/1 runs/2 --nooptimizer',
+}
+
+
+def _newest(directory: str, step: int | None) -> StoredCheckpoint:
+  """Returns the checkpoint of a step; by default the newest that is not set aside."""
+  from praxis_lite.checkpoints.stored import checkpoints_at
+
+  found = checkpoints_at(directory, step)
+  return next((c for c in reversed(found) if not c.is_set_aside), found[-1])
+
+
+def _list(values: flags.FlagValues) -> int:
+  from praxis_lite.checkpoints.stored import best_step, checkpoints_at
+  from praxis_lite.runtime.runs import format_age
+
+  rows = [('step', 'age', 'size', 'mesh', 'state')]
+  for directory in values.dirs:
+    best = best_step(directory)
+    for checkpoint in checkpoints_at(directory, values.step):
+      state = ['best'] if checkpoint.step == best else []
+      age = mesh = '-'
+      try:
+        about = checkpoint.about()
+        age = format_age(time.time() - about['saved_at']) if 'saved_at' in about else '-'
+        mesh = _mesh(about)
+      except CheckpointError:
+        state.append('damaged')
+      if checkpoint.is_set_aside:
+        state = ['damaged, kept aside']
+      name = str(checkpoint.folder) if len(values.dirs) > 1 else checkpoint.folder.name
+      rows.append((name, age, _size(checkpoint.num_bytes), mesh, ', '.join(state)))
+  _print_columns(rows)
+  return 0
+
+
+def _show(values: flags.FlagValues) -> int:
+  checkpoint = _newest(values.dirs[0], values.step)
+  about = checkpoint.about()
+  versions = ', '.join(f'{name} {about[name]}' for name in ('praxis_lite', 'jax') if name in about)
+  saved_at = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(about['saved_at'])) if 'saved_at' in about else '-'
+  print(f'{checkpoint.folder}: {_size(checkpoint.num_bytes)}, saved {saved_at}, mesh {_mesh(about)}, {versions}')
+  _print_columns([(name, r['dtype'], str(tuple(r['shape']))) for name, r in checkpoint.variables().items()])
+  return 0
+
+
+def _diff(values: flags.FlagValues) -> int:
+  first = _newest(values.dirs[0], values.step)
+  second = _newest(values.dirs[-1], values.other_step if values.other_step is not None else values.step)
+  if first.folder == second.folder:
+    raise UserError(f'diff: both are {first.folder}; {_USES["diff"]}')
+  ours, theirs = first.variables(), second.variables()
+  rows = []
+  for name in sorted(ours.keys() | theirs.keys()):
+    if name not in ours or name not in theirs:
+      rows.append((name, f'only in {(first if name in ours else second).folder}', ''))
+    elif ours[name]['shape'] != theirs[name]['shape']:
+      rows.append((name, f'{tuple(ours[name]["shape"])} and {tuple(theirs[name]["shape"])}', ''))
+  same = 0
+  for difference in first.differences(second):
+    if difference.largest == 0:
+      same += 1
+    else:
+      rows.append((difference.name, f'{difference.largest:.3g}', f'{difference.relative:.3g}'))
+  print(f'{first.folder} and {second.folder}: {same} arrays are the same, {len(rows)} differ')
+  if rows:
+    _print_columns([('array', 'largest difference', 'relative'), *rows])
+  return 0
+
+
+def _verify(values: flags.FlagValues) -> int:
+  from praxis_lite.checkpoints.stored import checkpoints_at
+
+  is_whole = True
+  for checkpoint in [c for directory in values.dirs for c in checkpoints_at(directory, values.step)]:
+    damage = checkpoint.damage()
+    is_whole = is_whole and (not damage or checkpoint.is_set_aside)
+    aside = ' (kept aside)' if checkpoint.is_set_aside else ''
+    print(f'{checkpoint.folder}: {"damaged" if damage else "whole"}{aside}')
+    for name, what in damage.items():
+      print(f'  {name}: {what}')
+    sys.stdout.flush()
+  return 0 if is_whole else 1
+
+
+def _copy(values: flags.FlagValues) -> int:
+  source, target = values.dirs
+  checkpoint = _newest(source, values.step)
+  print(f'copied to {checkpoint.copy(local_path(target), optimizer=values.optimizer)}')
+  return 0
+
+
+def _mesh(about: dict[str, object]) -> str:
+  mesh = about.get('mesh')
+  return ' x '.join(f'{axis} {size}' for axis, size in mesh.items()) if isinstance(mesh, dict) else '-'
+
+
+def _size(num_bytes: int) -> str:
+  for unit, size in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+    if num_bytes >= size:
+      return f'{num_bytes / size:.3g} {unit}'
+  return f'{num_bytes} B'
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  for row in rows:
+    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _flags() -> flags.FlagValues:
+  values = flags.FlagValues()
+  integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+  does = 'list, show, diff, verify or copy'
+  flags.DEFINE_string('action', 'list', f'What to do: {does}. Example: --action=verify', flag_values=values)
+  where = 'Directory of a run, or of one step in its checkpoints; may be repeated. Example: --dirs=runs/1'
+  flags.DEFINE_multi_string('dirs', [], where, flag_values=values)
+  integer('step', None, 'Step of the checkpoint; by default the newest, or all. Example: --step=100')
+  integer('other_step', None, 'Step of the second checkpoint of diff. Example: --other_step=200')
+  optimizer = "Whether copy takes the optimizer's state too. Example: --nooptimizer"
+  flags.DEFINE_boolean('optimizer', True, optimizer, flag_values=values)
+  return values
+
+
+COMMAND = Command(
+  'checkpoints',
+  'list, compare, verify and copy checkpoints',
+  'list the checkpoints of runs (age, size, mesh, the best, damaged ones); show the arrays of one; diff two by the '
+  'largest difference of each array; verify all checksums, with exit code 1 if anything is damaged; copy one to '
+  'another run directory.',
+  'praxis-lite checkpoints verify runs/1',
+  _flags(),
+  _run,
+  bare='action',
+  bare_rest='dirs',
+)

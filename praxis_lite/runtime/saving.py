@@ -1,0 +1,76 @@
+"""Saving a run while it trains: where a save fails, training goes on, and what was saved before stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.errors import CheckpointError
+from praxis_lite.training.state import TrainState
+
+
+class Saving:
+  """Saves a run, and reports each save that fails; the next one tries again.
+
+  With several processes a failure is raised instead: one process alone does not know whether the others have saved.
+
+  Args:
+    checkpointer: saves, in the background.
+    true_shapes: the shapes of the state without padding.
+    line: prints a line.
+  """
+
+  def __init__(self, checkpointer: Checkpointer, true_shapes: TrainState, line: Callable[[str], object]):
+    self._checkpointer = checkpointer
+    self._true_shapes = true_shapes
+    self._line = line
+    self._step = 0  # Of the last save, and whether it has not failed until now.
+    self._is_good = True
+    self._stalled = 0.0
+
+  def save(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> bool:
+    """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before."""
+    start = time.perf_counter()
+    self._tolerated(self._checkpointer.wait_until_complete)  # Its failure is one of an earlier step.
+    self._step, self._is_good = step, True
+    self._tolerated(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state))
+    self._stalled += time.perf_counter() - start
+    return self._is_good
+
+  def newly_complete(self) -> list[tuple[int, Path]]:
+    """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
+    return self._tolerated(self._checkpointer.newly_complete) or []
+
+  def finish(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> None:
+    """Waits until this step is saved; tries again if that failed, and raises CheckpointError if it fails again."""
+    self._tolerated(self._checkpointer.wait_until_complete)
+    try:
+      if not (self._step == step and self._is_good):
+        self._checkpointer.save(step, state, self._true_shapes, input_state)
+      self._checkpointer.wait()
+    except CheckpointError as error:
+      raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
+
+  def figures(self) -> dict[str, float]:
+    """Returns the seconds for which saving has kept training waiting since the last call, for summaries."""
+    stalled, self._stalled = self._stalled, 0.0
+    return {'speed/save_stall_seconds': stalled} if stalled else {}
+
+  def _tolerated(self, call: Callable[[], Any]) -> Any:
+    try:
+      return call()
+    except CheckpointError as error:
+      if jax.process_count() > 1:
+        raise
+      self._is_good = False
+      self._line(f'step {self._step}: {error}; training goes on{self._last_good()}')
+      return None
+
+  def _last_good(self) -> str:
+    step = self._checkpointer.latest_step()
+    return ', and there is no checkpoint yet' if step is None else f', and the newest checkpoint is of step {step}'
