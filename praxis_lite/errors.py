@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class UserError(ValueError):
-  """Bad input. The message names where it is, what is wrong, and what would be right."""
+  """Bad input. The message names where it is, what is wrong, and what would be right.
+
+  Attributes:
+    exit_code: that of a process that it ends.
+  """
+
+  exit_code = 2
 
 
 class ConfigError(UserError):
@@ -33,6 +39,12 @@ class NumericsError(UserError):
 
 class CheckpointError(UserError):
   """A checkpoint is missing or belongs to another model."""
+
+
+class LostHostError(UserError):
+  """Another process of the run has died, hangs or never came: the run may be started again from its last checkpoint."""
+
+  exit_code = 75  # As sysexits.h names a failure after which one may try again.
 
 
 @contextlib.contextmanager

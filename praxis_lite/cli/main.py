@@ -24,6 +24,7 @@ from praxis_lite.cli import (
   export,
   export_hf,
   import_hf,
+  launch,
   list_experiments,
   plan,
   runs,
@@ -37,13 +38,28 @@ from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.importing import own_failure
 
 _MODULES = (
-  *(list_experiments, show, check, plan, verify, train, sweep, runs, evaluate, decode, export, import_hf, export_hf),
+  *(
+    list_experiments,
+    show,
+    check,
+    plan,
+    verify,
+    train,
+    launch,
+    sweep,
+    runs,
+    evaluate,
+    decode,
+    export,
+    import_hf,
+    export_hf,
+  ),
   *(checkpoints, completion),
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.
-_NOT_ON_WINDOWS = ('verify', 'train', 'eval', 'decode')
+_NOT_ON_WINDOWS = ('verify', 'train', 'launch', 'eval', 'decode')
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 
@@ -56,7 +72,8 @@ praxis-lite COMMAND --help describes a command and its flags.
 
 A mistake is reported in one line; --traceback shows where in the code. Exit
 codes: 0 all is done; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
-train has saved the run.
+train has saved the run; 75 a host was lost, or there was no time to save, and
+the same command goes on from the last checkpoint.
 
 Example:
   praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1
@@ -100,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
   except (UserError, flags.Error) as error:
     if is_traced:
       traceback.print_exc()
-    return _failed(name, _one_line(error, name))
+    code = error.exit_code if isinstance(error, UserError) else 2
+    return _failed(name, _one_line(error, name), code)
   except KeyboardInterrupt:
     return 130
   except Exception as error:
@@ -134,12 +152,21 @@ def run() -> None:
     if sys.argv[1:2] == ['train']:
       stopped = 'the process that read its output has ended, so training stopped'
       code = _failed('train', f'{stopped}; the same command resumes from the last checkpoint')
+  _leave_others(code)
   sys.exit(code)
 
 
-def _failed(command: str, message: str) -> int:
+def _leave_others(code: int) -> None:
+  """Ends a failed process of several at once; JAX would make it wait for the others, which wait for it."""
+  watchdog = sys.modules.get('praxis_lite.runtime.watchdog')
+  running = watchdog.the_watchdog() if watchdog is not None else None
+  if running is not None and code in (1, UserError.exit_code):
+    running.end(code)
+
+
+def _failed(command: str, message: str, code: int = UserError.exit_code) -> int:
   print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
-  return 2
+  return code
 
 
 def _meant_by(argument: str, command: Command) -> str:

@@ -24,14 +24,17 @@ def _run(values: flags.FlagValues) -> int:
   config, job_log_dir = configured_run(values)
 
   from praxis_lite.checkpoints import saved_steps
+  from praxis_lite.runtime.clusters import find_job
 
+  job = find_job(values.coordinator_address, values.num_processes, values.process_id)
   if values.verify and not saved_steps(job_log_dir) and is_worth_verifying(config.task):
-    verify_first(experiment_arguments(values), enabled=values.process_id in (None, 0))
+    verify_first(experiment_arguments(values), enabled=job is None or job.process_id == 0)
 
   from praxis_lite.runtime.distributed import initialize_distributed
   from praxis_lite.runtime.executor import run_train
 
-  initialize_distributed(values.coordinator_address, values.num_processes, values.process_id)
+  hosts = values.coordinator_address, values.num_processes, values.process_id
+  initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
   result = run_train(
     config,
     job_log_dir,
@@ -41,6 +44,9 @@ def _run(values: flags.FlagValues) -> int:
     advise=_warnings,
     profile_steps=profile_steps,
     on_damage=values.on_damage,
+    grace_s=values.grace_s,
+    preemption_notice=values.preemption_notice,
+    elastic=values.elastic,
   )
   # As shells report a process that a signal has ended, so that `train && eval` goes no further.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
@@ -86,12 +92,28 @@ def _flags() -> flags.FlagValues:
     'Example: --profile_steps=10:15',
     flag_values=values,
   )
-  address = 'host:port of process 0, or auto on a cluster that JAX recognizes'
+  address = 'host:port of process 0; not needed under launch, Slurm, Open MPI, Kubernetes and on Cloud TPU'
   example = 'Example: --coordinator_address=10.0.0.1:1234'
   flags.DEFINE_string('coordinator_address', None, f'With several hosts: {address}. {example}', flag_values=values)
   integer = functools.partial(flags.DEFINE_integer, flag_values=values)
   integer('num_processes', None, 'With several hosts: how many processes. Example: --num_processes=4')
   integer('process_id', None, 'With several hosts: which of them this is. Example: --process_id=0')
+  number = functools.partial(flags.DEFINE_float, flag_values=values)
+  hang = 'With several hosts: seconds without a sign of life of one, or without progress of any, after which all end'
+  number('hang_timeout_s', 300.0, f'{hang}, with exit code 75. Example: --hang_timeout_s=60', lower_bound=1)
+  grace = 'Seconds from SIGTERM to the end, the checkpoint included; later the run ends with exit code 75'
+  number('grace_s', None, f'{grace}. Example: --grace_s=25')
+  notice = 'Treat this file, once it exists, or an answer of this address as SIGTERM'
+  flags.DEFINE_string(
+    'preemption_notice', None, f'{notice}. Example: --preemption_notice=/run/preempted', flag_values=values
+  )
+  flags.DEFINE_boolean(
+    'elastic',
+    False,
+    'With fewer devices than the mesh needs, make its axes replica and data smaller, with more microbatches for the '
+    'same global batch. Example: --elastic',
+    flag_values=values,
+  )
   flags.DEFINE_boolean(
     'verify',
     True,
@@ -107,7 +129,7 @@ COMMAND = Command(
   'train an experiment, or resume its training',
   'train an experiment. If job_log_dir has checkpoints, training resumes from the newest, on any mesh; the run '
   'records its config, so --exp can be left out then. Ctrl-C and SIGTERM end it after a step, with a checkpoint; the '
-  'exit code is then 130 or 143.',
+  'exit code is then 130 or 143. With several hosts, 75 says that one was lost: the same command goes on.',
   'praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1 --set task.train.num_train_steps=20 --devices=8',
   _flags(),
   _run,

@@ -6,7 +6,8 @@ A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order
 number of the epoch, cut into global batches of `batch_size`; the last, short one is padded with rows of zero weight.
 So the position in a stream is two numbers, the epoch and how many of its examples have been read.
 
-    global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts
+    global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts,
+                                                           rounded up
 
 The position and the number of batches are the same on every host, even if the last host gets padding only.
 """
@@ -64,11 +65,6 @@ class BaseInput(Configurable, Iterator[Rows]):
     self.check_at_least(batch_size=1, num_hosts=1, seed=0, host_index=0)
     if self.num_epochs is not None:
       self.check_at_least(num_epochs=1)
-    if self.batch_size % self.num_hosts:
-      raise ConfigError(
-        f'{self.label}.batch_size: {self.batch_size} examples cannot be split over {self.num_hosts} hosts; '
-        f'the next that can is {-(-self.batch_size // self.num_hosts) * self.num_hosts}'
-      )
     if self.host_index >= self.num_hosts:
       raise ConfigError(f'{self.label}.host_index: expected less than num_hosts = {self.num_hosts}')
     if self.num_epochs is None and not self.is_training:
@@ -114,13 +110,14 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   @property
   def host_batch_size(self) -> int:
-    """Rows of the batches of this host."""
-    return self.batch_size // self.num_hosts
+    """Rows of the batches of this host; where hosts do not divide a batch, the last ones have rows of padding."""
+    return -(-self.batch_size // self.num_hosts)
 
   @property
   def host_rows(self) -> tuple[int, int]:
     """First row of this host in a global batch, and the row after its last."""
-    return self.host_index * self.host_batch_size, (self.host_index + 1) * self.host_batch_size
+    first, rows = self.host_index * self.host_batch_size, self.host_batch_size
+    return min(first, self.batch_size), min(first + rows, self.batch_size)
 
   def batches_per_epoch(self) -> int | None:
     """Returns how many batches an epoch has, or None if only reading it would tell."""

@@ -6,10 +6,12 @@ Simulated devices, the other processes and the cache must be set up before JAX s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import re
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,6 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.runtime.clusters import Job, find_job, resolved
+from praxis_lite.runtime.rendezvous import meet
+from praxis_lite.runtime.watchdog import HANG_TIMEOUT_S, watch_hosts
 
 # Programs that compile faster than this are not cached.
 _MIN_CACHED_COMPILE_SECONDS = 0.1
@@ -61,46 +66,56 @@ def leave_accelerators_alone() -> None:
 
 
 def initialize_distributed(
-  coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
-) -> None:
-  """Joins the processes of a run on several hosts. Does nothing if neither arguments nor variables are set.
+  coordinator_address: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+  *,
+  hang_timeout_s: float = HANG_TIMEOUT_S,
+) -> Job | None:
+  """Joins the processes of a run on several hosts, and watches them from then on: see `watchdog.py`.
 
-  Each argument defaults to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`.
-  On a cluster that JAX knows (Cloud TPU, Slurm, Open MPI, Kubernetes), `coordinator_address='auto'` gets all three from
-  the cluster.
+  Each argument defaults to an environment variable: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`;
+  what none of them says comes from the cluster that runs this process: Slurm, Open MPI, Kubernetes, Cloud TPU.
 
   Args:
-    coordinator_address: `host:port` of process 0, the same in all processes, or 'auto'.
+    coordinator_address: `host:port` of process 0, the same in all processes; or 'auto': there must be a cluster.
     num_processes, process_id: the number of processes, and the index of this one, from 0.
+    hang_timeout_s: seconds to wait for the others to join, and later for a sign of life from each of them.
+
+  Returns:
+    What was found; None if this process is alone, and nothing was done.
 
   Raises:
     ConfigError: only some of the three are given, a value is invalid, or JAX has already started.
+    LostHostError: not all of them have joined in time.
   """
-  address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
-  processes = _from_environment(num_processes, 'JAX_NUM_PROCESSES')
-  process = _from_environment(process_id, 'JAX_PROCESS_ID')
-  given = {'coordinator_address': address, 'num_processes': processes, 'process_id': process}
-  if all(value is None for value in given.values()) or jax.distributed.is_initialized():
-    return
+  job = find_job(coordinator_address, num_processes, process_id)
+  if job is None or jax.distributed.is_initialized():
+    return job
   if _backends_have_started():
     raise ConfigError('cannot join the other processes: JAX has already started; call initialize_distributed first')
-  if address == 'auto':
-    try:
-      jax.distributed.initialize()
-    except ValueError as error:
-      raise ConfigError(f'coordinator_address=auto: no cluster that JAX knows runs this process ({error})') from None
-    return
-  missing = [name for name, value in given.items() if value is None]
-  if missing:
-    raise ConfigError(
-      f'to run on several hosts, {", ".join(missing)} must be set too; or coordinator_address=auto alone'
-    )
-  assert address is not None and processes is not None and process is not None
-  if not re.fullmatch(r'.+:\d+', address):
-    raise ConfigError(f'coordinator_address = {address!r}: expected host:port of process 0, as in 10.0.0.1:1234')
-  if not 0 <= process < processes:
-    raise ConfigError(f'process_id = {process}: expected 0 to num_processes - 1, and num_processes is {processes}')
-  jax.distributed.initialize(address, processes, process)
+  job, address = resolved(job, math.ceil(hang_timeout_s))
+  assert job.process_id is not None
+  _print_job(job, address)
+  names = meet(job, address, hang_timeout_s, f'{socket.gethostname()}, process {os.getpid()}')
+  jax.distributed.initialize(
+    address,
+    job.num_processes,
+    job.process_id,
+    cluster_detection_method=job.method or 'deactivate',
+    initialization_timeout=math.ceil(hang_timeout_s),
+    # The watchdog notices a lost host before JAX does, which would end this process without a word.
+    heartbeat_timeout_seconds=math.ceil(3 * hang_timeout_s) + 60,
+    shutdown_timeout_seconds=math.ceil(hang_timeout_s),
+  )
+  watch_hosts(names, job.process_id, hang_timeout_s)
+  return job
+
+
+def _print_job(job: Job, address: str) -> None:
+  """Prints the first line of the log of a run on several hosts: who they are, and what said so."""
+  if job.process_id == 0:
+    print(f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}', flush=True)
 
 
 def set_up_compilation_cache(*, enabled: bool = True) -> Path | None:
@@ -136,15 +151,6 @@ def decided_by_primary_process(value: bool) -> bool:
   return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
-def _from_environment(value: int | None, name: str) -> int | None:
-  text = os.environ.get(name)
-  if value is not None or not text:
-    return value
-  if not text.isdecimal():
-    raise ConfigError(f'{name} = {text!r}: expected a number')
-  return int(text)
-
-
 def _backends_have_started() -> bool:
   from jax._src import xla_bridge  # JAX has no public way to ask.
 
@@ -160,35 +166,38 @@ class StopSignals:
   With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
   preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
 
+  An evaluation is interrupted likewise: after a batch that all agree on.
+
   Attributes:
     received: name of the signal that this process received, or None.
+    since: when it came, by `time.monotonic`.
   """
 
   def __init__(self) -> None:
     self.received: str | None = None
+    self.since: float | None = None
+    self._calls = 0
     self._agreed = False
     self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
     self._several_processes = jax.process_count() > 1
 
-  def requested_at(self, step: int) -> bool:
-    """Whether to stop after `step`; with several processes, each must call this at every step."""
-    if self._several_processes and multihost_utils.reached_preemption_sync_point(step):
-      self._agreed = True
-      self.received = self.received or signal.SIGTERM.name
+  def requested_now(self) -> bool:
+    """Whether to stop now; with several processes, each must call this equally often, at the same points."""
+    if self._several_processes:
+      self._calls += 1
+      if multihost_utils.reached_preemption_sync_point(self._calls):
+        self._agreed = True
+        self.received = self.received or signal.SIGTERM.name
     return self.requested
 
   @property
   def requested(self) -> bool:
-    """Whether to stop: with several processes, what all of them agreed on when `requested_at` was last called."""
+    """Whether to stop: with several processes, what all of them agreed on when `requested_now` was last called."""
     return self._agreed if self._several_processes else self.received is not None
 
   def request_of_all(self) -> None:
     """Asks all processes to stop after the same step, as a SIGTERM to this one does."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-  def interrupts(self) -> bool:
-    """Whether to end an evaluation early; never with several processes, which have not agreed on it."""
-    return self.received is not None and not self._several_processes
 
   def __enter__(self) -> StopSignals:
     if threading.current_thread() is threading.main_thread():
@@ -208,7 +217,7 @@ class StopSignals:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
       return
-    self.received = signal.Signals(number).name
+    self.received, self.since = signal.Signals(number).name, time.monotonic()
     text = f'{self.received}: finishing the step and saving; once more ends the run at once\n'
     if os.isatty(2):
       text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.

@@ -27,11 +27,13 @@ from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.console import TrainLog, make_console
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
+from praxis_lite.runtime.elastic import fitted
 from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
 from praxis_lite.runtime.nonfinite import Hints, hints_in
+from praxis_lite.runtime.preemption import preemptible
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
@@ -46,6 +48,7 @@ from praxis_lite.runtime.run_config import (
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
+from praxis_lite.runtime.watchdog import doing, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -85,6 +88,9 @@ def run_train(
   hooks: Sequence[Hook] = (),
   profile_steps: tuple[int, int] | None = None,
   on_damage: OnDamage = 'previous',
+  grace_s: float | None = None,
+  preemption_notice: str | None = None,
+  elastic: bool = False,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -100,6 +106,8 @@ def run_train(
     profile_steps: the first and the last step of a trace for TensorBoard.
     on_damage: where the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one before,
       'fail' raises.
+    grace_s, preemption_notice: see `praxis_lite.runtime.preemption`.
+    elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
 
   Raises:
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
@@ -120,7 +128,8 @@ def run_train(
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
     config = with_vocabulary(config, directory)
-    task = config.task.instantiate()
+    task_p, fit = fitted(config.task, len(devices or jax.devices())) if elastic else (config.task, '')
+    task = task_p.instantiate()
     settings = task.train
     check_intervals(settings)
     check_hooks(hooks)
@@ -160,6 +169,7 @@ def run_train(
       on_damage=on_damage,
     )
     to_close.callback(checkpointer.close)
+    to_close.enter_context(watched_by_others(directory))
     if is_restored:
       with changes_named(directory, config):
         shapes, true_shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
@@ -183,6 +193,8 @@ def run_train(
     log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step, more=saving.figures)
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
+    if fit:
+      console.line(fit)
     available = jax.device_count() if devices is None else len(devices)
     if available > tasks.mesh.size:
       console.line(_unused_devices(task, tasks.mesh.size, available))
@@ -211,6 +223,7 @@ def run_train(
         console.line(line)
 
     def save() -> bool:
+      doing(f'saving step {run.step}')
       log.drain()  # Raises if a step was not finite, before anything is saved.
       return saving.save(run.step, run.state, batches.get_state())
 
@@ -248,6 +261,7 @@ def run_train(
       keep_vocabulary(config, directory)
     batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
     to_close.enter_context(stop)
+    to_close.enter_context(preemptible(stop, directory, grace_s=grace_s, notice=preemption_notice))
     all_hooks.on_start(run)
     if first_step < total and run.stop_reason is None:
       times = partitioned.train_step.compile()
@@ -255,7 +269,8 @@ def run_train(
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     batch: NestedDict | None = None
-    while run.step < total and not (stop.requested_at(run.step) or run.stop_reason or log.skipped.too_many):
+    while run.step < total and not (stop.requested_now() or run.stop_reason or log.skipped.too_many):
+      doing(f'the input of step {run.step + 1}')
       try:
         batch = next(batches, None)
       except Exception:
@@ -269,6 +284,7 @@ def run_train(
       if verify_numerics:
         verify_numerics = False
         console.line(_verified(partitioned, run.state, keys.train, batch))
+      doing(f'step {run.step + 1}')
       with jax.profiler.StepTraceAnnotation('train', step_num=run.step + 1):
         out = partitioned.train_step(run.state, keys.train, batch)
       run.state, run.step = out.state, run.step + 1
@@ -277,7 +293,7 @@ def run_train(
       do_what_is_due()
 
     # ---- the end
-    stop.requested_at(run.step)  # After the last step too: a signal that only some processes got must not part them.
+    stop.requested_now()  # After the last step too: a signal that only some processes got must not part them.
     save()
     if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
       saving.finish(run.step, run.state, batches.get_state())

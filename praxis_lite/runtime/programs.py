@@ -36,6 +36,7 @@ from praxis_lite.runtime.metrics import (
   MetricsAverage,
   SummaryWriter,
 )
+from praxis_lite.runtime.watchdog import doing
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -124,6 +125,7 @@ class Program(Generic[Out]):
         if interrupts():
           return None
         num_batches += 1
+        doing(f'{self.split}, batch {num_batches}')
         out = self._step(mdl_vars, self._key, global_step, batch)
         self._keep(out, batch)
         in_flight.append(self._metrics_of(out))
@@ -239,7 +241,7 @@ class Programs:
     for program in programs:
       if self._done_at.get(program.split) == step:
         continue
-      result = program.run(eval_variables(state, use_ema=program.use_ema), state.step, self._stop.interrupts)
+      result = program.run(eval_variables(state, use_ema=program.use_ema), state.step, self._stop.requested_now)
       if result is None:
         return
       self._done_at[program.split] = step
