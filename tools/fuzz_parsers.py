@@ -76,9 +76,7 @@ class Guard:
       return
     if event in _FORBIDDEN:
       self.done.append(f'{event} {arguments[:2]!r:.80}')
-    elif event == 'open' and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-      self._check_inside(event, arguments[0])
-    elif event in _CHANGES:
+    elif (event == 'open' and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)) or event in _CHANGES:
       self._check_inside(event, arguments[0])
 
   def _check_inside(self, event: str, path: Any) -> None:

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import local_path, replace_file
+from praxis_lite.files import local_path, parse_json, replace_file
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -77,6 +78,16 @@ class BestCheckpoint(NamedTuple):
   metric: str
   mode: str  # 'min' or 'max'
   value: float
+
+
+def read_best(path: Path) -> BestCheckpoint | None:
+  """Returns what a run has recorded as its best checkpoint; None if that cannot be read."""
+  try:
+    best = BestCheckpoint(**parse_json(path.read_bytes()))
+  except (OSError, ValueError, TypeError):
+    return None
+  is_whole = type(best.step) is int and isinstance(best.metric, str) and best.mode in ('min', 'max')
+  return best if is_whole and type(best.value) in (int, float) and abs(best.value) <= sys.float_info.max else None
 
 
 class Checkpointer:
@@ -226,11 +237,8 @@ class Checkpointer:
     self._recorded_best = self._best
 
   def _read_best(self) -> BestCheckpoint | None:
-    try:
-      best = BestCheckpoint(**json.loads(self._best_path.read_text(encoding='utf-8')))
-    except (OSError, ValueError, TypeError):
-      return None
-    return best if best.step in self.all_steps() else None
+    best = read_best(self._best_path)
+    return best if best is not None and best.step in self.all_steps() else None
 
   @property
   def _best_path(self) -> Path:

@@ -6,7 +6,6 @@ Arrays are read in parts, and on no mesh; Orbax is imported only to write a copy
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.checkpoints.checkpointer import BEST, Checkpointer
+from praxis_lite.checkpoints.checkpointer import BEST, Checkpointer, read_best
 from praxis_lite.checkpoints.contents import Record, read_record
 from praxis_lite.checkpoints.retention import being_read, is_set_aside, steps_in
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
@@ -152,11 +151,8 @@ class Difference(NamedTuple):
 
 def best_step(job_log_dir: str | os.PathLike[str]) -> int | None:
   """Returns the step of the best checkpoint that a run has recorded, or None."""
-  try:
-    step: int = json.loads(Path(job_log_dir, BEST).read_text(encoding='utf-8'))['step']
-  except (OSError, ValueError, TypeError, KeyError):
-    return None
-  return step
+  best = read_best(Path(job_log_dir, BEST))
+  return None if best is None else best.step
 
 
 def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> list[StoredCheckpoint]:

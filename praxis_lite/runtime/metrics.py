@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.files import PatientFile, replace_file
+from praxis_lite.files import PatientFile, parse_json, replace_file
 
 if TYPE_CHECKING:
   import tensorboardX
@@ -227,14 +227,23 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
 
 def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields the lines of a file of metrics, and what they say, without incomplete lines."""
-  for line in path.read_text(encoding='utf-8').splitlines() if path.exists() else ():
+  """Yields the lines of a file of metrics, and what they say, without incomplete and damaged lines."""
+  for line in path.read_text(encoding='utf-8', errors='replace').split('\n') if path.exists() else ():
     try:
-      record = json.loads(line)
-      if isinstance(record['step'], int) and isinstance(record['split'], str):
-        yield line, record
-    except (json.JSONDecodeError, TypeError, KeyError):
+      record = parse_json(line)
+    except ValueError:
       continue
+    if _is_record(record):
+      yield line, record
+
+
+def _is_record(record: object) -> bool:
+  if not isinstance(record, dict) or not isinstance(record.get('split'), str):
+    return False
+  step, metrics = record.get('step'), record.get('metrics', {})
+  if type(step) is not int or not 0 <= step < 2**63 or not isinstance(metrics, dict):
+    return False
+  return all(x is None or type(x) is float or (type(x) is int and abs(x) < 2**63) for x in metrics.values())
 
 
 def _truncate_jsonl(path: Path, step: int) -> set[str]:

@@ -147,9 +147,7 @@ class Lab:
     kind = str(self.rng.choice(kinds or ('start', 'compile', 'step', 'step', 'save', 'saving', 'restore')))
     if kind in ('start', 'save', 'restore'):
       most = {'start': _IMPORTS, 'save': _FILES_MADE, 'restore': _FILES_READ}[kind]
-      if kind == 'restore':
-        self.take()
-      elif self.rng.random() < 0.3:
+      if kind == 'restore' or self.rng.random() < 0.3:
         self.take()
       at = int(self.rng.integers(1, most))
       self.seen.where = f'{kind} {at}'
