@@ -76,7 +76,9 @@ class Guard:
       return
     if event in _FORBIDDEN:
       self.done.append(f'{event} {arguments[:2]!r:.80}')
-    elif (event == 'open' and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)) or event in _CHANGES:
+    elif (
+      event == 'open' and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    ) or event in _CHANGES:
       self._check_inside(event, arguments[0])
 
   def _check_inside(self, event: str, path: Any) -> None:
@@ -87,7 +89,9 @@ class Guard:
       self.done.append(f'{event} {path}')
 
 
-def fuzz(seed: int, numbers: Iterable[int], guard: Guard, only: str | None = None) -> Iterator[tuple[str, Wrong | None]]:
+def fuzz(
+  seed: int, numbers: Iterable[int], guard: Guard, only: str | None = None
+) -> Iterator[tuple[str, Wrong | None]]:
   """Runs cases; yields the parser of each, and what went wrong if anything did."""
   names = [name for name in PARSERS if only is None or name == only]
   weights = np.array([PARSERS[name].weight for name in names], float)

@@ -111,7 +111,7 @@ class HfConfig:
         length = rope.get('original_max_position_embeddings') or self['max_position_embeddings']
         length = int(self.number('original_max_position_embeddings', {'original_max_position_embeddings': length}))
         rotary.scaling_tpl = Config(YarnRotaryScaling, factor=self.number('factor', rope), original_max_len=length)
-        rotary.scaling_tpl.set(**_yarn_fields(rope))
+        rotary.scaling_tpl.set(**self._yarn_fields(rope))
       elif kind != 'default':
         raise ConfigError(
           f'{self.where}: {field} of type {kind!r} is not supported; only default, linear, llama3 and yarn are'
@@ -119,6 +119,20 @@ class HfConfig:
     except KeyError as missing:
       raise ConfigError(f'{self.where}: {field} of type {kind!r} lacks {missing}') from None
     return rotary
+
+  def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
+    given = [name for name in _YARN_FIELDS if rope.get(name) is not None]
+    fields = {name: bool(rope[name]) if name == 'truncate' else self.number(name, rope) for name in given}
+    if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
+      factor = self.number('factor', rope)
+      of_queries, of_all = (
+        YarnRotaryScaling.log_magnitude(factor, self.number(m, rope)) for m in ('mscale', 'mscale_all_dim')
+      )
+      if not of_all:
+        raise ConfigError(f'{self.where}: mscale_all_dim = {rope["mscale_all_dim"]!r} is not supported')
+      fields['attention_factor'] = of_queries / of_all
+    return fields
 
 
 def read_config(folder: str | os.PathLike[str]) -> HfConfig:
@@ -142,17 +156,6 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
   if not isinstance(values, dict):
     raise ConfigError(f'{path}: expected a JSON object')
   return values
-
-
-def _yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
-  fields = {name: rope[name] for name in _YARN_FIELDS if rope.get(name) is not None}
-  if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
-    of_queries, of_all = (
-      YarnRotaryScaling.log_magnitude(rope['factor'], rope[m]) for m in ('mscale', 'mscale_all_dim')
-    )
-    fields['attention_factor'] = of_queries / of_all
-  return fields
 
 
 def rope_values(rotary: RotaryPositions) -> dict[str, object]:

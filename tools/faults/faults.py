@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import numpy as np
 
 from tools.faults.comparison import Results, differences, results_of
 from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
-from tools.faults.processes import EXPERIMENT, Training, children, environment, process_state
+from tools.faults.processes import EXPERIMENT, Training, children, environment
 
 # Of a run that saves every `SAVE_INTERVAL` steps, about how many imports, files made, and files read there are.
 _IMPORTS, _FILES_MADE, _FILES_READ = 2500, 220, 30
@@ -79,7 +78,7 @@ class Lab:
     self.hosts = 1
     self.started: list[Training] = []
 
-  def start(self, limits: Callable[[], None] | None = None, **env: str) -> Training:
+  def start(self, **env: str) -> Training:
     """Starts a run, or goes on with it."""
     command = ['train', f'--exp={EXPERIMENT}:{self.experiment}', f'--job_log_dir={self.directory}', '--noverify']
     if self.experiment == 'FaultsInFiles':
@@ -90,7 +89,7 @@ class Lab:
     devices = environment(self.baseline.cache, 2)
     if self.hosts > 1:
       devices.pop('XLA_FLAGS')
-    self.started.append(Training(command, devices | env, limits=limits))
+    self.started.append(Training(command, devices | env))
     return self.started[-1]
 
   def take(self, interrupted: int | None = None) -> Path:
@@ -320,12 +319,7 @@ def _disk_quota(lab: Lab) -> None:
   """Where nothing can be mounted: no file may be longer than a limit, as on a disk that is full for long files."""
   limit = int(lab.rng.integers(300, 6000))
   lab.seen.where = f'no file above {limit} bytes'
-
-  def limits() -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-  _ended_as_promised(lab.start(limits))
+  _ended_as_promised(lab.start(FAULTS_FILE_LIMIT=str(limit)))
   lab.go_on()
 
 
@@ -518,7 +512,3 @@ FAULTS: dict[Callable[[Lab], None], int] = {
 def interrupted_steps(rng: np.random.Generator, count: int) -> Iterator[int]:
   """Steps at which the runs of `Baseline.interrupted` are killed."""
   yield from (int(rng.integers(2 * SAVE_INTERVAL + 2, NUM_STEPS - 1)) for _ in range(count))
-
-
-def is_gone(pid: int) -> bool:
-  return process_state(pid) in ('', 'Z')

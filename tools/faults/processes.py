@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -40,7 +41,7 @@ def environment(cache: Path, devices: int = 2) -> dict[str, str]:
 class Training:
   """A process of `praxis-lite train`, or of `launch`, and what it has printed."""
 
-  def __init__(self, command: Sequence[str], env: Mapping[str, str], *, limits: Callable[[], None] | None = None):
+  def __init__(self, command: Sequence[str], env: Mapping[str, str]):
     self.process = subprocess.Popen(
       [sys.executable, '-m', 'praxis_lite', *command],
       env=dict(env),
@@ -50,7 +51,6 @@ class Training:
       text=True,
       errors='replace',
       cwd=ROOT,
-      preexec_fn=limits,
     )
     self.lines: list[str] = []
     self._reader = threading.Thread(target=self._read, daemon=True)
@@ -129,7 +129,5 @@ def children(pid: int) -> list[int]:
 
 
 def _kill(pid: int) -> None:
-  try:
+  with contextlib.suppress(ProcessLookupError):
     os.kill(pid, signal.SIGKILL)
-  except ProcessLookupError:
-    pass

@@ -19,7 +19,30 @@ _VALUES: tuple[Any, ...] = (
   *({'$object': 'praxis_lite.weights:WeightHParams'}, {'$enum': ['enum:Enum', 'x']}, {'$set': [[]]}),
 )
 _TOKENS = (
-  *('[', ']', '(', ')', '{', '}', ',', '.', '..', '=', ':', '|', '*', '**', "'", '"', '\\', '\n', '\x00', ' ', '_', '-'),
+  *(
+    '[',
+    ']',
+    '(',
+    ')',
+    '{',
+    '}',
+    ',',
+    '.',
+    '..',
+    '=',
+    ':',
+    '|',
+    '*',
+    '**',
+    "'",
+    '"',
+    '\\',
+    '\n',
+    '\x00',
+    ' ',
+    '_',
+    '-',
+  ),
   *('None', 'True', '1e999', '0x', '9' * 30, '-1', '[*]', '[0]', '__class__', '__import__("os")', 'lambda: 0', 'f""'),
   *('task', 'datasets', 'praxis_lite', 'fuzz_canary', 'optax', 'x', 'é', '\U0001f600', '\ud800', '../', '~', '%d'),
 )
@@ -119,7 +142,9 @@ def _a_value(rng: np.random.Generator) -> Any:
 
 def _places(value: Any):
   """Yields (container, key) of each entry at any depth."""
-  entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value) if isinstance(value, list) else ())
+  entries = (
+    list(value.items()) if isinstance(value, dict) else list(enumerate(value) if isinstance(value, list) else ())
+  )
   for key, entry in entries:
     yield value, key
     yield from _places(entry)

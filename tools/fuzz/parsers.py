@@ -62,7 +62,7 @@ def _config_text() -> str:
 
 _OVERRIDES = (
   *('task.model.lm.num_layers=6', 'task.train.num_train_steps=100', 'datasets[*].batch_size=8', 'datasets[1]=None'),
-  *('task.ici_mesh_shape=(2,2,1)', "task.train.learner.optimizer=optax.sgd", 'task.model.params_init.scale=0.01'),
+  *('task.ici_mesh_shape=(2,2,1)', 'task.train.learner.optimizer=optax.sgd', 'task.model.params_init.scale=0.01'),
   *('task.train.best_metric=eval/valid/loss', 'task.model.lm.softmax=@praxis_lite.layers.SharedEmbeddingSoftmax'),
   *('task.mesh_axis_names=("a", "b")', 'task.train.learner.learning_rate=1e-3', 'task.train.init_from.path=~/x'),
 )
@@ -148,7 +148,14 @@ def _run_record(data: bytes, folder: Path) -> None:
 
 @functools.cache
 def _record() -> Any:
-  launch = {'started': 1.0, 'command': 'praxis-lite train', 'seed': 1, 'step': 0, 'mesh': {'data': 2}, 'devices': '2 cpu'}
+  launch = {
+    'started': 1.0,
+    'command': 'praxis-lite train',
+    'seed': 1,
+    'step': 0,
+    'mesh': {'data': 2},
+    'devices': '2 cpu',
+  }
   more = {'versions': {'jax': '1'}, 'sources': [{'path': '/x', 'commit': 'abc', 'clean': True}], 'changes': ['a -> b']}
   config = json.loads(_config_text())
   return {'format': 1, 'launches': [launch | more], 'lost': {'task.x': 'why'}, 'config': config}
@@ -202,7 +209,7 @@ class _Reader:
 def _vocabulary(data: bytes, folder: Path) -> object:
   (folder / 'checkpoints' / '2').mkdir(parents=True, exist_ok=True)
   (folder / 'vocabulary.json').write_bytes(data)
-  text = Config(TextInput, path="x", tokenizer_tpl=Config(CharTokenizer, path='x'))
+  text = Config(TextInput, path='x', tokenizer_tpl=Config(CharTokenizer, path='x'))
   config = with_vocabulary(type(_config())(_config().task, [text], []), folder)
   return config.datasets[0].tokenizer.instantiate().characters
 
@@ -210,7 +217,7 @@ def _vocabulary(data: bytes, folder: Path) -> object:
 def _text(data: bytes, folder: Path) -> None:
   for tokenizer in (Config(ByteTokenizer), Config(CharTokenizer, path=str(folder / 'data.txt'))):
     (folder / 'data.txt').write_bytes(data)
-    found = TextInput(path=str(folder / "data.txt"), tokenizer_tpl=tokenizer, batch_size=2, seq_len=4)
+    found = TextInput(path=str(folder / 'data.txt'), tokenizer_tpl=tokenizer, batch_size=2, seq_len=4)
     for _ in range(3):
       if next(found, None) is None:
         break
@@ -244,7 +251,15 @@ _LLAMA = {
   },
 }
 _GPT2 = {
-  **{'model_type': 'gpt2', 'n_embd': 8, 'n_head': 2, 'n_layer': 2, 'n_positions': 16, 'vocab_size': 32, 'n_inner': None},
+  **{
+    'model_type': 'gpt2',
+    'n_embd': 8,
+    'n_head': 2,
+    'n_layer': 2,
+    'n_positions': 16,
+    'vocab_size': 32,
+    'n_inner': None,
+  },
   **{'activation_function': 'gelu_new', 'layer_norm_epsilon': 1e-5},
 }
 _HF = (

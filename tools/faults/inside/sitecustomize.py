@@ -3,10 +3,12 @@
 FAULTS_SIGNAL = import:120:9    sends itself signal 9 at its 120th import
                 save:7:15       signal 15 at the 7th file or folder that it makes or renames in `checkpoints`
                 restore:3:9     signal 9 at the 3rd file that it opens for reading in `checkpoints`
+FAULTS_FILE_LIMIT = 3000        no file can become longer than 3000 bytes
 FAULTS_CLOCK = -86400:2.5       Python's clock is a day behind from 2.5 s after the start on
 """
 
 import os
+import resource
 import sys
 import time
 
@@ -46,5 +48,7 @@ def _set_clock(offset: float, after: float) -> None:
 if _what := os.environ.pop('FAULTS_SIGNAL', ''):
   _kind, _number, _number_of_signal = _what.split(':')
   _signal_at(_kind, int(_number), int(_number_of_signal))
+if _what := os.environ.pop('FAULTS_FILE_LIMIT', ''):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (int(_what), int(_what)))  # Python ignores the signal, SIGXFSZ.
 if _what := os.environ.pop('FAULTS_CLOCK', ''):
   _set_clock(*map(float, _what.split(':')))
