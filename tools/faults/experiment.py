@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from praxis_lite.inputs.rows import Feature, Rows
 from praxis_lite.learning import Learner
 from praxis_lite.models import BaseModel
 from praxis_lite.task import SingleTask
+from praxis_lite.trees import NestedDict
 from praxis_lite.weights import WeightHParams
 
 NUM_STEPS = 24
@@ -36,7 +39,7 @@ class SlowInput(ArrayInput):
     seconds: for each batch.
   """
 
-  arrays: object = examples
+  arrays: Config | Callable[[], Rows] | Rows = examples
   seconds: float = 0.0
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
@@ -51,14 +54,14 @@ class NoisyModel(BaseModel):
     self.create_variable('w', WeightHParams((10, 7), tensor_split_dims_mapping=(None, 'data')))
     self.create_variable('v', WeightHParams((7,), tensor_split_dims_mapping=('data',)))
 
-  def compute_predictions(self, batch):
+  def compute_predictions(self, batch: NestedDict) -> jax.Array:
     x = batch['x']
     if not self.do_eval:
       x = x + 0.1 * jax.random.normal(self.next_prng_key(), x.shape)
     self.add_summary('w_rms', jnp.sqrt(jnp.mean(self.theta.w**2)))
     return jnp.tanh(x @ self.theta.w) @ self.theta.v
 
-  def compute_loss(self, predictions, batch):
+  def compute_loss(self, predictions: jax.Array, batch: NestedDict) -> tuple[dict[str, Any], dict[str, Any]]:
     errors, weights = (predictions - batch['y']) ** 2, batch['weights']
     return {'loss': ((errors * weights).sum() / jnp.maximum(weights.sum(), 1), weights.sum())}, {}
 

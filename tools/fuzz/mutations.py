@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ def _a_value(rng: np.random.Generator) -> Any:
   return copy.deepcopy(_VALUES[int(rng.integers(len(_VALUES)))])
 
 
-def _places(value: Any):
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
   """Yields (container, key) of each entry at any depth."""
   entries = (
     list(value.items()) if isinstance(value, dict) else list(enumerate(value) if isinstance(value, list) else ())
