@@ -19,6 +19,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import os
 import resource
 import shutil
@@ -39,7 +40,7 @@ from praxis_lite.inputs.grain_input import write_array_records
 from tools.faults.comparison import differences, results_of
 from tools.faults.experiment import examples
 from tools.faults.faults import FAULTS, Baseline, Lab, Seen, SurvivalError, interrupted_steps
-from tools.faults.processes import HangError
+from tools.faults.processes import HangError, Training
 
 Fault = Callable[[Lab], None]
 
@@ -80,11 +81,15 @@ def prepare(folder: Path, rng: np.random.Generator, *, hosts: bool, records: boo
   for number, step in enumerate(interrupted_steps(rng, interrupted)):
     lab = Lab(folder / f'interrupted-{number}', rng, baseline)
     run = lab.start()
-    run.wait_for(lambda run=run, step=step, lab=lab: run.last_step >= step and len(lab.checkpoints()) >= 2)
+    run.wait_for(functools.partial(_has_come, lab, run, step))
     run.send(9)
     run.wait()
     baseline.interrupted.append(lab.directory)
   return baseline
+
+
+def _has_come(lab: Lab, run: Training, step: int) -> bool:
+  return run.last_step >= step and len(lab.checkpoints()) >= 2
 
 
 def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Baseline) -> Report:

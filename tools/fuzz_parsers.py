@@ -58,7 +58,7 @@ class Guard:
     canary = types.ModuleType('fuzz_canary')
     canary.run = lambda *args, **keywords: self.done.append('fuzz_canary:run was called')  # type: ignore[attr-defined]
     self._canary = canary
-    sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, self)
 
   def find_spec(self, name: str, path: object = None, target: object = None) -> None:
     """As a finder of modules: notes that the canary was to be imported."""

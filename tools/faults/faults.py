@@ -108,17 +108,19 @@ class Lab:
     """Whether a checkpoint is not complete."""
     return any('tmp' in p.name for p in (self.directory / 'checkpoints').glob('*'))
 
-  def go_on(self, before: Training | None = None, *, damaged: int = 0, lost_before: int | None = None, **env: str):
+  def go_on(
+    self, before: Training | None = None, *, damaged: int = 0, lost_before: int | None = None, clock: str = ''
+  ) -> None:
     """Goes on to the end, and compares.
 
     Args:
       before: the run that the fault has ended.
       damaged: how many of the newest checkpoints the fault has damaged.
       lost_before: as in `differences`.
-      env: more environment variables.
+      clock: of the run that goes on, as `inside/sitecustomize.py` says.
     """
     self.seen.bound = SAVE_INTERVAL * (1 + damaged + self.is_saving())
-    run = self.start(**env)
+    run = self.start(FAULTS_CLOCK=clock)
     code = run.wait()
     if code != 0:
       raise SurvivalError(f'going on ended with {code}: {run.lines[-2:]}')
@@ -358,7 +360,9 @@ def permission_lost(lab: Lab) -> None:
     raise SurvivalError(f'it ended with {run.wait()}: {run.lines[-2:]}')
   with _read_only(path):
     _ended_as_promised(run)
-  lab.go_on(run if run.process.returncode == 0 else None)
+  # Metrics that could not be written until the end are lost, and the run has said so.
+  is_told = 'metrics cannot be written' in run.lines[-1]
+  lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
 
 
 class _read_only:
@@ -396,7 +400,7 @@ def checkpoint_flipped(lab: Lab) -> None:
 
 def checkpoint_file_gone(lab: Lab) -> None:
   """checkpoint file gone"""
-  _damaged_checkpoint(lab, lambda file, rng: file.unlink() or 'gone')
+  _damaged_checkpoint(lab, _remove)
 
 
 def _damaged_checkpoint(lab: Lab, damage: Callable[[Path, np.random.Generator], str]) -> None:
@@ -461,21 +465,28 @@ def clock_set_back(lab: Lab) -> None:
   lab.take()
   offset, after = -int(10 ** lab.rng.uniform(1, 8)), float(lab.rng.random()) * 3
   lab.seen.where = f'by {-offset} s after {after:.1f} s'
-  clock = {'FAULTS_CLOCK': f'{offset}:{after}'}
+  clock = f'{offset}:{after}'
   if lab.rng.random() < 0.5:
-    run = lab.start(**clock, FAULTS_SIGNAL=f'save:{int(lab.rng.integers(1, _FILES_MADE // 2))}:{int(signal.SIGKILL)}')
+    run = lab.start(
+      FAULTS_CLOCK=clock, FAULTS_SIGNAL=f'save:{int(lab.rng.integers(1, _FILES_MADE // 2))}:{int(signal.SIGKILL)}'
+    )
     run.wait()
     if lab.rng.random() < 0.5:
-      clock = {}
-    lab.go_on(run, **clock)
+      clock = ''
+    lab.go_on(run, clock=clock)
     return
-  lab.go_on(**clock)
+  lab.go_on(clock=clock)
 
 
 def _truncate(file: Path, rng: np.random.Generator) -> str:
   size = int(rng.integers(file.stat().st_size))
   os.truncate(file, size)
   return f'cut to {size} bytes'
+
+
+def _remove(file: Path, rng: np.random.Generator) -> str:
+  file.unlink()
+  return 'gone'
 
 
 def _flip(file: Path, rng: np.random.Generator) -> str:

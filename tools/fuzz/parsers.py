@@ -24,7 +24,7 @@ from praxis_lite.config.json import from_json, to_json
 from praxis_lite.config.overrides import alternatives, apply_overrides, get_by_path
 from praxis_lite.config.text import to_text
 from praxis_lite.errors import UserError
-from praxis_lite.experiment import configure
+from praxis_lite.experiment import ExperimentConfig, configure
 from praxis_lite.hf.families import family_of
 from praxis_lite.hf.files import read_folder, read_header
 from praxis_lite.hf.hf_config import read_config
@@ -51,7 +51,7 @@ class Parser(NamedTuple):
 
 
 @functools.cache
-def _config():
+def _config() -> ExperimentConfig:
   return configure(registry.get('lm.SyntheticLmTiny'))
 
 
@@ -104,7 +104,7 @@ def _json_config(data: bytes, folder: Path) -> object:
   return to_text(config)
 
 
-_ABOUT = {
+_ABOUT: dict[str, Any] = {
   'variables': {'step': {'shape': [], 'dtype': 'int32'}, 'mdl_vars.lm.w': {'shape': [10, 7], 'dtype': 'float32'}},
   'mesh': {'data': 2},
   'versions': {'jax': '0.10'},
