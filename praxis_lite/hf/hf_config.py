@@ -59,8 +59,10 @@ class HfConfig:
   def size(self, name: str, most: int = 2**31 - 1) -> int:
     """Returns a positive integer; raises ConfigError if it is none, or larger than a model may have."""
     value = self[name]
-    if type(value) is not int or not 1 <= value <= most:
-      raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer from 1 to {most:,}')
+    if type(value) is not int or value < 1:
+      raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least 1')
+    if value > most:
+      raise ConfigError(f'{self.where}: {name} = {value}; expected at most {most:,}')
     return value
 
   def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
