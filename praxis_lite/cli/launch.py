@@ -1,10 +1,19 @@
-"""`praxis-lite launch`: trains in several processes of this machine, and starts them again when one is lost."""
+"""`praxis-lite launch`: trains in several processes of this machine, and starts them again when one is lost.
+
+With --jobset it prints what starts them on a Kubernetes cluster instead.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import re
+from collections.abc import Sequence
+
 from absl import flags
 
-from praxis_lite.cli.command import Command
+from praxis_lite.cli import train
+from praxis_lite.cli.command import Command, configured_experiment
 from praxis_lite.errors import UserError
 
 
@@ -15,9 +24,12 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--processes is missing: say how many, as in --processes=2')
   if values.min_processes is not None and values.min_processes > values.processes:
     raise UserError(f'--min_processes={values.min_processes} is more than --processes={values.processes}')
-  elastic = values.min_processes is not None
+  command = launched_command(values.train, devices=values.devices, elastic=values.min_processes is not None)
+  if values.jobset:
+    _print_jobset(values)
+    return 0
   return Launcher(
-    launched_command(values.train or [], devices=values.devices, elastic=elastic),
+    command,
     values.processes,
     max_restarts=values.max_restarts,
     min_processes=values.min_processes,
@@ -26,25 +38,74 @@ def _run(values: flags.FlagValues) -> int:
   ).run()
 
 
+def _print_jobset(values: flags.FlagValues) -> None:
+  from praxis_lite.runtime.jobset import jobset, parse_resources
+  from praxis_lite.runtime.run_config import check_configs
+
+  if not values.image:
+    raise UserError('--image is missing: name the image that has praxis_lite and the experiment')
+  given = _train_flags(values.train[1:])
+  if not given.job_log_dir:
+    raise UserError('--job_log_dir is missing after --: a directory on a volume that all pods see')
+  check_configs({given.exp or given.job_log_dir: configured_experiment(given)})
+  manifest = jobset(
+    values.name or _name_of(given.exp or given.job_log_dir),
+    values.image,
+    ['praxis-lite', *values.train],
+    values.processes,
+    max_restarts=values.max_restarts,
+    grace_s=int(given.grace_s or 30) + 5,
+    resources=parse_resources(values.resource),
+    volume_claim=values.volume_claim,
+  )
+  print(json.dumps(manifest, indent=2))
+
+
+def _train_flags(arguments: Sequence[str]) -> flags.FlagValues:
+  values = copy.deepcopy(train.COMMAND.flags)
+  rest = values(['praxis-lite train', *arguments])[1:]
+  if rest:
+    raise UserError(f'unexpected argument {rest[0]!r} after train; flags are written --name=value')
+  return values
+
+
+def _name_of(experiment: str) -> str:
+  """Returns a name for Kubernetes: of lm.StdlibLm, stdlib-lm."""
+  last = re.split(r'[.:/]', experiment.rstrip('/'))[-1]
+  words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '-', last).lower()
+  return re.sub(r'[^a-z0-9]+', '-', words).strip('-')[:48].strip('-')
+
+
 def _flags() -> flags.FlagValues:
   values = flags.FlagValues()
-  flags.DEFINE_multi_string(
-    'train', [], 'What each process runs. Example: -- train --exp=lm.StdlibLm', flag_values=values
-  )
 
-  def integer(name: str, default: int | None, text: str, least: int = 1) -> None:
-    flags.DEFINE_integer(name, default, text, lower_bound=least, flag_values=values)
+  def text(name: str, what: str) -> None:
+    flags.DEFINE_string(name, None, what, flag_values=values)
 
+  def integer(name: str, default: int | None, what: str, least: int = 1) -> None:
+    flags.DEFINE_integer(name, default, what, lower_bound=least, flag_values=values)
+
+  def number(name: str, default: float, what: str) -> None:
+    flags.DEFINE_float(name, default, what, lower_bound=0, flag_values=values)
+
+  what = 'What each process runs. Example: -- train --exp=lm.StdlibLm --job_log_dir=runs/1'
+  flags.DEFINE_multi_string('train', [], what, flag_values=values)
   integer('processes', None, 'How many processes. Example: --processes=2')
   integer('devices', None, 'Simulate this many CPU devices in each process. Example: --devices=4')
   restarts = 'How often the job is started again after a process was lost.'
   integer('max_restarts', 3, f'{restarts} Example: --max_restarts=10', least=0)
   fewer = 'With how many processes the job goes on when one is lost twice in a row, on a smaller mesh'
   integer('min_processes', None, f'{fewer}; by default all are needed. Example: --min_processes=1')
-  wait = 'Seconds before the first restart; doubled for each further one, up to 60'
-  flags.DEFINE_float('backoff_s', 1.0, f'{wait}. Example: --backoff_s=5', lower_bound=0, flag_values=values)
-  late = 'Seconds that the other processes have to notice and end when one was lost, before they are killed'
-  flags.DEFINE_float('end_within_s', 330.0, f'{late}. Example: --end_within_s=90', lower_bound=0, flag_values=values)
+  number('backoff_s', 1, 'Seconds before the first restart; doubled for each, up to 60. Example: --backoff_s=5')
+  late = 'Seconds that the others have to notice and end when a process was lost, before they are killed.'
+  number('end_within_s', 330, f'{late} Example: --end_within_s=90')
+  jobset = 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing. Example: --jobset'
+  flags.DEFINE_boolean('jobset', False, jobset, flag_values=values)
+  text('image', 'With --jobset: the container image. Example: --image=registry.example/lm:1')
+  text('name', 'With --jobset: its name; by default that of the experiment. Example: --name=lm')
+  text('volume_claim', 'With --jobset: the PersistentVolumeClaim mounted at /runs. Example: --volume_claim=runs')
+  resource = 'With --jobset: what each pod needs; may be repeated. Example: --resource=nvidia.com/gpu=8'
+  flags.DEFINE_multi_string('resource', [], resource, flag_values=values)
   traced = 'After a mistake, print where in the code it was found. Example: --traceback'
   flags.DEFINE_boolean('traceback', False, traced, flag_values=values)
   return values
@@ -52,12 +113,13 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'launch',
-  'train in several processes of this machine, as on several hosts',
+  'train in several processes, as on several hosts; or as a Kubernetes JobSet',
   'train in several processes of this machine, each a host of its own, with simulated devices or real ones. Each line '
   'of their output begins with the name of its host. Ctrl-C and SIGTERM are passed on: all save the same step. When a '
   'process dies, or ends with 75 because another one was lost, all are started again and continue from the last '
   'checkpoint. The exit code is that of train.',
-  'praxis-lite launch --processes=2 --devices=2 -- train --exp=lm.SyntheticLmTiny --job_log_dir=runs/two',
+  'praxis-lite launch --processes=2 --devices=2 -- train --exp=lm.SyntheticLmTiny --job_log_dir=runs/two '
+  '--set task.ici_mesh_shape=(1,4,1)',
   _flags(),
   _run,
   bare_rest='train',

@@ -36,9 +36,10 @@ def fitted(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTas
     raise ConfigError(
       f'task.ici_mesh_shape: the mesh {_shown(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
     )
+  used = math.prod(smaller.values())
   result = task.clone()
   result.ici_mesh_shape = tuple(smaller.values())
-  factor = math.ceil(needed / math.prod(smaller.values()))
+  factor = math.ceil(needed / used)
   learner = result.train.learner
   before = learner.num_microbatches
   learner.num_microbatches = before * factor

@@ -39,6 +39,7 @@ from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Pr
 from praxis_lite.runtime.record import changes_named, write_record
 from praxis_lite.runtime.run_config import (
   build_datasets,
+  check_all_take_part,
   check_intervals,
   held_for_training,
   is_due,
@@ -48,7 +49,7 @@ from praxis_lite.runtime.run_config import (
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
-from praxis_lite.runtime.watchdog import doing, watched_by_others
+from praxis_lite.runtime.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -135,6 +136,7 @@ def run_train(
     check_hooks(hooks)
     profiled = None if profile_steps is None else ProfiledSteps.parse(profile_steps)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
+    check_all_take_part(tasks.mesh)
     keys = run_keys(seed, tasks.mesh)
     startup.mark('task')
     datasets = build_datasets(config.datasets)
@@ -266,6 +268,7 @@ def run_train(
     if first_step < total and run.stop_reason is None:
       times = partitioned.train_step.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
+      meet_others()
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     batch: NestedDict | None = None

@@ -28,6 +28,8 @@ from praxis_lite.runtime.clusters import LAUNCHER
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
+# Seconds between the first process that ends because it has noticed that another one was lost, and the last.
+_AFTER_NOTICED = 10.0
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -131,7 +133,7 @@ class Launcher:
     """Waits until all processes have ended; kills those that do not, some time after the first that has failed."""
     ended: dict[int, int] = {}
     failed_at: float | None = None
-    passed = 0
+    passed, grace = 0, self._grace
     while len(ended) < len(self._running):
       time.sleep(_POLL)
       if passed < len(self._signals):  # To the ones too that did not exist when it came.
@@ -145,12 +147,14 @@ class Launcher:
         ended[i] = 128 - code if code < 0 else code
         if code != 0 and failed_at is None:
           failed_at = time.monotonic()
+        if code == LostHostError.exit_code:
+          failed_at, grace = time.monotonic(), min(grace, _AFTER_NOTICED)
         if code < 0 and not self._signals:
           self._say(f'host {i} was ended by {describe(ended[i])}')
-      if failed_at is not None and time.monotonic() - failed_at > self._grace and not self._signals:
+      if failed_at is not None and time.monotonic() - failed_at > grace and not self._signals:
         late = [i for i in range(len(self._running)) if i not in ended]
         if late:
-          self._say(f'host {", ".join(map(str, late))} did not end within {self._grace:g} s, and is killed')
+          self._say(f'host {", ".join(map(str, late))} did not end within {grace:g} s, and is killed')
         for i in late:
           # The one that the others have waited for: it is the one that was lost.
           ended = {i: 128 + signal.SIGKILL, **ended}
@@ -159,7 +163,7 @@ class Launcher:
 
   def _copy(self, stream: IO[bytes], name: str) -> None:
     for line in stream:
-      if line.startswith(b'[Gloo] Rank '):
+      if b'Expected number of connected peer ranks' in line:
         continue  # XLA's collectives on the CPU print one for each mesh that they connect.
       self._write(f'{name}: {line.decode(errors="replace").rstrip()}\n')
 

@@ -36,7 +36,7 @@ from praxis_lite.runtime.metrics import (
   MetricsAverage,
   SummaryWriter,
 )
-from praxis_lite.runtime.watchdog import doing
+from praxis_lite.runtime.watchdog import doing, meet_others
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -120,6 +120,8 @@ class Program(Generic[Out]):
     average, in_flight, num_batches = MetricsAverage(), deque[DeviceMetrics](), 0
     self._summaries: dict[str, Summary] = {}
     self._lines: list[str] = []
+    self._step.compile()
+    meet_others()
     with PrefetchIterator(self._data.reset(), self._step.put_inputs) as batches:
       for batch in itertools.islice(batches, self._max_batches):
         if interrupts():

@@ -12,12 +12,13 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from praxis_lite.errors import LostHostError
 from praxis_lite.runtime.clusters import Job
 
 _PAUSE = 0.1
+_PATIENCE = 1.0
 
 
 def meet(job: Job, address: str, timeout_s: float, name: str) -> list[str]:
@@ -69,16 +70,22 @@ def _gather(port: int, count: int, name: str, deadline: float) -> list[str]:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         index, its_name = json.loads(_line(connection))
       except TimeoutError:
-        raise _Missing([i for i in range(count) if i not in names]) from None
+        missing = [i for i in range(count) if i not in names]
+        _tell(connections.values(), {'missing': missing})
+        raise _Missing(missing) from None
       except (OSError, ValueError, TypeError):
         continue  # Not one of ours, or it ended meanwhile, and will come again.
       if isinstance(index, int) and 0 < index < count:
         names[index], connections[index] = str(its_name), connection
     everyone = [names[i] for i in range(count)]
-    for connection in connections.values():
-      with contextlib.suppress(OSError):  # It has died since: JAX and the watchdog will notice.
-        connection.sendall(json.dumps(everyone).encode() + b'\n')
+    _tell(connections.values(), {'names': everyone})
     return everyone
+
+
+def _tell(connections: Iterable[socket.socket], what: dict[str, object]) -> None:
+  for connection in connections:
+    with contextlib.suppress(OSError):  # It has died since: JAX and the watchdog will notice.
+      connection.sendall(json.dumps(what).encode() + b'\n')
 
 
 def _listening(port: int, count: int, deadline: float) -> socket.socket:
@@ -100,10 +107,14 @@ def _report(host: str, port: int, index: int, name: str, deadline: float) -> lis
     left = deadline - time.monotonic()
     try:
       with socket.create_connection((host, port), timeout=max(left, 0.001)) as connection:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        # Host 0 may have started later than this one, and says at the end of its own time who has not come.
+        connection.settimeout(max(deadline - time.monotonic(), 0) + _PATIENCE)
         connection.sendall(json.dumps([index, name]).encode() + b'\n')
-        return [str(its_name) for its_name in json.loads(_line(connection))]
-    except (OSError, ValueError) as error:  # It does not listen yet, or something else does.
+        told = json.loads(_line(connection))
+        if missing := told.get('missing'):
+          raise _Missing([int(i) for i in missing])
+        return [str(its_name) for its_name in told['names']]
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # It does not listen yet, or something else does.
       if time.monotonic() >= deadline:
         raise error if isinstance(error, OSError) else ConnectionError('something else answers there') from None
       time.sleep(_PAUSE)

@@ -51,6 +51,16 @@ def check_intervals(settings: TrainParams) -> None:
       raise ConfigError(f'task.train.{name} = {value!r}: expected an integer of at least 1{or_none}')
 
 
+def check_all_take_part(mesh: Mesh) -> None:
+  """Raises ConfigError if a process of the run has none of the devices of a mesh: it could take no step."""
+  idle = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+  if idle:
+    raise ConfigError(
+      f'task.ici_mesh_shape: the mesh {dict(mesh.shape)} has {mesh.size} of {jax.device_count()} devices, none of host '
+      f'{", ".join(map(str, idle))}; make it larger, or start fewer processes than {jax.process_count()}'
+    )
+
+
 def is_due(step: int, interval: int | None) -> bool:
   """Whether what happens every `interval` steps happens after `step` of them; never if it is None."""
   return interval is not None and step > 0 and step % interval == 0

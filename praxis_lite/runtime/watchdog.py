@@ -90,6 +90,7 @@ class Watchdog:
     self._main = threading.main_thread().ident
     self._doing, self._progress, self._last_at = 'start-up', now, ''
     self._state = ''
+    self._meetings = 0
     self._suspects = False
     self._ending = threading.Lock()
     self.directory: Path | None = None
@@ -117,10 +118,17 @@ class Watchdog:
       if _is_of_a_peer(error):
         self._suspects = True
         _write(f'{self._hosts[self._index].name}: {_first_line(error)}\n')
-        time.sleep(self._timeout + 10 * self._interval)  # The watchdog ends the process meanwhile.
+        time.sleep(12 * self._interval)  # `_watch` ends the process meanwhile, if a host is lost.
+        self.give_up(f'all hosts live, but could not communicate: {_first_line(error)}')
       self._state = f'{type(error).__name__}: {_first_line(error)}'
       raise
     self._state = 'left'
+
+  def meet(self) -> None:
+    """Waits for all hosts. Collectives begin with a connection for which XLA waits for some seconds only."""
+    self._meetings += 1
+    # Without a limit: the watchdogs notice a host that does not come.
+    self._client.wait_at_barrier(f'praxis_lite/meeting/{self._meetings}', timeout_in_ms=2**31 - 1)
 
   def end(self, code: int) -> None:
     """Ends a process that has failed at once, unless all others have left: JAX would wait for them until a timeout."""
@@ -263,6 +271,12 @@ def doing(what: str) -> None:
   """Says what the main thread does next, for messages about a host that is lost, and that it has got that far."""
   for watchdog in _watchdogs:
     watchdog.doing(what)
+
+
+def meet_others() -> None:
+  """Waits until all processes of the run have called this as often; alone, it does nothing."""
+  for watchdog in _watchdogs:
+    watchdog.meet()
 
 
 def watched_by_others(directory: Path) -> contextlib.AbstractContextManager[None]:

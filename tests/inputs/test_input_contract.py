@@ -169,6 +169,28 @@ def test_state_saved_on_one_host_restores_on_two(config):
   _assert_equal(jax.tree.map(lambda *xs: np.concatenate(xs), *[h.get_next() for h in hosts]), expected)
 
 
+@pytest.mark.parametrize('fields', [{}, {'is_training': True, 'num_epochs': 2, 'seed': 1}])
+def test_hosts_that_come_and_go_see_each_example_once_in_the_same_order(config, fields):
+  config.set(**fields)
+  whole = [_examples([batch]) for batch in _batches(config.instantiate())]
+  state, seen = config.instantiate().get_state(), []
+  for number in range(len(whole)):
+    count = (1, 3, 2)[number % 3]  # 3 hosts do not divide a batch of 4.
+    hosts = [config.instantiate(num_hosts=count, host_index=i) for i in range(count)]
+    for host in hosts:
+      host.set_state(json.loads(json.dumps(state)))
+    parts = [host.get_next() for host in hosts]
+    assert len({len(part['weights']) for part in parts}) == 1  # Arrays of the mesh have equal parts.
+    seen.append(_examples(parts))
+    (state,) = {json.dumps(host.get_state()): host.get_state() for host in hosts}.values()
+    for host in hosts:
+      host.close()
+  assert seen == whole
+  assert sorted(x for batch in seen for x in batch) == sorted(
+    _examples(_batches(config.instantiate(is_training=False, num_epochs=1))) * (2 if fields else 1)
+  )
+
+
 def test_evaluation_sees_each_example_once_and_pads_with_zero_weight(config):
   batches = _batches(config.instantiate())
   assert len(batches) == 3

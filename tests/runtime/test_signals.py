@@ -20,10 +20,8 @@ import sys, time
 from praxis_lite.runtime.distributed import StopSignals
 with StopSignals() as stop:
   print('running', flush=True)
-  step = 0
-  while not stop.requested_at(step):
+  while not stop.requested_now():
     time.sleep(0.01)
-    step += 1
   print('received', stop.received, flush=True)
   if sys.argv[1:] == ['hang']:
     for _ in range(60_000):  # Python handles no signal that comes just before a long sleep until it ends.
@@ -76,12 +74,15 @@ def test_ended_at_once_on_a_terminal_the_cursor_that_the_progress_bar_hides_is_s
 def test_with_several_processes_one_alone_does_not_decide_to_stop(monkeypatch):
   sync_points = []
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda step: step in sync_points)
+  monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda call: call in sync_points)
   stop = StopSignals()
   stop.received = 'SIGINT'
-  assert not stop.requested_at(3) and not stop.requested and not stop.interrupts()
-  sync_points.append(4)
-  assert stop.requested_at(4) and stop.requested and not stop.interrupts()
+  assert not stop.requested_now() and not stop.requested
+  sync_points.append(3)
+  assert not stop.requested_now() and not stop.requested
+  # Steps and batches of evaluations are counted alike: all processes stop after the same of either.
+  assert stop.requested_now() and stop.requested
+  assert stop.requested_now()
 
 
 def test_handlers_are_put_back():
@@ -96,7 +97,7 @@ def test_outside_the_main_thread_it_catches_nothing():
 
   def run():
     with StopSignals() as stop:
-      results.append(stop.requested_at(1))
+      results.append(stop.requested_now())
 
   thread = threading.Thread(target=run)
   thread.start()

@@ -25,7 +25,7 @@ from tiny_runs import tiny_run
 if sys.argv[5:] == ['interrupted'] and sys.argv[2] == '1':
   save = Checkpointer.save
   def save_interrupted(self, step, *args):
-    if step == 20:  # the last one: no step is left after which both could agree to stop
+    if step == 20:  # the last one: no step is left after which both could agree to stop, batches of evaluations may be
       os.kill(os.getpid(), signal.SIGINT)
     return save(self, step, *args)
   Checkpointer.save = save_interrupted
@@ -93,9 +93,14 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
   assert Checkpointer(tmp_path / 'two', read_only=True).latest_step() == step
 
   processes = start_both(run_python, tmp_path / 'two', '', 'interrupted')
-  assert [last_line(p) for p in processes] == ['ended by done 20'] * 2
+  # A signal during the last save may come in time for all to agree to leave out what is left to evaluate.
+  first, second = (last_line(p) for p in processes)
+  # Each names the signal that it got itself.
+  assert (first, second) in (('ended by done 20',) * 2, ('ended by SIGTERM 20', 'ended by SIGINT 20'))
   alone = run_train(tiny_run(4, noise=0.0), tmp_path / 'one')
-  together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
+  # Restores what two processes have saved, and does what they may have left out.
+  intervals = {'eval_interval_steps': 8, 'decode_interval_steps': 15}
+  together = run_train(tiny_run(4, noise=0.0, best_metric='loss', **intervals), tmp_path / 'two')
   for a, b in zip(together.state.mdl_vars.values(), alone.state.mdl_vars.values()):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())
   lines = [json.loads(line) for line in (tmp_path / 'two' / 'metrics.jsonl').read_text().splitlines()]

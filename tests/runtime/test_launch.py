@@ -1,0 +1,204 @@
+"""Processes as hosts: launched, killed, stopped, hung, preempted, and started again; real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from quick_xla import xla_flags
+from tiny_runs import expected_loss, open_gate, tiny_run
+
+from praxis_lite.errors import UserError
+from praxis_lite.runtime import launch, run_train
+from praxis_lite.runtime.launch import Ended, Launcher, launched_command, the_verdict
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Watched:
+  """A launcher whose output is kept; `on` does something when a line with some text comes."""
+
+  def __init__(self, command, processes, **kwargs):
+    self.lines, self._on = [], {}
+    self.launcher = Launcher(command, processes, write=self._write, backoff_s=0.01, **kwargs)
+
+  def on(self, text, call):
+    self._on[text] = call
+
+  def signal(self, host, number):
+    os.kill(self.launcher._running[host].pid, number)
+
+  def _write(self, line):
+    self.lines.append(line)
+    for text in [text for text in self._on if text in line]:
+      self._on.pop(text)()
+
+  def run(self):
+    self.text = ''
+    code = self.launcher.run()
+    self.text = ''.join(self.lines)
+    return code
+
+
+def python(code, processes=2, **kwargs):
+  return Watched([sys.executable, '-c', code], processes, **kwargs)
+
+
+# ---- what restarts, without JAX
+
+
+def test_output_is_prefixed_and_the_exit_code_is_that_of_the_first_failure():
+  job = python('import os; i = os.environ["JAX_PROCESS_ID"]; print("I am", i, flush=True); os._exit(2 * int(i))')
+  assert job.run() == 2
+  assert {'host 0: I am 0\n', 'host 1: I am 1\n'} == set(job.lines)
+
+
+def test_a_lost_process_restarts_all_a_limited_number_of_times():
+  job = python(
+    'import os, signal, time\n'
+    'if os.environ["JAX_PROCESS_ID"] == "1": os.kill(os.getpid(), signal.SIGKILL)\n'
+    'time.sleep(60)',
+    max_restarts=1,
+    grace_s=0.1,
+  )
+  assert job.run() == 128 + signal.SIGKILL
+  assert job.text.count('launch: host 1 was ended by SIGKILL') == 2
+  assert job.text.count('host 0 did not end within 0.1 s, and is killed') == 2
+  assert 'restart 1 of 1' in job.text and '1 restarts are all that --max_restarts allows' in job.text
+
+
+def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():
+  job = python(
+    'import os, signal\n'
+    'if os.environ["JAX_NUM_PROCESSES"] > "1": os.kill(os.getpid(), signal.SIGKILL)\n'
+    'print("alone", flush=True)',
+    max_restarts=5,
+    min_processes=1,
+    grace_s=5,
+  )
+  assert job.run() == 0
+  assert 'twice, so the job goes on with 1 processes' in job.text and 'host 0: alone' in job.text
+
+
+def test_a_signal_is_passed_on_once_and_nothing_is_started_again():
+  job = python(
+    'import os, signal, sys, time\n'
+    'signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n'
+    'print("ready", flush=True)\n'
+    'while True: time.sleep(0.01)'
+  )
+  ready = threading.Barrier(2, action=lambda: os.kill(os.getpid(), signal.SIGTERM))
+  for host in range(2):
+    job.on(f'host {host}: ready', lambda: threading.Thread(target=ready.wait).start())
+  assert job.run() == 143 and 'restart' not in job.text
+
+
+@pytest.mark.parametrize(
+  'ended, verdict',
+  [
+    ({0: 0, 1: 0}, Ended(0, -1)),
+    ({1: 75, 0: 2}, Ended(2, 0)),  # a mistake, which another attempt would make again
+    ({0: 75, 2: 75, 1: 137}, Ended(137, 1)),
+    ({0: 0, 1: 75}, Ended(75, 1)),
+    ({1: 143, 0: 143}, Ended(143, 1)),
+    ({1: 143, 0: 134}, Ended(134, 0)),
+  ],
+)
+def test_the_verdict_names_the_cause_before_those_who_noticed(ended, verdict):
+  assert the_verdict(ended) == verdict
+
+
+@pytest.mark.parametrize(
+  'arguments, devices, message',
+  [
+    ([], None, 'name what to run after --'),
+    (['eval'], None, "got 'eval'"),
+    (['train', '--process_id=1'], None, '--process_id=1: launch tells the processes itself'),
+    (['train', '--devices=2'], 2, '--devices is given twice'),
+  ],
+)
+def test_what_cannot_be_launched_is_a_mistake(arguments, devices, message):
+  with pytest.raises(UserError, match=message):
+    launched_command(arguments, devices=devices, elastic=False)
+
+
+# ---- real runs
+
+
+LOOP = """
+import os, sys, time, pathlib
+import jax, numpy as np
+from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
+from praxis_lite.runtime.watchdog import doing, watched_by_others
+simulate_cpu_devices(1)
+job = initialize_distributed(hang_timeout_s=float(sys.argv[2]))
+from jax.experimental import multihost_utils
+with watched_by_others(pathlib.Path(sys.argv[1])):
+  for step in range(10_000):
+    doing(f'step {step}')
+    time.sleep(0.05)
+    multihost_utils.process_allgather(np.ones(1))
+    if step == 25:  # After a beat that says so.
+      print('going', flush=True)
+    if step == 30 and sys.argv[3:] == [str(job.process_id)]:
+      doing('a hang')
+      while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', ['stopped', 'hangs'])
+def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing(fault, tmp_path, monkeypatch):
+  hangs = ['1'] if fault == 'hangs' else []
+  job = Watched([sys.executable, '-c', LOOP, str(tmp_path), '5', *hangs], 2, max_restarts=0, grace_s=60)
+  if fault == 'stopped':
+    monkeypatch.setattr(launch, '_AFTER_NOTICED', 1.0)
+    job.on('host 1: going', lambda: job.signal(0, signal.SIGSTOP))
+  code = job.run()
+  if fault == 'stopped':
+    assert code == 128 + signal.SIGKILL and 'host 0 of 2 was lost' in job.text
+    assert 'which was in step' in job.text and 'has shown no sign of life for 5 s' in job.text
+    stacks = (tmp_path / 'stacks' / 'host_1.txt').read_text()
+    assert 'process_allgather' in stacks
+  else:
+    assert code == 75 and 'no host has got any further for 5 s' in job.text
+    assert 'which was in a hang' in job.text
+    # The one that hangs is alive, and writes what it was doing itself.
+    assert 'in <module>' in (tmp_path / 'stacks' / 'host_1.txt').read_text()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_one_process_does(tmp_path, monkeypatch):
+  jax.devices()  # Those of this process, before the environment is that of the others.
+  gate = tmp_path / 'gate'
+  for name, value in {
+    **{'GATE': open_gate(gate, 9), 'TOTAL_DEVICES': '4', 'XLA_FLAGS': xla_flags(2), 'JAX_PLATFORMS': 'cpu'},
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'programs'),
+    'PYTHONPATH': os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')]),
+  }.items():
+    monkeypatch.setenv(name, value)
+  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', f'--job_log_dir={tmp_path / "two"}', '--noverify']
+  job = Watched(
+    launched_command([*train, '--hang_timeout_s=20'], devices=2, elastic=False), 2, max_restarts=1, grace_s=60
+  )
+  job.on('step 6/', lambda: job.signal(0, signal.SIGKILL))  # The one that JAX's service is in.
+  job.on('restart 1 of 1', lambda: open_gate(gate))
+  assert job.run() == 0, job.text
+  assert 'host 0: 2 processes, found by praxis-lite launch; process 0 is at localhost:' in job.lines[0]
+  assert 'host 0 was ended by SIGKILL' in job.text and "has ended, or JAX's service there has failed" in job.text
+  assert 'exit code 75: started again, the run continues from its last checkpoint' in job.text
+  assert 'Current thread' in (tmp_path / 'two' / 'stacks' / 'host_1.txt').read_text()
+  together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
+  alone = run_train(tiny_run(4, noise=0.0), tmp_path / 'one')
+  assert together.step == alone.step == 20
+  for a, b in zip(together.state.mdl_vars.values(), alone.state.mdl_vars.values()):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())
+  loss = together.metrics['eval/valid']['loss']
+  assert abs(loss - expected_loss(together.state.mdl_vars, 33, 1)) < 1e-5
