@@ -68,7 +68,7 @@ class Gpt3(PublishedSize):
     task = super().task()
     lm = task.model.lm_tpl
     lm.position_tpl.weight_split_dims_mapping.wt = (None, 'data')
-    rows = ('stage', 'replica', 'data')
+    rows = ('replica', 'data', 'stage')
     lm.activation_split_dims_mapping.out = (rows, None, None)
     lm.softmax_tpl.weight_split_dims_mapping.wt = ('mdl', 'data')
     lm.softmax_tpl.activation_split_dims_mapping.set(emb=(rows, None, None), out=(rows, None, 'mdl'))

@@ -39,6 +39,32 @@ class EarlyStoppingParams(Configurable):
       raise ConfigError(f'{where}.min_delta: expected at least 0, got {self.min_delta}')
 
 
+class LossSpikeParams(Configurable):
+  """What counts as a jump of the training loss, and what happens then.
+
+  Attributes:
+    factor: a loss is too high if it is more than this times the median of those before; None: never.
+    steps: so many losses in a row must be too high.
+    window: number of losses that the median is taken of; those that are too high are not among them.
+    action: 'rollback': the run goes back to the last checkpoint before, and leaves out the batches of these steps.
+      'raise': it ends with an error.
+  """
+
+  factor: float | None = None
+  steps: int = 3
+  window: int = 100
+  action: str = 'rollback'
+
+  def __post_init__(self) -> None:
+    where = 'task.train.loss_spike'
+    check_choice(f'{where}.action', self.action, ('rollback', 'raise'))
+    if self.factor is not None and not self.factor > 1:
+      raise ConfigError(f'{where}.factor: expected more than 1, or None, got {self.factor}')
+    for name, least in (('steps', 1), ('window', 2)):
+      if getattr(self, name) < least:
+        raise ConfigError(f'{where}.{name}: expected at least {least}, got {getattr(self, name)}')
+
+
 class InitFromParams(Configurable):
   """A checkpoint of another run that the variables of a new run start from. A run that resumes does not look at it.
 
@@ -92,7 +118,9 @@ class TrainParams(Configurable):
     best_metric_mode: 'min' if lower is better, 'max' if higher is.
     max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
       or None: any number is skipped.
-    early_stopping, init_from: see the classes.
+    slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
+    max_rollbacks: number of times that a run may go back, for a step that is not finite or a jump of the loss.
+    loss_spike, early_stopping, init_from: see the classes.
   """
 
   learner: Config = template(Learner)
@@ -108,6 +136,9 @@ class TrainParams(Configurable):
   best_metric: str | None = None
   best_metric_mode: str = 'min'
   max_skipped_steps: int | None = 100
+  slow_step_factor: float | None = 5.0
+  max_rollbacks: int = 10
+  loss_spike: LossSpikeParams = template(LossSpikeParams)
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
   init_from: InitFromParams = template(InitFromParams)
 
@@ -116,7 +147,9 @@ class TrainParams(Configurable):
     if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
       where = 'task.train.max_skipped_steps'
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
-    for section in ('early_stopping', 'init_from'):
+    if self.slow_step_factor is not None and not self.slow_step_factor > 1:
+      raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
+    for section in ('loss_spike', 'early_stopping', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')

@@ -31,6 +31,7 @@ ROOMS = [
     'explain',
     'verification',
     'plan',
+    'testing',
     'runtime',
     'hf',
     'cli',
@@ -47,8 +48,9 @@ NEVER = {
   'explain': {'checkpoints', 'inputs'},
   'verification': {'checkpoints', 'inputs', 't5x'},
   'plan': {'checkpoints', 'inputs', 'verification', 't5x'},
-  'runtime': {'explain', 'verification', 'plan', 't5x'},
-  'hf': {'explain', 'verification', 'plan', 't5x'},
+  'testing': {'checkpoints', 'inputs', 'verification', 't5x'},
+  'runtime': {'explain', 'verification', 'plan', 'testing', 't5x'},
+  'hf': {'explain', 'verification', 'plan', 'testing', 't5x'},
 }
 
 

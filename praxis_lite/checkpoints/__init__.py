@@ -1,7 +1,7 @@
 """Checkpoints of a train state: written whole, read on any mesh."""
 
+from praxis_lite.checkpoints.best import BestCheckpoint
 from praxis_lite.checkpoints.checkpointer import (
-  BestCheckpoint,
   Checkpointer,
   OnDamage,
   Step,

@@ -21,20 +21,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from praxis_lite.checkpoints.best import BEST, BestCheckpoint, BestRecord
 from praxis_lite.checkpoints.contents import (
   as_data,
   check_same_model,
@@ -51,7 +50,7 @@ from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import local_path, parse_json, replace_file
+from praxis_lite.files import local_path
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
 _DIRECTORY = 'checkpoints'
-BEST = 'best.json'
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -69,25 +67,6 @@ Step = int | Literal['best'] | None
 OnDamage = Literal['previous', 'fail']
 
 T = TypeVar('T')
-
-
-class BestCheckpoint(NamedTuple):
-  """The best checkpoint of a run: its step, and the value of a metric, such as 'eval/valid/loss', after that step."""
-
-  step: int
-  metric: str
-  mode: str  # 'min' or 'max'
-  value: float
-
-
-def read_best(path: Path) -> BestCheckpoint | None:
-  """Returns what a run has recorded as its best checkpoint; None if that cannot be read."""
-  try:
-    best = BestCheckpoint(**parse_json(path.read_bytes()))
-  except (OSError, ValueError, TypeError):
-    return None
-  is_whole = type(best.step) is int and isinstance(best.metric, str) and best.mode in ('min', 'max')
-  return best if is_whole and type(best.value) in (int, float) and abs(best.value) <= sys.float_info.max else None
 
 
 class Checkpointer:
@@ -132,7 +111,7 @@ class Checkpointer:
     self._manager = self._opened()
     self._is_broken = False
     self._being_saved: list[int] = []
-    self._best = self._recorded_best = self._read_best()
+    self._best = BestRecord(Path(self.directory).parent / BEST, self.all_steps())
 
   def _opened(self) -> ocp.CheckpointManager:
     ocp = orbax_checkpoint()
@@ -210,43 +189,23 @@ class Checkpointer:
       with self._saving():
         self._manager.wait_until_finished()
     with contextlib.suppress(OSError):  # It is kept all the same, and recorded after the next save.
-      self._record_best()
+      self._best.write()
     if self._being_saved and not self._read_only and jax.process_index() == 0:
       self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
     """Returns what `keep_best` was called with last, by an earlier process too; None if there is no such checkpoint."""
-    return self._best
+    return self._best.value
 
   def keep_best(self, best: BestCheckpoint | None) -> None:
     """Keeps a checkpoint, of which a save has begun, until another one is better. None keeps none any more."""
-    self._best = best
+    self._best.value = best
     if best is None or not self._manager.is_saving_in_progress():
-      self._record_best()
-
-  def _record_best(self) -> None:
-    """Records the best checkpoint. It is complete by now; until it is, the one before is recorded, and kept as well."""
-    if self._best == self._recorded_best or jax.process_index() != 0:
-      self._recorded_best = self._best
-      return
-    path = self._best_path
-    if self._best is None:
-      path.unlink(missing_ok=True)
-    else:
-      replace_file(path, json.dumps(self._best._asdict()) + '\n')
-    self._recorded_best = self._best
-
-  def _read_best(self) -> BestCheckpoint | None:
-    best = read_best(self._best_path)
-    return best if best is not None and best.step in self.all_steps() else None
-
-  @property
-  def _best_path(self) -> Path:
-    return Path(self.directory).parent / BEST
+      self._best.write()
 
   def kept_steps(self) -> set[int]:
     """Returns the steps of checkpoints that are never deleted because they are the best."""
-    return {best.step for best in (self._best, self._recorded_best) if best is not None}
+    return self._best.kept_steps()
 
   def close(self) -> None:
     """Waits as `wait` does, and ends all threads."""
@@ -273,12 +232,12 @@ class Checkpointer:
     if not steps:
       raise CheckpointError(f'there is no checkpoint in {self.directory}; {remedy}')
     if step == 'best':
-      if self._best is None:
+      if self._best.value is None:
         raise CheckpointError(
           f'none of the checkpoints in {self.directory} is recorded as the best: the run was trained without '
           'task.train.best_metric; name a step, or none for the newest'
         )
-      return self._best.step
+      return self._best.value.step
     if step is not None and step not in steps:
       raise CheckpointError(f'there is no checkpoint of step {step} in {self.directory}; there are {steps}')
     return steps[-1] if step is None else step
@@ -378,6 +337,8 @@ class Checkpointer:
 
     With several processes, each calls this, and what one of them finds damaged is damaged for all.
     """
+    if self._being_saved:  # By this process: what it saved last is the newest.
+      self.wait_until_complete()
     while True:
       number, error = self.existing_step(step), None
       try:
@@ -438,7 +399,7 @@ class Checkpointer:
       yield
     except Exception as error:
       self._being_saved = []
-      self._best = self._recorded_best
+      self._best.take_back()
       if jax.process_count() == 1:
         self._is_broken = True
         with contextlib.suppress(Exception):

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.checkpoints.checkpointer import BEST, Checkpointer, read_best
+from praxis_lite.checkpoints.best import BEST, BestRecord
+from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
 from praxis_lite.checkpoints.contents import Record, read_record
 from praxis_lite.checkpoints.retention import being_read, is_set_aside, steps_in
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
@@ -151,7 +152,7 @@ class Difference(NamedTuple):
 
 def best_step(job_log_dir: str | os.PathLike[str]) -> int | None:
   """Returns the step of the best checkpoint that a run has recorded, or None."""
-  best = read_best(Path(job_log_dir, BEST))
+  best = BestRecord(Path(job_log_dir, BEST), saved_steps(job_log_dir)).value
   return None if best is None else best.step
 
 

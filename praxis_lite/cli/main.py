@@ -27,8 +27,10 @@ from praxis_lite.cli import (
   launch,
   list_experiments,
   plan,
+  replay,
   runs,
   show,
+  status,
   sweep,
   train,
   verify,
@@ -45,6 +47,8 @@ _MODULES = (
     plan,
     verify,
     train,
+    status,
+    replay,
     launch,
     sweep,
     runs,
@@ -59,7 +63,7 @@ _MODULES = (
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.
-_NOT_ON_WINDOWS = ('verify', 'train', 'launch', 'eval', 'decode')
+_NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'launch', 'eval', 'decode')
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
 
@@ -73,7 +77,8 @@ praxis-lite COMMAND --help describes a command and its flags.
 A mistake is reported in one line; --traceback shows where in the code. Exit
 codes: 0 all is done; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
 train has saved the run; 75 a host was lost, or there was no time to save, and
-the same command goes on from the last checkpoint.
+the same command goes on from the last checkpoint; 76 a step has given
+different bits (train --check_determinism).
 
 Example:
   praxis-lite train --exp=lm.StdlibLmTiny --job_log_dir=runs/1

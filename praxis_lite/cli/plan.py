@@ -21,10 +21,12 @@ from praxis_lite.errors import UserError
 
 if TYPE_CHECKING:
   from praxis_lite.experiment import ExperimentConfig
-  from praxis_lite.plan.topology import Topology
+  from praxis_lite.plan import Plan, Topology
 
 
 def _run(values: flags.FlagValues) -> int:
+  if values.check:
+    _named_by_snapshot(values)
   if values.calibrate:
     return _calibrate()
   if values.html == '':
@@ -39,15 +41,9 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.plan import calibrated, calibration_file, format_plan, parse_topology, plan
   from praxis_lite.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
-  from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
   topology, *others = (calibrated(parse_topology(name), calibration_file()) for name in topologies_of(values))
-  simulated = [t.num_devices for t in (topology, *others) if t.target.kind == 'cpu']
-  if simulated:
-    simulate_cpu_devices(max(simulated))
-  else:
-    leave_accelerators_alone()
-    _start_quietly()
+  prepare(topology, *others)
   config = configured_experiment(values)
   if VARIABLE in os.environ:  # It compiles for another process.
     go_first_when_memory_is_short()
@@ -57,17 +53,20 @@ def _run(values: flags.FlagValues) -> int:
   with _live_line(topology.name) as report, _cache(values.cache) as cache:
     job = PlanJob(values, config, topology, fitted, cache, report)
     if values.search:
-      text, fits = searched(job)
+      ranking, fits = searched(job)
     else:
       elsewhere = job.elsewhere()
       found = plan(config, None, topology, compile=values.compile, cache=cache, elsewhere=elsewhere, report=report)
-      text, fits = '\n\n'.join([format_plan(found), *more_about(job, found)]), found.fits
-  print(text)
-  if values.html and not values.search:
+      more = more_about(job, found)
+  if values.search:
+    print(ranking)
+    return 0 if fits else 1
+  print('\n\n'.join([format_plan(found, every_cause=values.why), *more]))
+  if values.html:
     from praxis_lite.plan.page import write_plan_page
 
     print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
-  return 0 if fits else 1
+  return 0 if _guarded(values, found) and found.fits else 1
 
 
 def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: Topology) -> list[str]:
@@ -90,10 +89,54 @@ def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: T
 def _cache(kept: bool) -> Iterator[Path]:
   """The directory of compiled programs; one that lasts as long as the command, if they are not kept."""
   if kept:
-    yield Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
+    yield cache_of_plans()
     return
   with tempfile.TemporaryDirectory() as directory:
     yield Path(directory)
+
+
+def _named_by_snapshot(values: flags.FlagValues) -> None:
+  """Takes what --check names, the experiment, its overrides and the chips, from the snapshot, where no flag says it."""
+  from praxis_lite.plan.snapshot import read
+
+  kept = read(Path(values.check))
+  values['topology'].value = values.topology or kept.topology
+  if not values.exp and not values.job_log_dir:
+    values['exp'].value, values['set'].value = kept.experiment, [*kept.overrides, *values.set]
+
+
+def _guarded(values: flags.FlagValues, found: Plan) -> bool:
+  """Writes a snapshot of a plan, and compares it with an earlier one; False if it has become worse."""
+  from praxis_lite.plan.snapshot import differences, keep, read, snapshot_of
+
+  new = snapshot_of(found, values.exp or '', values.set)
+  worse = differences(read(Path(values.check)), new) if values.check else []
+  if values.check:
+    text = 'is as it was, or better' if not worse else '\n  '.join(['has become worse:', *worse])
+    print(f'\n{values.check}: the step {text}')
+  if values.snapshot:
+    keep(new, Path(values.snapshot))
+    print(f'\nwrote {values.snapshot}')
+  return not worse
+
+
+def prepare(*topologies: Topology) -> None:
+  """Makes JAX ready to plan for some chips; before anything uses a device."""
+  from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
+
+  if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
+    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # XLA's partitioner warns of what it does badly: the plan explains it.
+  simulated = [topology.num_devices for topology in topologies if topology.target.kind == 'cpu']
+  if simulated:
+    simulate_cpu_devices(max(simulated))
+  else:
+    leave_accelerators_alone()
+    _start_quietly()
+
+
+def cache_of_plans() -> Path:
+  """The directory of compiled programs."""
+  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
 
 
 def _calibrate() -> int:
@@ -160,6 +203,12 @@ def _flags() -> flags.FlagValues:
   cache = 'Keep compiled programs in ~/.cache/praxis_lite/plans. Example: --nocache'
   flags.DEFINE_boolean('cache', True, cache, flag_values=values)
   define_flags(values)
+  why = 'Print the cause of each collective, and all surprises. Example: --why'
+  flags.DEFINE_boolean('why', False, why, flag_values=values)
+  keep = 'Write weights, memory and collectives to a file, for --check. Example: --snapshot=plans/8b.txt'
+  flags.DEFINE_string('snapshot', None, keep, flag_values=values)
+  check = 'Exit with 1 if the step has become worse than in a snapshot; its experiment and chips are the default.'
+  flags.DEFINE_string('check', None, f'{check} Example: --check=plans/8b.txt', flag_values=values)
   return values
 
 

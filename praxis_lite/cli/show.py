@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  from praxis_lite.experiment import ExperimentConfig
+  from praxis_lite.explain import ShardingReport
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -19,7 +25,13 @@ def _run(values: flags.FlagValues) -> int:
   for flag, example in (('html', 'a file, as in --html=sharding.html'), ('diff', 'an experiment or a run')):
     if values[flag].value == '':
       raise UserError(f'--{flag} is empty: name {example}')
-  leave_accelerators_alone()
+  if values.compiled:
+    from praxis_lite.cli.plan import prepare
+    from praxis_lite.plan import parse_topology
+
+    prepare(parse_topology(values.compiled))
+  else:
+    leave_accelerators_alone()
   config = configured_experiment(values)
   roots = config.roots()
   if values.diff:
@@ -29,11 +41,11 @@ def _run(values: flags.FlagValues) -> int:
   if values.json:
     print(to_json(roots))
     return 0
-  if values.sharding or values.html:
+  if values.sharding or values.html or values.compiled:
     from praxis_lite.explain import check, explain_task, format_report
 
-    report = explain_task(config)
-    if values.sharding:
+    report = _compiled(config, values.compiled) if values.compiled else explain_task(config)
+    if values.sharding or values.compiled:
       print(format_report(report))
     if values.html:
       from praxis_lite.explain.page import write_page
@@ -52,6 +64,19 @@ def _run(values: flags.FlagValues) -> int:
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
   print('\n\n'.join(parts))  # At the end, so that an error in the config is all that is printed.
   return 0
+
+
+def _compiled(config: ExperimentConfig, name: str) -> ShardingReport:
+  """Explains a step as the compiler of some chips has split it; an earlier plan for them is taken as it is."""
+  from praxis_lite.cli.plan import cache_of_plans
+  from praxis_lite.explain import explain_task
+  from praxis_lite.plan import plan
+
+  found = plan(config, None, name, cache=cache_of_plans())
+  if found.mode != 'compiled':
+    raise UserError(f'--compiled: {found.notes[0]}')
+  report = explain_task(config)
+  return dataclasses.replace(report, activations=list(found.activations))
 
 
 def _made_by(values: flags.FlagValues) -> list[str]:
@@ -88,6 +113,8 @@ def _flags() -> flags.FlagValues:
   switch('json', False, 'Print the config as JSON instead. Example: --json')
   split = 'Print instead how each parameter, optimizer slot, activation and input is split, and why.'
   switch('sharding', False, f'{split} Example: --sharding')
+  compiled = 'With --sharding: how the compiler of these chips has split each activation. Example: --compiled=h100:8x8'
+  flags.DEFINE_string('compiled', None, compiled, flag_values=values)
   page = 'Write the output of --sharding as an HTML page with diagrams. Example: --html=sharding.html'
   flags.DEFINE_string('html', None, page, flag_values=values)
   return values

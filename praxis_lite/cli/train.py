@@ -44,6 +44,8 @@ def _run(values: flags.FlagValues) -> int:
     advise=_warnings,
     profile_steps=profile_steps,
     on_damage=values.on_damage,
+    debug_nans=values.debug_nans,
+    check_determinism=values.check_determinism,
     grace_s=values.grace_s,
     preemption_notice=values.preemption_notice,
     elastic=values.elastic,
@@ -83,6 +85,21 @@ def _flags() -> flags.FlagValues:
     False,
     'Before the first step, compute the norms of its gradients a second time, on one device or by the other '
     'partitioning, and stop if they differ: for accelerators. Example: --verify_numerics',
+    flag_values=values,
+  )
+  flags.DEFINE_boolean(
+    'debug_nans',
+    False,
+    'Wait for each step, and after the first one that is not finite end with an error that names the layer and the '
+    'operation. Example: --debug_nans',
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    'check_determinism',
+    None,
+    'Run every such step twice and compare the results bit by bit; a difference is a fault of a device, and the exit '
+    'code is then 76. It takes the memory of one more train state. Example: --check_determinism=100',
+    lower_bound=1,
     flag_values=values,
   )
   flags.DEFINE_string(

@@ -88,6 +88,7 @@ class Explanation:
     frozen: of a trainable variable, whether the task's learner leaves it as it is.
     per_device: whether the shape is that of one device's part, as inside `shard_map`.
     num_active: of a variable, how many of its entries one token uses, where it does not use all of them.
+    compiled: of an activation, the shape that each device has in a compiled program; None if that is not known.
   """
 
   path: str
@@ -101,6 +102,14 @@ class Explanation:
   frozen: bool = False
   per_device: bool = False
   num_active: int | None = None
+  compiled: tuple[int, ...] | None = None
+
+  @property
+  def differs(self) -> bool:
+    """Whether the compiler has split it in another way than is declared."""
+    return self.compiled is not None and any(
+      part != dim.local and not dim.free for part, dim in zip(self.compiled, self.dims)
+    )
 
   @property
   def constrained(self) -> bool:
@@ -190,7 +199,7 @@ class Explanation:
     lines = [
       f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}',
       '',
-      *(f'  {line}' for line in _aligned([header, *rows])),
+      *(f'  {line}' for line in aligned([header, *rows])),
       '',
       f'  spec ({format_spec(self.spec)}) on mesh {format_mesh(self.mesh_sizes)}',
       f'  {format_bytes(self.bytes)} in all, {"at most " if self.at_most else ""}'
@@ -264,7 +273,7 @@ def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str,
     )
     for e in rows
   ]
-  lines = _aligned([header, *body], right={6, 7})
+  lines = aligned([header, *body], right={6, 7})
   rule = '-' * len(lines[0])
   count = sum(math.prod(e.shape) for e in rows)
   stored = sum(math.prod(e.padded_shape) for e in rows)
@@ -277,7 +286,9 @@ def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str,
 
 
 def _format_rows(rows: Sequence[Explanation]) -> str:
-  header = ('array', 'shape', 'dtype', 'split', 'each device', 'padding', 'copies', 'per device', 'why')
+  is_compiled = any(e.compiled is not None for e in rows)
+  header = ('array', 'shape', 'dtype', 'split', 'each device', *(('compiled',) if is_compiled else ()))
+  header += ('padding', 'copies', 'per device', 'why')
   body = []
   for e in rows:
     split, copies = format_spec(e.spec), f'x{e.replication}'
@@ -286,12 +297,14 @@ def _format_rows(rows: Sequence[Explanation]) -> str:
     local, cost = format_shape(e.local_shape), format_bytes(e.bytes_per_device)
     if e.at_most:
       local, cost = '?', f'<= {cost}'
-    body.append((e.path, format_shape(e.shape), e.dtype.name, split, local, _format_padding(e), copies, cost, e.why))
-  lines = _aligned([header, *body], right={6, 7})
+    compiled = '?' if e.compiled is None else f'{format_shape(e.compiled)}{" (differs)" if e.differs else ""}'
+    row = (e.path, format_shape(e.shape), e.dtype.name, split, local, *((compiled,) if is_compiled else ()))
+    body.append((*row, _format_padding(e), copies, cost, e.why))
+  lines = aligned([header, *body], right={6 + is_compiled, 7 + is_compiled})
   return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 160), *lines[1:]])
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
   """The rows as lines whose columns are aligned, those of `right` to the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   align = [str.rjust if i in right else str.ljust for i in range(len(widths))]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -102,6 +102,15 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def check_beside(self, other: BaseInput) -> None:
     """Raises ConfigError if this input, of training, and another one of the same experiment do not fit together."""
+
+  @property
+  def bad_records(self) -> Sequence[object]:
+    """The records that were left out since this was made because they cannot be read; see `bad_records.py`."""
+    return ()
+
+  def examples_at(self, state: dict[str, Any]) -> list[str]:
+    """Returns which examples the batch after a state has, such as 'record 7 of a.array_record', where that is known."""
+    return []
 
   @property
   def label(self) -> str:

@@ -9,9 +9,13 @@ Needs `pip install praxis_lite[grain]`; Grain is imported at the first read.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import functools
+import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,8 +28,9 @@ from absl import flags
 
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, UserError
+from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, line_of, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, with_weights
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 
@@ -55,7 +60,7 @@ def import_grain() -> ModuleType:
   return grain
 
 
-class GrainInput(StreamedInput):
+class GrainInput(RecordsInput, StreamedInput):
   """An input of files whose examples have `features`, or are made by `parse_fn`.
 
   Attributes:
@@ -128,7 +133,7 @@ class GrainInput(StreamedInput):
       workers = min(self.num_workers, len(source) - 1)
       options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
       one_thread = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-      dataset = dataset.to_iter_dataset(one_thread).mp_prefetch(options, worker_init_fn=_end_with_parent)
+      dataset = dataset.to_iter_dataset(one_thread).mp_prefetch(options, worker_init_fn=_prepare_worker)
     else:
       ahead = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=2 * self.num_threads)
       dataset = dataset.to_iter_dataset(ahead)
@@ -137,6 +142,11 @@ class GrainInput(StreamedInput):
       for part in parts:
         # Workers pass arrays in shared memory, which those that live on until the exit would keep.
         yield jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, part) if self.num_workers else part
+    except RuntimeError as e:
+      if 'terminated unexpectedly' not in str(e):
+        raise
+      code = re.search(r'exit code (-?\d+)', str(e))
+      raise DataError(f'{self.label}: a worker process that reads the data {_fate(code and int(code[1]))}') from e
     finally:
       parts.close()
 
@@ -161,14 +171,31 @@ class ArrayRecordInput(GrainInput):
   def first_example(self) -> Rows:
     if not self.num_examples:
       raise DataError(f'{self.label}.path: there are no records in {self.path!r}')
-    return self._parse(self._source.__getitems__([0]))
+    for number in range(self.num_examples):
+      try:
+        return self._records.example(number)
+      except BadRecordError as e:
+        self.leave_out(e.bad)
+    raise DataError(f'{self.label}.path: no record can be read')
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
     if not self.num_examples:
       return
     epochs = range(epoch, self.last_epoch(epoch))
     seed = self.seed if self.shuffle else None
-    yield from self.parts(_RecordGroups(self._source, epochs, seed, position, count, start, stop, self._parse))
+    struct = with_weights(self.example_struct()) if self.skips else None
+    groups = _RecordGroups(self._records, epochs, seed, position, count, start, stop, struct)
+    with contextlib.closing(self.parts(groups)) as parts:
+      for available, rows, bad in parts:
+        for record in bad:
+          self.leave_out(record)
+        yield available, rows
+
+  def examples_at(self, state: dict[str, Any]) -> list[str]:
+    position = int(state['position'])
+    places = range(position, min(position + self.batch_size, self.num_examples))
+    numbers = _shuffled(places, self.num_examples, self.seed if self.shuffle else None, int(state['epoch']))
+    return [f'{place} of {file}' for file, place in map(self._records.place, numbers)]
 
   @functools.cached_property
   def _parse(self) -> Callable[[Sequence[bytes]], Rows]:
@@ -176,46 +203,104 @@ class ArrayRecordInput(GrainInput):
       return ParseEach(self.parse_fn, f'{self.label}.parse_fn')
     return _ParseExamples(self._features, f'{self.label}.features')
 
-  @functools.cached_property
+  @property
   def _source(self) -> Any:
+    return self._records.source
+
+  @functools.cached_property
+  def _records(self) -> _Records:
     sources = import_grain().sources
+    whole, ends = [], [0]
     for file in self.files:
       try:
-        sources.ArrayRecordDataSource([file])
+        ends.append(ends[-1] + len(sources.ArrayRecordDataSource([file])))
+        whole.append(file)
       except (RuntimeError, ValueError, OSError) as e:
-        raise DataError(f'{self.label}.path: {file} is not a whole ArrayRecord file: {e}') from None
-    return sources.ArrayRecordDataSource(self.files)
+        self.leave_out(BadRecord(file, '', f'is not a whole ArrayRecord file: {line_of(e)}'))
+    if not whole:
+      raise DataError(f'{self.label}.path: none of {len(self.files)} files is a whole ArrayRecord file')
+    return _Records(sources.ArrayRecordDataSource(whole), whole, ends, self._parse, f'{self.label}.path')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Records:
+  """The records of files, by their number over all of them, as rows.
+
+  Attributes:
+    source: Grain's source of the records.
+    files, ends: the files, and how many records there are before the first file, before the second, ...
+    parse: makes rows of records.
+    where: name of the path in errors.
+  """
+
+  source: Any
+  files: list[str]
+  ends: list[int]
+  parse: Callable[[Sequence[bytes]], Rows]
+  where: str
+
+  def examples(self, numbers: list[int]) -> Rows:
+    """Returns the examples of some records; raises BadRecordError if one of them cannot be read."""
+    try:
+      return self.parse(self.source.__getitems__(numbers))
+    except Exception as e:
+      for number in numbers:
+        self.example(number)
+      raise e
+
+  def example(self, number: int) -> Rows:
+    try:
+      return self.parse(self.source.__getitems__([number]))
+    except ConfigError:
+      raise
+    except Exception as e:
+      if not is_damage(e):
+        raise
+      raise BadRecordError(self.where, BadRecord(*self.place(number), line_of(e))) from e
+
+  def place(self, number: int) -> tuple[str, str]:
+    """Returns the file of a record, and which one it is there."""
+    file = bisect.bisect_right(self.ends, number) - 1
+    return self.files[file], f'record {number - self.ends[file]}'
+
+  def whole_examples(self, numbers: list[int], struct: Struct) -> tuple[Rows, list[BadRecord]]:
+    """Returns the examples of some records, with rows of zeros for those that cannot be read, and which these are."""
+    try:
+      return self.examples(numbers), []
+    except BadRecordError:
+      return rows_of_each(lambda i: self.example(numbers[i]), len(numbers), struct)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RecordGroups:
   """Groups of `count` records of epochs, from `position` of the first on; the last of each epoch is less, or empty.
 
-  Of each group, how many records it has, and the examples [start, stop) of them.
+  Of each group, how many records it has, the examples [start, stop) of them, and those of these that cannot be read:
+  with a `struct` of an example they are rows of zeros; without one they are an error.
   """
 
-  source: Any
+  records: _Records
   epochs: range
   seed: int | None
   position: int
   count: int
   start: int
   stop: int
-  parse: Callable[[Sequence[bytes]], Rows]
+  struct: Struct | None
 
   def __len__(self) -> int:
     return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
 
   def _groups_of(self, position: int) -> int:
     """How many groups an epoch has from a position on."""
-    return max(len(self.source) - position, 0) // self.count + 1
+    return max(self.records.ends[-1] - position, 0) // self.count + 1
 
   @property
   def _in_first_epoch(self) -> int:
     return self._groups_of(self.position)
 
-  def __getitem__(self, number: int) -> tuple[int, Rows | None]:
-    size = len(self.source)
+  def __getitem__(self, number: int) -> tuple[int, Rows | None, list[BadRecord]]:
+    size = self.records.ends[-1]
     if number < self._in_first_epoch:
       epoch, first = self.epochs[0], self.position + number * self.count
     else:
@@ -224,13 +309,20 @@ class _RecordGroups:
     available = max(min(self.count, size - first), 0)
     places = range(first + self.start, first + min(self.stop, available))
     if not places:
-      return available, None
-    indices = list(places)
-    if self.seed is not None:
-      shuffled = import_grain().experimental.index_shuffle
-      seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
-      indices = [shuffled(i, max_index=size - 1, seed=seed, rounds=4) for i in places]
-    return available, self.parse(self.source.__getitems__(indices))
+      return available, None, []
+    indices = _shuffled(places, size, self.seed, epoch)
+    if self.struct is None:
+      return available, self.records.examples(indices), []
+    return available, *self.records.whole_examples(indices, self.struct)
+
+
+def _shuffled(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
+  """Returns the numbers of the records at some places of an epoch; without a seed, those are in order."""
+  if seed is None:
+    return list(places)
+  shuffled = import_grain().experimental.index_shuffle
+  of_epoch = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+  return [shuffled(i, max_index=size - 1, seed=of_epoch, rounds=4) for i in places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +400,15 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
     writer.close()
 
 
+def _fate(code: int | None) -> str:
+  """Returns how a worker has ended, from its exit code, and what to do."""
+  if code == -signal.SIGKILL:
+    return 'was killed: the machine may have too little memory for num_workers of them'
+  if code is not None and code < 0:
+    return f'was ended by {signal.Signals(-code).name}; the log above says where it was'
+  return f'has ended with the exit code {code}; the log above has its trace'
+
+
 def _start_quiet_tracker() -> None:
   """Starts the process that frees shared memory such that it does not warn of what it frees.
 
@@ -323,9 +424,10 @@ def _start_quiet_tracker() -> None:
     sys.warnoptions.remove(option)
 
 
-def _end_with_parent(worker: int, num_workers: int) -> None:
-  """Has the system end this worker when the process that started it is killed, which could not tell it to stop."""
+def _prepare_worker(worker: int, num_workers: int) -> None:
+  """Has a worker say where it crashed, and end when the process that started it is killed, which cannot tell it to."""
   del worker, num_workers
+  faulthandler.enable()
   if sys.platform == 'linux':
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

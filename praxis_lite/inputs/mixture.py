@@ -137,6 +137,10 @@ class MixtureInput(BaseInput):
     for source in self.sources:
       source.close()
 
+  @property
+  def bad_records(self) -> list[object]:
+    return [bad for source in self.sources for bad in source.bad_records]
+
   def identity(self) -> dict[str, Any]:
     return {'seed': self.seed, 'weights': self._weights.tolist()}
 

@@ -8,9 +8,10 @@ So a checkpoint between two steps continues with the next batch, however far the
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Self, TypeVar, cast
 
 from praxis_lite.errors import ConfigError
@@ -27,24 +28,32 @@ class PrefetchIterator(Iterator[T]):
   not apply in `put_fn`; give it shardings that hold their mesh.
   """
 
-  def __init__(self, source: BaseInput, put_fn: Callable[[Rows], T] | None = None, depth: int = 2):
+  def __init__(
+    self,
+    source: BaseInput,
+    put_fn: Callable[[Rows], T] | None = None,
+    depth: int = 2,
+    left_out: Iterable[dict[str, Any]] = (),
+  ):
     """Starts reading `source` from its current position; raises ConfigError if `depth` is less than 1.
 
     Args:
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
       depth: how many batches may be ready and not yet returned.
+      left_out: states of the input; the batches that follow on them are read and not returned.
     """
     if depth < 1:
       raise ConfigError(f'PrefetchIterator.depth: expected at least 1, got {depth}')
     self._source = source
     self._put_fn: Callable[[Rows], T] = put_fn or cast(Callable[[Rows], T], lambda batch: batch)
     self._depth = depth
+    self._left_out = frozenset(map(_key, left_out))
     self._thread: ThreadPoolExecutor | None = None
     self._start()
 
   def _start(self) -> None:
-    self._state = self._source.get_state()
-    self._batches = _batches(self._source, self._put_fn)
+    self._state = self._before = self._source.get_state()
+    self._batches = _batches(self._source, self._put_fn, self._left_out)
     self._thread = thread = ThreadPoolExecutor(1, f'prefetch-{self._source.label}')
     self._ahead = deque(thread.submit(next, self._batches) for _ in range(self._depth))
 
@@ -57,14 +66,23 @@ class PrefetchIterator(Iterator[T]):
     """
     if self._thread is None:
       raise RuntimeError('the prefetch iterator is closed')
-    batch, self._state = self._ahead[0].result()
+    batch, self._before, self._state = self._ahead[0].result()
     self._ahead.popleft()
     self._ahead.append(self._thread.submit(next, self._batches))
     return batch
 
+  def wait(self, seconds: float | None = None) -> bool:
+    """Waits until the next batch, the end of the input or an error is at hand; returns whether it is."""
+    return bool(wait([self._ahead[0]], seconds).done)
+
   def get_state(self) -> dict[str, Any]:
     """Returns the state of the input as of the last batch that was returned."""
     return self._state
+
+  @property
+  def state_before(self) -> dict[str, Any]:
+    """The state of the input from which the last batch was read."""
+    return self._before
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Drops what was read ahead and continues from `state`."""
@@ -96,9 +114,18 @@ class PrefetchIterator(Iterator[T]):
     self.close()
 
 
-def _batches(source: BaseInput, put_fn: Callable[[Rows], T]) -> Iterator[tuple[T, dict[str, Any]]]:
-  """Yields what the thread reads, and the state of the input after it; nothing is read after the end or an error."""
+def _batches(
+  source: BaseInput, put_fn: Callable[[Rows], T], left_out: frozenset[str]
+) -> Iterator[tuple[T, dict[str, Any], dict[str, Any]]]:
+  """Yields what the thread reads, and the states of the input before and after; ends with the input, or an error."""
   # It has no reference to the prefetch iterator, whose end ends the thread.
+  before = source.get_state()
   for batch in source:
-    state = source.get_state()
-    yield put_fn(batch), state
+    after = source.get_state()
+    if _key(before) not in left_out:
+      yield put_fn(batch), before, after
+    before = after
+
+
+def _key(state: dict[str, Any]) -> str:
+  return json.dumps(state, sort_keys=True)

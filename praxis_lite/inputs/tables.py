@@ -9,6 +9,7 @@ With `shuffle`, the groups are in a new order each epoch, and the rows of `mixed
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,9 +20,10 @@ import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError, DataError, did_you_mean
+from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, line_of, rows_of_each
 from praxis_lite.inputs.grain_input import GrainInput, ParseEach, cast
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Feature, Rows, canonical_rows, concatenate_rows
+from praxis_lite.inputs.rows import Feature, Rows, Struct, canonical_rows, concatenate_rows, pad_rows, with_weights
 from praxis_lite.inputs.streamed import Groups
 
 if TYPE_CHECKING:
@@ -82,7 +84,12 @@ class TableInput(GrainInput):
     """All groups of the files, in order, and how many rows each has."""
     groups, sizes = [], []
     for file in self.files:
-      for number, size in enumerate(_group_sizes(file, f'{self.label}.path')):
+      try:
+        of_file = _group_sizes(file, f'{self.label}.path')
+      except BadRecordError as e:
+        self.leave_out(e.bad)
+        continue
+      for number, size in enumerate(of_file):
         if size:
           groups.append((file, number))
           sizes.append(size)
@@ -96,38 +103,52 @@ class TableInput(GrainInput):
     groups, _ = self._groups
     if not groups:
       raise DataError(f'{self.label}.path: there are no rows in {self.path!r}')
-    return self._convert(_read_group(groups[0], self._columns, self._convert.where).slice(0, 1))
+    for group in groups:
+      try:
+        table = _read_group(group, self._columns, self._convert.where)
+      except BadRecordError as e:
+        self.leave_out(e.bad)
+        continue
+      for row in range(table.num_rows):
+        try:
+          return self._convert.row(table, row, group)
+        except BadRecordError as e:
+          self.leave_out(e.bad)
+    raise DataError(f'{self.label}.path: no row can be read')
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
     groups, sizes = self._groups
     if not groups:
       return
     epochs = range(epoch, self.last_epoch(epoch))
-    chunks = _Chunks(
-      groups, epochs, self.seed if self.shuffle else None, self.mixed_groups, self._columns, self._convert
-    )
+    seed = self.seed if self.shuffle else None
+    struct = with_weights(self.example_struct()) if self.skips else None
+    chunks = _Chunks(groups, sizes, epochs, seed, self.mixed_groups, self._columns, self._convert, struct)
     ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.of_epoch(epoch)])
     # A position at the end is in the last chunk, behind its rows.
     first = min(int(np.searchsorted(ends, position, side='right')), len(ends) - 1)
     at = position - (int(ends[first - 1]) if first else 0)
     left, taken = int(ends[-1]) - position, 0
     parts: list[Rows] = []
-    for chunk in self.parts(dataclasses.replace(chunks, first=first)):
-      size = len(chunk['weights'])
-      while at < size:
-        n = min(size - at, count - taken)
-        low, high = max(start - taken, 0), min(stop - taken, n)
-        if low < high:
-          own = slice(at + low, at + high)
-          parts.append(jax.tree.map(lambda x, own=own: x[own], chunk))
-        at, taken, left = at + n, taken + n, left - n
-        if taken == count:
-          yield count, concatenate_rows(parts)
-          taken, parts = 0, []
-      at = 0
-      if not left:
-        yield taken, concatenate_rows(parts)
-        left, taken, parts = int(ends[-1]), 0, []
+    with contextlib.closing(self.parts(dataclasses.replace(chunks, first=first))) as all_parts:
+      for chunk, bad in all_parts:
+        for record in bad:
+          self.leave_out(record)
+        size = len(chunk['weights'])
+        while at < size:
+          n = min(size - at, count - taken)
+          low, high = max(start - taken, 0), min(stop - taken, n)
+          if low < high:
+            own = slice(at + low, at + high)
+            parts.append(jax.tree.map(lambda x, own=own: x[own], chunk))
+          at, taken, left = at + n, taken + n, left - n
+          if taken == count:
+            yield count, concatenate_rows(parts)
+            taken, parts = 0, []
+        at = 0
+        if not left:
+          yield taken, concatenate_rows(parts)
+          left, taken, parts = int(ends[-1]), 0, []
 
   @functools.cached_property
   def _convert(self) -> _Converter:
@@ -148,14 +169,19 @@ def _column_of(name: str, feature: Feature) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-  """The chunks of epochs, from number `first` of the first epoch on, each as rows in their order."""
+  """The chunks of epochs, from number `first` of the first epoch on, each as rows in their order.
+
+  With a `struct` of a row, those that cannot be read are rows of zeros, and named; without one they are an error.
+  """
 
   groups: list[_Group]
+  sizes: np.ndarray
   epochs: range
   seed: int | None
   groups_of_chunk: int
   columns: tuple[str, ...] | None
   convert: _Converter
+  struct: Struct | None
   first: int = 0
 
   @property
@@ -170,16 +196,41 @@ class _Chunks:
     order = np.arange(len(self.groups)) if self.seed is None else permutation(len(self.groups), self.seed, epoch)
     return [order[i : i + self.groups_of_chunk] for i in range(0, len(order), self.groups_of_chunk)]
 
-  def __getitem__(self, number: int) -> Rows:
+  def __getitem__(self, number: int) -> tuple[Rows, list[BadRecord]]:
     later, number = divmod(self.first + number, self._per_epoch)
     epoch = self.epochs[later]
-    tables = [_read_group(self.groups[i], self.columns, self.convert.where) for i in self.of_epoch(epoch)[number]]
-    rows = concatenate_rows([self.convert(table) for table in tables])
+    parts = [self._rows(i) for i in self.of_epoch(epoch)[number]]
+    rows, bad = concatenate_rows([rows for rows, _ in parts]), [record for _, records in parts for record in records]
     assert rows is not None
     if self.seed is None:
-      return rows
+      return rows, bad
     order = permutation(len(rows['weights']), self.seed, epoch, number)
-    return jax.tree.map(lambda x: x[order], rows)
+    return jax.tree.map(lambda x: x[order], rows), bad
+
+  def _rows(self, i: int) -> tuple[Rows, list[BadRecord]]:
+    """The rows of a group."""
+    group, size = self.groups[i], int(self.sizes[i])
+    try:
+      table = _read_group(group, self.columns, self.convert.where)
+      try:
+        return self.convert(table), []
+      except DataError as e:
+        if self.struct is None:
+          raise DataError(f'{e}{self._first_bad(table, group)}') from e
+        return rows_of_each(lambda row: self.convert.row(table, row, group), size, self.struct)
+    except BadRecordError as e:
+      if self.struct is None:
+        raise
+      return pad_rows(None, size, self.struct), [e.bad._replace(records=size)]
+
+  def _first_bad(self, table: pa.Table, group: _Group) -> str:
+    """Returns where the first row is that cannot be converted, as the end of a message."""
+    try:
+      for row in range(table.num_rows):
+        self.convert.row(table, row, group)
+    except BadRecordError as e:
+      return f' ({e.bad.place} of {e.bad.file})'
+    return f' (group {group[1]} of {group[0]})'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +247,14 @@ class _Converter:
       return self.parse(table.to_pylist())
     arrays = {name: self._array(table, name, feature) for name, feature in self.features.items()}
     return canonical_rows(arrays, self.where)
+
+  def row(self, table: pa.Table, number: int, group: _Group) -> Rows:
+    """Returns one row of the table of a group; raises BadRecordError if it cannot be made."""
+    try:
+      return self(table.slice(number, 1))
+    except DataError as e:
+      file, of = group
+      raise BadRecordError(self.where, BadRecord(file, f'row {number} of group {of}', line_of(e))) from e
 
   def _array(self, table: pa.Table, name: str, feature: Feature) -> np.ndarray:
     where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
@@ -235,14 +294,16 @@ def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> p
   pa, (file, number) = import_pyarrow(), group
   try:
     if _is_parquet(file):
-      with pa.parquet.ParquetFile(file, memory_map=True) as opened:
+      with pa.parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
         _check_columns(columns, opened.schema_arrow.names, file, where)
         return opened.read_row_group(number, columns=None if columns is None else list(columns), use_threads=False)
     table = pa.Table.from_batches([_batches(file)[number]])
     _check_columns(columns, table.column_names, file, where)
     return table if columns is None else table.select(list(columns))
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f'{where}: group {number} of {file} cannot be read: {_line(e)}') from None
+    if not is_damage(e):
+      raise DataError(f'{where}: group {number} of {file} cannot be read: {line_of(e)}') from e
+    raise BadRecordError(where, BadRecord(file, f'group {number}', f'cannot be read: {line_of(e)}')) from None
 
 
 def _check_columns(columns: tuple[str, ...] | None, known: list[str], file: str, where: str) -> None:
@@ -261,7 +322,7 @@ def _group_sizes(file: str, where: str) -> list[int]:
       return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     return [batch.num_rows for batch in _batches(file)]
   except (pa.ArrowException, OSError) as e:
-    raise DataError(f'{where}: {file} is not a whole Parquet or Arrow file: {_line(e)}') from None
+    raise BadRecordError(where, BadRecord(file, '', f'is not a whole Parquet or Arrow file: {line_of(e)}')) from None
 
 
 @functools.lru_cache(maxsize=256)
@@ -279,7 +340,3 @@ def _batches(file: str) -> list[pa.RecordBatch]:
 def _is_parquet(file: str) -> bool:
   with open(file, 'rb') as f:
     return f.read(4) == b'PAR1'
-
-
-def _line(error: Exception) -> str:
-  return str(error).strip().split('\n')[0]

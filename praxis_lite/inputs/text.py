@@ -22,6 +22,7 @@ import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean, located
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk
 from praxis_lite.inputs.packing import PackedRows, concat_documents, pack_documents
@@ -42,7 +43,7 @@ class _Corpus(NamedTuple):
   num_bytes: int
 
 
-class TextInput(RandomAccessInput):
+class TextInput(RecordsInput, RandomAccessInput):
   """Text files as rows of `seq_len` tokens.
 
   Attributes:
@@ -216,10 +217,27 @@ class TextInput(RandomAccessInput):
     return self.heldout_fraction, self.heldout_fraction if self.test_fraction is None else self.test_fraction
 
   def _read(self, file: str, where: str) -> bytes:
-    data = read_file(file, where)
-    if not self.tokenizer.is_byte_level:
-      check_utf8(data, file, where)
-    return data
+    data = b''
+    try:
+      data = read_file(file, where)
+      if not self.tokenizer.is_byte_level:
+        check_utf8(data, file, where)
+      return data
+    except DataError as error:
+      if not self.skips:
+        raise
+      if not data or self.document_separator is None:
+        self.leave_out(BadRecord(file, 'all', str(error).removeprefix(f'{where}: ')))
+        return b''
+    # One document does not decide over the others of its file.
+    separator, kept = self.document_separator.encode(), []
+    for number, document in enumerate(data.split(separator)):
+      try:
+        check_utf8(document, file, where)
+        kept.append(document)
+      except DataError as error:
+        self.leave_out(BadRecord(file, f'document {number}', str(error).removeprefix(f'{where}: ')))
+    return separator.join(kept)
 
 
 def check_split(split: str, where: str) -> None:

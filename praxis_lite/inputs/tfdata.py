@@ -8,8 +8,8 @@ Datasets must yield the same examples in the same order each time, whatever the 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,12 @@ import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, check_choice
+from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Feature, Struct, build_features, canonical_rows, produced
 from praxis_lite.inputs.streamed import Groups, StreamedInput
+from praxis_lite.inputs.tfrecord_files import CANNOT_PARSE, bad_records_of, first_line, whole_records
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -71,8 +73,12 @@ class BaseTFInput(StreamedInput):
       try:
         n, examples = next(groups, (0, None))
       except tf.errors.OpError as e:
-        raise DataError(self.explain(e)) from None
+        if not self.leaves_out_cause(e):
+          raise DataError(self.explain(e)) from None
+        groups = iter(self._groups(epoch, position, count, start, stop))
+        continue
       available = int(n)
+      position += available
       rows = None
       if available > start:
         rows = canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label)
@@ -103,6 +109,10 @@ class BaseTFInput(StreamedInput):
     options.threading.private_threadpool_size = self.num_threads
     options.threading.max_intra_op_parallelism = 1
     return dataset.prefetch(1).with_options(options)
+
+  def leaves_out_cause(self, error: Exception) -> bool:
+    """Whether `elements` no longer has what an error of TensorFlow was about."""
+    return False
 
   def explain(self, error: Exception) -> str:
     """Returns a message of one line for an error of TensorFlow."""
@@ -158,14 +168,7 @@ def struct_of(spec: object, where: str) -> Struct:
   return jax.tree_util.tree_map_with_path(convert, spec, is_leaf=lambda s: isinstance(s, tf.TypeSpec))
 
 
-def first_line(error: Exception) -> str:
-  """Returns the first line of an error of TensorFlow, without graph nodes."""
-  # Messages begin with the node of the graph, in double braces, and may end with the operation.
-  line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
-  return re.sub(r' *\[Op:\w+\] name: *$', '', line)
-
-
-class TFRecordInput(BaseTFInput):
+class TFRecordInput(RecordsInput, BaseTFInput):
   """Examples in TFRecord files.
 
   Attributes:
@@ -194,6 +197,8 @@ class TFRecordInput(BaseTFInput):
     check_choice(f'{self.label}.compression', self.compression, ('', 'GZIP', 'ZLIB'))
     if self.features is not None:
       self._features = build_features(self.features, f'{self.label}.features')
+    self._damaged: dict[str, set[int]] = {}
+    self._whole: set[str] = set()
 
   @functools.cached_property
   def _files(self) -> list[str]:
@@ -203,7 +208,16 @@ class TFRecordInput(BaseTFInput):
     files = self._files
     if self.shuffle:
       files = [files[i] for i in permutation(len(files), self.seed, epoch)]
-    return import_tensorflow().data.TFRecordDataset(files, compression_type=self.compression)
+    tf = import_tensorflow()
+    parts = []
+    for is_whole, group in itertools.groupby(files, lambda file: file not in self._damaged):
+      if is_whole:
+        parts.append(tf.data.TFRecordDataset(list(group), compression_type=self.compression))
+      else:
+        parts += [whole_records(file, self._damaged[file], self.compression) for file in group]
+    dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
+    # TensorFlow skips records without looking at them; a filter makes it read them, so that a restore meets all damage.
+    return dataset.filter(lambda record: tf.strings.length(record) >= 0) if self.skips else dataset
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
     tf = import_tensorflow()
@@ -221,15 +235,36 @@ class TFRecordInput(BaseTFInput):
   def _parsed_spec(self) -> Mapping[str, tf.TypeSpec]:
     return import_tensorflow().data.Dataset.from_tensor_slices(['']).map(self.parse_fn).element_spec
 
+  def leaves_out_cause(self, error: Exception) -> bool:
+    found = self._next_damaged() if self.skips else None
+    if found is None:
+      return False
+    file, bad = found
+    self._damaged[file] = set(bad)
+    for record in bad.values():
+      self.leave_out(record, 'file_pattern')
+    return True
+
   def explain(self, error: Exception) -> str:
+    found = self._next_damaged()
+    if found is None:
+      return f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
+    bad = next(iter(found[1].values()))
+    if bad.reason.startswith(CANNOT_PARSE):
+      return f'{self.label}: a record {bad.reason} ({bad.place} of {bad.file})'
+    return f'{self.label}.file_pattern: {bad.file} is not a whole TFRecord file: {bad}'
+
+  def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:
+    """Returns the first file, of those not known to be damaged, that has records which cannot be read, and these."""
     tf = import_tensorflow()
     for file in self._files:
-      try:
-        for _ in tf.data.TFRecordDataset(file, compression_type=self.compression):
-          pass
-      except tf.errors.OpError as e:
-        return f'{self.label}.file_pattern: {file} is not a whole TFRecord file: {first_line(e)}'
-    return f'{self.label}: a record cannot be parsed: {first_line(error)}'
+      if file not in self._whole and file not in self._damaged:
+        errors = (tf.errors.OpError, ValueError)
+        bad = bad_records_of(file, self.compression, lambda records: self.parse(tf.constant(records)), errors)
+        if bad:
+          return file, bad
+        self._whole.add(file)  # Each file is looked through once.
+    return None
 
 
 def write_tfrecords(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]], compression: str = '') -> None:

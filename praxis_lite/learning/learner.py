@@ -67,7 +67,8 @@ class Learner(Configurable):
       disables them.
     num_microbatches: number of parts of a batch that gradients are accumulated over.
     on_nonfinite: what is done in a step whose loss or gradient norm is not finite in float32. 'skip' changes nothing;
-      'raise' changes nothing and ends the run; 'ignore' updates as in any other step.
+      'raise' changes nothing and ends the run; 'rollback' has the run go back to its last checkpoint and leave out the
+      batch; 'ignore' updates as in any other step.
     moments: what the optimizer remembers of each variable is stored in 'float32', 'bfloat16' or 'int8'; see
       `moments.py`.
     per_layer_statistics: whether the optimizer updates each layer of a stack of layers separately. None: only where
@@ -102,7 +103,7 @@ class Learner(Configurable):
   def __post_init__(self) -> None:
     if self.l2_regularizer_weight and self.decoupled_weight_decay:
       raise ConfigError('learner: l2_regularizer_weight and decoupled_weight_decay are both set; choose one')
-    check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'ignore'))
+    check_choice('learner.on_nonfinite', self.on_nonfinite, ('skip', 'raise', 'rollback', 'ignore'))
     check_choice('learner.moments', self.moments, MOMENTS)
     if not isinstance(self.optimizer, Config):
       raise ConfigError(f'learner.optimizer: expected a Config, got {type(self.optimizer).__name__}')

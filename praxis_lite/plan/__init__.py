@@ -1,10 +1,13 @@
 """What a train step will need and take on chips that are not there: memory, time, communication, and why."""
 
 from praxis_lite.plan.calibration import calibrate, calibrated, calibration_file
+from praxis_lite.plan.cause import Cause, Reason
 from praxis_lite.plan.cost import Communication, Cost, Operation
 from praxis_lite.plan.memory import Memory
 from praxis_lite.plan.planning import Plan, plan
 from praxis_lite.plan.report import format_plan
 from praxis_lite.plan.searching import Ranked, format_search, search
+from praxis_lite.plan.snapshot import Snapshot, differences, snapshot_of
 from praxis_lite.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.plan.topology import Topology, parse_topology
+from praxis_lite.plan.why_text import format_why

@@ -14,7 +14,9 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -33,6 +35,9 @@ from praxis_lite.training.partitioned_step import PartitionedStep
 # Of each kind of target: modules any of which compiles for it, and the packages that versions are asked of.
 _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
+# XLA's log below Python: what its partitioner does badly, and other information and warnings.
+_PARTITIONER = b'[SPMD] Involuntary full rematerialization'
+_WARNING = re.compile(rb'[IW]\d{4} ')
 _CUDNN_VERSION = 91000  # As in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these, the compilers look for the machine that they are made for.
@@ -67,6 +72,7 @@ class CompiledStep:
     arguments, outputs, aliased, temporaries, code: bytes on each device.
     seconds: that compiling took.
     is_cached: whether an earlier plan compiled it.
+    messages: what XLA's partitioner warned of.
   """
 
   text: str
@@ -77,6 +83,7 @@ class CompiledStep:
   code: int
   seconds: float
   is_cached: bool = False
+  messages: tuple[str, ...] = ()
 
 
 def missing_compiler(topology: Topology) -> str:
@@ -191,7 +198,8 @@ def compile_step(
       return dataclasses.replace(kept, is_cached=False)
   start = time.perf_counter()
   try:
-    compiled, text = _compiled(lowered, topology)
+    with _partitioner_messages() as messages:
+      compiled, text = _compiled(lowered, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}')
     refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
@@ -204,7 +212,7 @@ def compile_step(
     'temporaries': found.temp_size_in_bytes,
     'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
   }
-  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start)
+  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start, messages=tuple(messages))
   if file is not None:
     _write(file, result)
   return result
@@ -224,6 +232,36 @@ def _as_if_with_cudnn() -> Iterator[None]:
     yield
   finally:
     module.check_cudnn_version = ask
+
+
+@contextlib.contextmanager
+def _partitioner_messages() -> Iterator[list[str]]:
+  """Collects what XLA's partitioner, below Python, warns of on stderr. Errors go there as they come."""
+  found: list[str] = []
+  sys.stderr.flush()
+  stderr = os.dup(2)
+  end, start = os.pipe()
+
+  def read() -> None:
+    while chunk := os.read(end, 1 << 16):  # XLA writes each message at once.
+      for line in chunk.splitlines(keepends=True):
+        if _PARTITIONER in line:
+          found.append(line.decode(errors='replace').strip())
+        elif not _WARNING.match(line):
+          os.write(stderr, line)
+
+  reader = threading.Thread(target=read, daemon=True)
+  os.dup2(start, 2)
+  os.close(start)
+  reader.start()
+  try:
+    yield found
+  finally:
+    sys.stderr.flush()
+    os.dup2(stderr, 2)  # The last writer of the pipe is closed, so the reader ends.
+    reader.join()
+    os.close(end)
+    os.close(stderr)
 
 
 def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:

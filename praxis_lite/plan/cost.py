@@ -31,6 +31,7 @@ from praxis_lite.partitioning.hlo import (
   groups_of,
   scopes,
 )
+from praxis_lite.plan.cause import Cause
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.targets import Target
 from praxis_lite.plan.work import bytes_of, products_of
@@ -79,6 +80,7 @@ class Communication:
     result_bytes: on one device.
     fast_bytes, network_bytes: what a device sends over fast links, and between domains of fast links.
     seconds, exposed: of one execution, and the part of them in which nothing else runs.
+    cause: why it is there; None where that was not asked.
   """
 
   name: str
@@ -94,6 +96,17 @@ class Communication:
   network_bytes: float
   seconds: float
   exposed: float
+  cause: Cause | None = None
+
+  @property
+  def expected(self) -> bool:
+    """Whether it is what the declarations ask for, as far as is known."""
+    return self.cause is None or self.cause.expected
+
+  @property
+  def sent_bytes(self) -> float:
+    """What a device sends in one execution."""
+    return self.fast_bytes + self.network_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +214,17 @@ class LayerNames:
 
     XLA joins the names of operations that it combines, as in 'layers/(ff/up/dot:ff/gate/dot)': they share 'layers.ff'.
     """
-    head, _, joined = scopes(op_name).partition('/(')
-    if not joined:
-      return '.'.join(self._walk(head.split('/')))
-    paths = [self._walk([*head.split('/'), *name.split('/')]) for name in joined.split(')')[0].split(':')]
+    paths = [layer.split('.') for layer in self.layers(op_name)]
     same = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
     return '.'.join(same)
+
+  def layers(self, op_name: str) -> tuple[str, ...]:
+    """The layers of all operations that XLA has combined into one of this name."""
+    head, _, joined = scopes(op_name).partition('/(')
+    if not joined:
+      return ('.'.join(self._walk(head.split('/'))),)
+    names = joined.split(')')[0].split(':')
+    return tuple('.'.join(self._walk([*head.split('/'), *name.split('/')])) for name in names)
 
   def _walk(self, parts: Sequence[str]) -> list[str]:
     below, path = self._tree, []

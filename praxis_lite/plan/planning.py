@@ -16,20 +16,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.explain.report import Explained, task_and_inputs
+from praxis_lite.explain.explanation import Explanation
+from praxis_lite.explain.report import Explained, parameter_table, task_and_inputs, trace_step
 from praxis_lite.layers.attention import MultiHeadAttention
 from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.plan.activations import as_compiled
 from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
+from praxis_lite.plan.cause import Cause
 from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
-from praxis_lite.plan.cost import Cost, LayerNames, cost_of
+from praxis_lite.plan.cost import Communication, Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
 from praxis_lite.plan.topology import Topology, check_mesh, parse_topology
+from praxis_lite.plan.why import Why
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
 from praxis_lite.trees import leaves_by_path, path_name
 
 # What JAX takes of a GPU's memory by default.
@@ -69,6 +74,8 @@ class Plan:
     is_cached: whether that was an earlier plan.
     is_refused: whether the compiler refused the step because it needs more memory than there is.
     notes: what is uncertain, and why.
+    findings: surprises that are no collectives: what is computed more than once.
+    weights, activations: how they are split, as `explain` says; activations also as the compiler has split them.
   """
 
   name: str
@@ -82,6 +89,14 @@ class Plan:
   is_cached: bool
   is_refused: bool
   notes: tuple[str, ...]
+  findings: tuple[Cause, ...] = ()
+  weights: tuple[Explanation, ...] = ()
+  activations: tuple[Explanation, ...] = ()
+
+  @property
+  def collectives(self) -> tuple[Communication, ...]:
+    """The collectives of a step, each with its `cause`, and whether it is `expected`."""
+    return self.cost.collectives
 
   @property
   def fits(self) -> bool:
@@ -176,7 +191,11 @@ def plan(
         live=live_at_peak(program, names),
         over_time=live_over_time(program),
       )
-      return _planned(partitioned, topology, step, memory, cost, _doubts(cost))
+      why = Why(trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh)), struct), names)
+      found = _planned(partitioned, topology, step, memory, why.explained(cost, program), _doubts(cost))
+      findings = [*why.rematerialized(step.messages), *why.replicated(cost.operations, topology.num_devices)]
+      activations = as_compiled(why.report.activations, program, names)
+      return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
   elif compile:
     notes.append(missing)
   report('tracing')
@@ -210,7 +229,10 @@ def _planned(
   mesh = dict(partitioned.mesh.shape)
   compiler = ('analytic', 0.0, False) if step is None else ('compiled', step.seconds, step.is_cached)
   mode, seconds, is_cached = compiler
-  return Plan(name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes))
+  weights = tuple(parameter_table(partitioned.jax_task, mesh))
+  return Plan(
+    name, topology, mesh, mode, memory, cost, work, seconds, is_cached, is_refused, tuple(notes), weights=weights
+  )
 
 
 def _padding(partitioned: PartitionedTask) -> list[str]:

@@ -8,13 +8,19 @@ from collections.abc import Sequence
 from praxis_lite.explain.explanation import format_bytes, format_mesh
 from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
+from praxis_lite.plan.why_text import format_why
 
 _MOST_ROWS = 8
 _WIDTH, _BAR, _NARROWEST = 100, 40, 12  # In characters: of a line, a bar, and a column that is cut.
 
 
-def format_plan(plan: Plan) -> str:
-  """Returns what a plan says: whether it fits, memory, time, communication, and what is uncertain."""
+def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
+  """Returns what a plan says: whether it fits, memory, time, communication and why, and what is uncertain.
+
+  Args:
+    plan: the plan.
+    every_cause: the cause of each collective, not of the kinds of them; see `format_why`.
+  """
   topology, work = plan.topology, plan.work
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
   rows = [
@@ -32,6 +38,7 @@ def format_plan(plan: Plan) -> str:
   sections = [head, _memory_table(plan), _time_table(plan)]
   if plan.cost.collectives:
     sections.append(_collectives_table(plan))
+  sections += [why] if (why := format_why(plan, every_cause)) else []
   sections += ['\n'.join(_wrapped(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
   return '\n\n'.join(sections)
 

@@ -25,12 +25,15 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runtime.nonfinite import SkippedSteps
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, peak_flops
+from praxis_lite.runtime.trouble import TroubleWatch
 from praxis_lite.training.flops import model_flops
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import TrainStepOutput
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
+# The share of time that devices wait for input, and from which share on a training line says so.
+_INPUT_WAIT, _LEAST_WAIT = 'speed/input_wait', 0.05
 
 
 class Console:
@@ -118,6 +121,8 @@ def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list
     figures.append(f'{short_number(examples)} ex/s' if tokens is None else f'{short_number(tokens)} tok/s')
     if rates.mfu is not None:
       figures.append(f'MFU {rates.mfu:.0%}')
+  if (wait := float(np.mean(metrics.get(_INPUT_WAIT, 0.0)))) >= _LEAST_WAIT:
+    figures.append(f'waiting for input {wait:.0%}')
   return figures
 
 
@@ -167,6 +172,7 @@ class TrainLog:
     startup: reported with the first step of this process.
     first_step: steps taken before.
     more: returns further figures for the summaries of a step.
+    trouble: is told of steps that were not finite, and of losses where it needs them.
 
   Attributes:
     skipped: the steps skipped in a row until now, of those that were looked at.
@@ -182,6 +188,7 @@ class TrainLog:
     *,
     first_step: int,
     more: Callable[[], Mapping[str, float]] = dict,
+    trouble: TroubleWatch | None = None,
   ):
     settings = partitioned.jax_task.train
     self._interval: int = settings.log_interval_steps
@@ -191,8 +198,11 @@ class TrainLog:
     self._startup = startup
     self._first_step = first_step
     self._more = more
+    self._trouble = trouble
     raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
-    self.skipped = SkippedSteps(first_step, settings.max_skipped_steps, raises, console.line)
+    self.skipped = SkippedSteps(
+      first_step, settings.max_skipped_steps, raises, console.line, trouble.not_finite if trouble else None
+    )
     self._in_flight: deque[_Step] = deque()
     self._throughput = Throughput(
       batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
@@ -227,14 +237,16 @@ class TrainLog:
     while len(self._in_flight) > count:
       step, means, summaries = self._in_flight.popleft()
       was_skipped = self.skipped.add(step, means)
+      if self._trouble is not None and self._trouble.needs_losses and not was_skipped:
+        self._trouble.add_loss(step, float(np.asarray(means['loss'][0])))
       if self._is_logged(step):
         metrics, rates = mean_values(means), self._throughput.rates(step)
+        metrics = {**metrics, **(rates.as_metrics() if rates else {}), **self._more()}
         if was_skipped:
           self._console.progress(step)
         else:
           self._console.train_step(step, metrics, rates)
-        speeds = rates.as_metrics() if rates else {}
-        self._writer.write(step, 'train', {**metrics, **speeds, **self._more()}, jax.device_get(summaries))
+        self._writer.write(step, 'train', metrics, jax.device_get(summaries))
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.errors import ConfigError
@@ -26,17 +27,19 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.runtime.console import TrainLog, make_console
+from praxis_lite.runtime.determinism import step_twice
 from praxis_lite.runtime.distributed import StopSignals, is_primary_process
 from praxis_lite.runtime.elastic import fitted
 from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
-from praxis_lite.runtime.nonfinite import Hints, hints_in
+from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
 from praxis_lite.runtime.preemption import preemptible
-from praxis_lite.runtime.profiling import ProfiledSteps, ProfileSteps
+from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
 from praxis_lite.runtime.record import changes_named, write_record
+from praxis_lite.runtime.replay import check_finite
 from praxis_lite.runtime.run_config import (
   build_datasets,
   check_all_take_part,
@@ -48,7 +51,9 @@ from praxis_lite.runtime.run_config import (
 )
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
+from praxis_lite.runtime.watch import BadRecordLines, Watch
 from praxis_lite.runtime.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
@@ -89,6 +94,8 @@ def run_train(
   hooks: Sequence[Hook] = (),
   profile_steps: tuple[int, int] | None = None,
   on_damage: OnDamage = 'previous',
+  debug_nans: bool = False,
+  check_determinism: int | None = None,
   grace_s: float | None = None,
   preemption_notice: str | None = None,
   elastic: bool = False,
@@ -107,18 +114,71 @@ def run_train(
     profile_steps: the first and the last step of a trace for TensorBoard.
     on_damage: where the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one before,
       'fail' raises.
+    debug_nans: wait for each step, and after one that is not finite end with an error that names the layer.
+    check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
     grace_s, preemption_notice: see `praxis_lite.runtime.preemption`.
     elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
 
   Raises:
+    DeterminismError: a step that was run twice has given different bits; nothing is saved after it.
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
       be written until then: the last checkpoint, or metrics.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
+    LossSpikeError: the loss has jumped and `task.train.loss_spike` is set to raise, or the run has gone back too often.
     NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
       steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
     Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
       the others return, with ended_by='SIGTERM'.
   """
+  while True:
+    try:
+      return _run_train(
+        config,
+        job_log_dir,
+        devices=devices,
+        seed=seed,
+        restore_input=restore_input,
+        verify_numerics=verify_numerics,
+        advise=advise,
+        hooks=hooks,
+        profile_steps=profile_steps,
+        on_damage=on_damage,
+        debug_nans=debug_nans,
+        check_determinism=check_determinism,
+        grace_s=grace_s,
+        preemption_notice=preemption_notice,
+        elastic=elastic,
+      )
+    except GoBack as error:
+      directory = Path(job_log_dir).expanduser().absolute()
+      with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
+        trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
+      advise = None
+      if is_primary_process():
+        print(
+          f'{trouble.what}: going back to step {trouble.back_to}, without {len(trouble.batches)} batches', flush=True
+        )
+
+
+def _run_train(
+  config: ExperimentConfig,
+  job_log_dir: str | Path,
+  *,
+  devices: Sequence[jax.Device] | None,
+  seed: int,
+  restore_input: bool,
+  verify_numerics: bool,
+  advise: Advice | None,
+  hooks: Sequence[Hook],
+  profile_steps: tuple[int, int] | None,
+  on_damage: OnDamage,
+  debug_nans: bool,
+  check_determinism: int | None,
+  grace_s: float | None,
+  preemption_notice: str | None,
+  elastic: bool,
+) -> TrainResult:
+  """Trains until the end, or until the run has to go back: then it raises GoBack."""
   startup = StartupTimes()
   if not isinstance(config, ExperimentConfig):
     experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
@@ -128,12 +188,17 @@ def run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    watch = to_close.enter_context(Watch(directory))
     config = with_vocabulary(config, directory)
     task_p, fit = fitted(config.task, len(devices or jax.devices())) if elastic else (config.task, '')
     task = task_p.instantiate()
     settings = task.train
     check_intervals(settings)
     check_hooks(hooks)
+    if check_determinism is not None and check_determinism < 1:
+      raise ConfigError(f'check_determinism = {check_determinism}: expected a number of steps, at least 1')
+    if debug_nans and task.learner.on_nonfinite == 'ignore':
+      raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
     profiled = None if profile_steps is None else ProfiledSteps.parse(profile_steps)
     tasks = TaskOnMesh(task, task.create_mesh(devices))
     check_all_take_part(tasks.mesh)
@@ -173,7 +238,7 @@ def run_train(
     to_close.callback(checkpointer.close)
     to_close.enter_context(watched_by_others(directory))
     if is_restored:
-      with changes_named(directory, config):
+      with changes_named(directory, config), watch.goodput.doing('restoring'):
         shapes, true_shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
         state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
       input_state = checkpointer.input_state()
@@ -192,7 +257,17 @@ def run_train(
     writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process(), report=console.line)
     to_close.callback(writer.close)
     saving = Saving(checkpointer, partitioned.unpadded_state_shapes, console.line)
-    log = TrainLog(partitioned, batch_struct, console, writer, startup, first_step=first_step, more=saving.figures)
+    trouble = TroubleWatch(directory, settings, task.learner.on_nonfinite, first_step, train_input.examples_at)
+    log = TrainLog(
+      partitioned,
+      batch_struct,
+      console,
+      writer,
+      startup,
+      first_step=first_step,
+      more=lambda: {**saving.figures(), **watch.figures()},
+      trouble=trouble,
+    )
     stop = StopSignals()
     console.line(_introduction(task.name, partitioned))
     if fit:
@@ -223,11 +298,24 @@ def run_train(
         directory, config, seed=seed, mesh=tasks.mesh.shape, step=first_step, keeps_record=is_finished
       ):
         console.line(line)
+    watch.begin(first_step, total, settings.slow_step_factor, console.line)
 
     def save() -> bool:
       doing(f'saving step {run.step}')
       log.drain()  # Raises if a step was not finite, before anything is saved.
-      return saving.save(run.step, run.state, batches.get_state())
+      watch.saves(run.step)
+      trouble.keep_losses()
+      with watch.goodput.doing('saving'):
+        return saving.save(run.step, run.state, batches.get_state())
+
+    def finish() -> None:
+      with watch.goodput.doing('saving'):
+        saving.finish(run.step, run.state, batches.get_state())
+      watch.saved(run.step)
+
+    def evaluate(group: Sequence[Program]) -> None:
+      with watch.goodput.doing('evaluating'):
+        programs.run(group, run.step, run.state)
 
     def take_result(split: str, metrics: HostMetrics) -> None:
       run.results.append(EvalResult(run.step, split, metrics))
@@ -235,6 +323,7 @@ def run_train(
 
     def tell_of_checkpoints() -> None:
       for saved_step, folder in saving.newly_complete():
+        watch.saved(saved_step)
         all_hooks.on_checkpoint(run, saved_step, folder)
 
     def do_what_is_due() -> None:
@@ -245,14 +334,17 @@ def run_train(
       for group, interval in zip((evaluation, decoding), intervals):
         if is_due(run.step, interval):
           log.drain()
-          programs.run(group, run.step, run.state)
+          evaluate(group)
           log.restart_clock(run.step)
       tell_of_checkpoints()
 
     run = Run(task, directory, state, results, save=save, line=console.line)
-    profiling = [] if profiled is None else [to_close.enter_context(ProfileSteps(profiled))]
+    profiler = ProfileOnSignal() if profiled is None else ProfileSteps(profiled)  # There is one profiler.
+    profiling = [to_close.enter_context(profiler)]
     stop_all = stop.request_of_all if jax.process_count() > 1 else None
-    all_hooks = Hooks([*profiling, *own_hooks(settings, watched, checkpointer), *hooks], stop_all)
+    all_hooks = Hooks(
+      [*profiling, BadRecordLines(train_input), *own_hooks(settings, watched, checkpointer), *hooks], stop_all
+    )
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
     )
@@ -261,19 +353,27 @@ def run_train(
     ended_by = 'done'
     if is_primary_process():
       keep_vocabulary(config, directory)
-    batches = to_close.enter_context(PrefetchIterator(train_input, partitioned.train_step.put_inputs))
+    put_inputs = partitioned.train_step.put_inputs
+    batches = to_close.enter_context(
+      PrefetchIterator(train_input, put_inputs, left_out=left_out(read_troubles(directory)))
+    )
     to_close.enter_context(stop)
     to_close.enter_context(preemptible(stop, directory, grace_s=grace_s, notice=preemption_notice))
     all_hooks.on_start(run)
     if first_step < total and run.stop_reason is None:
-      times = partitioned.train_step.compile()
+      with watch.goodput.doing('compiling'):
+        times = partitioned.train_step.compile()
       startup.mark_parts({'lower': times.lower, 'compile': times.compile})
       meet_others()
     if is_restored:
       do_what_is_due()  # The last run may have been killed between this checkpoint and its evaluation.
     batch: NestedDict | None = None
+    last: jax.Array | None = None
+    watch.train()
     while run.step < total and not (stop.requested_now() or run.stop_reason or log.skipped.too_many):
       doing(f'the input of step {run.step + 1}')
+      if not watch.wait_for_input(batches, last, lambda: stop.requested):
+        continue
       try:
         batch = next(batches, None)
       except Exception:
@@ -289,36 +389,48 @@ def run_train(
         console.line(_verified(partitioned, run.state, keys.train, batch))
       doing(f'step {run.step + 1}')
       with jax.profiler.StepTraceAnnotation('train', step_num=run.step + 1):
-        out = partitioned.train_step(run.state, keys.train, batch)
+        if is_due(run.step + 1, check_determinism):
+          out = step_twice(partitioned.train_step, run.state, keys.train, batch, run.step + 1)
+        else:
+          out = partitioned.train_step(run.state, keys.train, batch)
+      if debug_nans and float(np.asarray(out.mean_metrics[SKIPPED][0])):
+        check_finite(partitioned, run.step, out.state, keys.train, batch)
       run.state, run.step = out.state, run.step + 1
+      last = out.weighted_loss
+      trouble.took(run.step, batches.state_before)
       log.add(run.step, out)
-      all_hooks.on_step(run, out.mean_metrics)
+      watch.took(run.step)
+      with watch.goodput.doing('hooks'):
+        all_hooks.on_step(run, out.mean_metrics)
       do_what_is_due()
 
     # ---- the end
     stop.requested_now()  # After the last step too: a signal that only some processes got must not part them.
     save()
     if (log.skipped.too_many or log.skipped.all_steps) and not stop.requested:
-      saving.finish(run.step, run.state, batches.get_state())
+      finish()
       is_on_this_host = batch is not None and jax.process_count() == 1
       raise log.skipped.error(hints_in(jax.device_get(batch), train_input, task.model) if is_on_this_host else Hints())
     if not stop.requested:
-      programs.run(evaluation, run.step, run.state)
+      evaluate(evaluation)
       if settings.decode_interval_steps is not None:
-        programs.run(decoding, run.step, run.state)
-    saving.finish(run.step, run.state, batches.get_state())
+        evaluate(decoding)
+    finish()
     tell_of_checkpoints()
     if run.step > total:
       how_far = f'step {run.step}, past the {total} of task.train.num_train_steps, so no step was taken'
     else:
       how_far = f'step {run.step} of {total}'
+    if run.step > first_step:
+      console.line(watch.summary())
     all_taken = '; all steps are taken' if run.step == first_step == total else ''
     console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
     if all_hooks.error is not None:
       raise all_hooks.error
     if run.stop_reason is not None:
       ended_by = 'stopped'
-    return TrainResult(run.step, run.state, programs.metrics, (stop.received if stop.requested else None) or ended_by)
+    watch.ended_by = (stop.received if stop.requested else None) or ended_by
+    return TrainResult(run.step, run.state, programs.metrics, watch.ended_by)
 
 
 def _verified(partitioned: PartitionedTask, state: TrainState, key: jax.Array, batch: NestedDict) -> str:

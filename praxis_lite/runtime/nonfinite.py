@@ -51,12 +51,21 @@ class SkippedSteps:
     limit: how many in a row are too many; None or 0: any number is accepted.
     raises: whether the learner is set to raise at the first one.
     line: prints a line.
+    tell: is called with the first step of those in a row, and what was wrong with it.
 
   Attributes:
     in_a_row: the number of steps skipped since the last one that was not.
   """
 
-  def __init__(self, first_step: int, limit: int | None, raises: bool, line: Callable[[str], object]):
+  def __init__(
+    self,
+    first_step: int,
+    limit: int | None,
+    raises: bool,
+    line: Callable[[str], object],
+    tell: Callable[[int, str], object] | None = None,
+  ):
+    self._tell = tell
     self._first_step = first_step
     self._limit = limit or None
     self._raises = raises
@@ -94,6 +103,8 @@ class SkippedSteps:
       found = ', '.join(_not_finite(metrics))
       self._cause = f' ({found})' if found else ''
     what = f'step {step}: the loss or a gradient is not finite{self._cause}'
+    if self.in_a_row == 1 and self._tell is not None:
+      self._tell(step, what)
     if self._raises:
       raise NonFiniteError(
         f'{what}, and task.train.learner is set to raise; lower the learning rate, clip gradients, or let it skip such '

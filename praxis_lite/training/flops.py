@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,24 @@ def count_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
   mask. A `while` for which the program shows no such number counts once.
   """
   return _flops(jaxpr, [])
+
+
+def flops_by_scope(
+  jaxpr: core.ClosedJaxpr | core.Jaxpr, scope: str = '', inputs: Sequence[Bound] = ()
+) -> Iterator[tuple[str, float]]:
+  """Yields for each product its scopes, as in 'jvp(lm)/ff', and its operations in a call, as `count_flops` counts."""
+  bounds = Bounds(jaxpr, inputs)
+  for equation in jaxpr.eqns:
+    name = '/'.join(filter(None, (scope, str(equation.source_info.name_stack))))
+    below = [inner for inner in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr) if _is_jaxpr(inner)]
+    flops = _equation_flops(equation, bounds)
+    parts = [part for inner in below for part in flops_by_scope(inner, name, bounds.below(equation, inner))]
+    once = sum(part for _, part in parts)
+    if once:
+      yield from ((at, flops * part / once) for at, part in parts)
+    elif flops:
+      yield name, flops
+    bounds.add(equation)
 
 
 def _flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, inputs: Sequence[Bound]) -> float:

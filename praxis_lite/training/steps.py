@@ -94,6 +94,16 @@ def train_step_single_learner(
   return TrainStepOutput(state, loss, metrics, out.per_example, out.summaries)
 
 
+def loss_and_gradients(
+  jax_task: SingleTask, mdl_vars: NestedDict, step: jax.Array, prng_key: jax.Array, inputs: NestedDict
+) -> tuple[jax.Array, NestedDict]:
+  """Returns the loss of a step and its gradients, without a mesh; arguments as of `train_step_single_learner`."""
+  states = TrainState(step, mdl_vars, {}, None)
+  learner = jax_task.learner.bind(jax_task.model.abstract_init())
+  loss, _, gradients = _loss_and_gradients(jax_task, learner, states, prng_key, inputs, Execution())
+  return loss, gradients
+
+
 def gradient_norms(
   jax_task: SingleTask, states: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict, execution: Execution
 ) -> TrainStepOutput:

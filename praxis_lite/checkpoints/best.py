@@ -1,0 +1,69 @@
+"""Which checkpoint of a run is the best by a metric: `best.json`, {"step", "metric", "mode", "value"}."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from praxis_lite.files import parse_json, replace_file
+
+BEST = 'best.json'
+
+
+class BestCheckpoint(NamedTuple):
+  """The best checkpoint of a run: its step, and the value of a metric, such as 'eval/valid/loss', after that step."""
+
+  step: int
+  metric: str
+  mode: str  # 'min' or 'max'
+  value: float
+
+  def is_whole(self) -> bool:
+    """Whether all has the right type; a file may be of anyone."""
+    is_named = type(self.step) is int and isinstance(self.metric, str) and self.mode in ('min', 'max')
+    return is_named and type(self.value) in (int, float) and abs(self.value) <= sys.float_info.max
+
+
+class BestRecord:
+  """The best checkpoint, and the file that says so, which lags behind until that checkpoint is complete.
+
+  Args:
+    path: of the file.
+    steps: of the checkpoints that there are; a file that names none of them is ignored.
+
+  Attributes:
+    value: the best checkpoint; None for none.
+  """
+
+  def __init__(self, path: Path, steps: Collection[int]):
+    self._path = path
+    self.value = self._written = self._read(steps)
+
+  def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
+    try:
+      best = BestCheckpoint(**parse_json(self._path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+      return None
+    return best if best.is_whole() and best.step in steps else None
+
+  def write(self) -> None:
+    """Has the file name the best checkpoint, which is complete by now."""
+    if self.value != self._written and jax.process_index() == 0:
+      if self.value is None:
+        self._path.unlink(missing_ok=True)
+      else:
+        replace_file(self._path, json.dumps(self.value._asdict()) + '\n')
+    self._written = self.value
+
+  def take_back(self) -> None:
+    """Returns to the one that the file names, because the other one was not saved."""
+    self.value = self._written
+
+  def kept_steps(self) -> set[int]:
+    """Returns the steps that are never deleted: of the best one, and of that which the file names until then."""
+    return {best.step for best in (self.value, self._written) if best is not None}

@@ -1,0 +1,143 @@
+"""The records of a TFRecord file one by one, past those that are damaged.
+
+    record    length, 8 bytes | CRC of the length, 4 | data | CRC of the data, 4        CRCs are masked CRC-32C
+
+Where only the data of a record is damaged, the next one follows at a known place. Behind a damaged length, and in a
+compressed file behind any damage, nothing can be found.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import struct
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
+
+from praxis_lite.errors import DataError
+from praxis_lite.inputs.bad_records import BadRecord
+
+if TYPE_CHECKING:
+  import tensorflow as tf
+
+_AT_ONCE = 256
+CANNOT_PARSE = 'cannot be parsed'
+
+
+def records_of(file: str, compression: str) -> Iterator[bytes | BadRecord]:
+  """Yields each record of a file, or what is damaged in its place; raises DataError if the file cannot be opened."""
+  import tensorflow as tf
+
+  if compression:
+    yield from _compressed_records(file, compression)
+    return
+  from tensorflow.python.lib.io.tf_record import tf_record_random_reader
+
+  try:
+    size, reader, headers = os.path.getsize(file), tf_record_random_reader(file), open(file, 'rb')  # noqa: SIM115
+  except (OSError, tf.errors.OpError) as e:
+    raise DataError(f'cannot read {file}: {e}') from None
+  number, at = 0, 0
+  with headers:
+    while at < size:
+      try:
+        record, at = reader.read(at)
+        yield record
+      except (tf.errors.DataLossError, tf.errors.OutOfRangeError, IndexError):
+        headers.seek(at)
+        after = _end_of_record(headers.read(12), at)
+        if after is None or after > size:
+          reason = 'is cut off' if after is not None or size - at < 12 else 'has a damaged length'
+          yield BadRecord(file, f'record {number}, at byte {at}', f'{reason}; nothing behind it is read')
+          return
+        yield BadRecord(file, f'record {number}, at byte {at}', 'its checksum is not that of its data')
+        at = after
+      number += 1
+
+
+def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadRecord]:
+  import tensorflow as tf
+
+  number = 0
+  try:
+    for record in tf.data.TFRecordDataset(file, compression_type=compression):
+      yield record.numpy()
+      number += 1
+  except tf.errors.OpError:
+    yield BadRecord(file, f'record {number}', 'is damaged or cut off; nothing behind it is read')
+
+
+def bad_records_of(
+  file: str, compression: str, parse: Callable[[list[bytes]], object], errors: tuple[type[Exception], ...]
+) -> dict[int, BadRecord]:
+  """Returns the records of a file that are damaged, or that `parse` raises one of `errors` for, by their numbers."""
+  bad: dict[int, BadRecord] = {}
+  pending: dict[int, bytes] = {}
+
+  def try_pending() -> None:
+    try:
+      if pending:
+        parse(list(pending.values()))
+    except errors:
+      for number, record in pending.items():
+        try:
+          parse([record])
+        except errors as e:
+          bad[number] = BadRecord(file, f'record {number}', f'{CANNOT_PARSE}: {first_line(e)}')
+    pending.clear()
+
+  for number, record in enumerate(records_of(file, compression)):
+    if isinstance(record, BadRecord):
+      bad[number] = record
+    else:
+      pending[number] = record
+    if len(pending) == _AT_ONCE:
+      try_pending()
+  try_pending()
+  return dict(sorted(bad.items()))
+
+
+def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.Dataset:
+  """Returns the dataset of the records of a file without the damaged ones, and without those of the numbers `bad`."""
+  import tensorflow as tf
+
+  def whole() -> Iterator[bytes]:
+    for number, record in enumerate(records_of(file, compression)):
+      if number not in bad and not isinstance(record, BadRecord):
+        yield record
+
+  return tf.data.Dataset.from_generator(whole, output_signature=tf.TensorSpec([], tf.string))
+
+
+def _end_of_record(header: bytes, at: int) -> int | None:
+  """Returns where the record at byte `at` ends, or None if its length is damaged."""
+  if len(header) < 12:
+    return None
+  length, crc = struct.unpack('<QI', header)
+  return at + 16 + int(length) if crc == _masked_crc32c(header[:8]) else None
+
+
+def _masked_crc32c(data: bytes) -> int:
+  crc = 0xFFFFFFFF
+  for byte in data:
+    crc = _table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+  crc ^= 0xFFFFFFFF
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@functools.cache
+def _table() -> list[int]:
+  table = []
+  for byte in range(256):
+    for _ in range(8):
+      byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    table.append(byte)
+  return table
+
+
+def first_line(error: Exception) -> str:
+  """Returns the first line of an error of TensorFlow, without graph nodes."""
+  # Messages begin with the node of the graph, in double braces, and may end with the operation.
+  line = re.sub(r'^(\{\{.*?\}\} ?)+', '', str(getattr(error, 'message', error))).split('\n')[0]
+  return re.sub(r' *\[Op:\w+\] name: *$', '', line)

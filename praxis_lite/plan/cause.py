@@ -1,0 +1,58 @@
+"""Why a step communicates: the declaration that has XLA put a collective there, or a surprise and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Reason(enum.StrEnum):
+  """Why a collective is there. Those after `OTHER` are surprises."""
+
+  GRADIENT = 'gradient reduction'
+  WEIGHT = 'gather of a fully sharded weight'
+  TENSOR = 'tensor parallel'
+  SEQUENCE = 'sequence parallel'
+  CONTEXT = 'exchange of a sequence'
+  EXPERTS = 'exchange between experts'
+  PIPELINE = 'pipeline stages'
+  INPUTS = 'inputs of the step'
+  SUMS = 'losses and statistics'
+  OTHER = 'exchange written in the layer'
+  WEIGHT_MOVED = 'weight gathered over an axis that does not split the batch'
+  ACTIVATION_MOVED = 'activation resharded'
+  PARTIAL_SUMS = 'activation summed over an axis of the batch'
+  STATE_MOVED = 'state of the optimizer resharded'
+  REPLICATED = 'the same computed on several devices'
+  REMATERIALIZED = 'involuntary full rematerialization'
+
+  @property
+  def expected(self) -> bool:
+    return list(Reason).index(self) <= list(Reason).index(Reason.OTHER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+  """Why something is communicated, or computed more than once.
+
+  Attributes:
+    reason: the kind of cause.
+    layers: paths of the layers that it is of.
+    fields: config fields that declare it; of a surprise the one to look at first, then those that it disagrees with.
+    remedy: of a surprise, what to change; '' if that is not known.
+    what: of a surprise, what happens.
+  """
+
+  reason: Reason
+  layers: tuple[str, ...] = ()
+  fields: tuple[str, ...] = ()
+  remedy: str = ''
+  what: str = ''
+
+  @property
+  def expected(self) -> bool:
+    """Whether it is what the declarations ask for."""
+    return self.reason.expected
+
+  def __str__(self) -> str:
+    return str(self.reason)

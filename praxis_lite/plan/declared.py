@@ -1,0 +1,189 @@
+"""What a task declares of a mesh axis, and which declaration disagrees with the others.
+
+Every dimension of a weight or activation has a role: the rows of a batch, the positions of its sequences, or features
+of some size. Declarations of the same role should split it over the same axes. For one axis, each declaration votes,
+whether it splits the role over it; the few against the many are the suspects. Who cannot say abstains:
+
+    features of an array that splits another dimension over the axis
+    weights, about the axes of the batch: they are gathered where they are used (fully sharded training)
+    dimensions that are left to the compiler
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from praxis_lite.explain.explanation import Explanation, Kind, ShardingReport
+
+Role = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+  """How a weight of one layer, or an activation, is declared to be split; without the dimensions of stacks of layers.
+
+  Attributes:
+    path, layer: of the array, and of its layer.
+    field: the config field that declares it; where there are several, that of the first dimension.
+    shape, axes, sources: of each dimension its size, the mesh axes of a size that split it, and what says so.
+    roles: what each dimension is; None where the compiler decides.
+    is_weight: or an activation.
+  """
+
+  path: str
+  layer: str
+  shape: tuple[int, ...]
+  axes: tuple[tuple[str, ...], ...]
+  sources: tuple[str, ...]
+  roles: tuple[Role | None, ...]
+  is_weight: bool
+
+  @property
+  def field(self) -> str:
+    return self.sources[-1].removesuffix(' is not set') if self.sources else self.path
+
+  @property
+  def all_axes(self) -> set[str]:
+    return {axis for axes in self.axes for axis in axes}
+
+  def fields_of(self, axes: Collection[str]) -> list[str]:
+    """The fields that split it over any of some axes."""
+    return [source for own, source in zip(self.axes, self.sources) if set(own) & set(axes)]
+
+  def votes(self, axis: str, batch_axes: Collection[str]) -> list[tuple[Role, bool]]:
+    """What it says of an axis: of which roles, and whether it splits them over it."""
+    if self.is_weight and axis in batch_axes:
+      return []
+    split = [axis in axes for axes in self.axes]
+    return [
+      (role, is_split)
+      for role, is_split in zip(self.roles, split)
+      if role and (is_split or not any(split) or (role[0] != 'features' and axis in batch_axes))
+    ]
+
+
+class Declarations:
+  """All declarations of a task on a mesh.
+
+  Args:
+    report: of `explain`.
+    stacks: by path of a variable, how many of its dimensions are stacks of layers.
+    manual: whether the whole step is mapped over devices, each with rows of its own.
+  """
+
+  def __init__(self, report: ShardingReport, stacks: Mapping[str, int], manual: bool = False):
+    self.sizes = report.mesh_sizes
+    rows = {axis for e in report.inputs for dim in e.dims for axis in dim.axes}
+    used = set(self.sizes) if manual else rows
+    self.batch_axes = {axis for axis in used if self.sizes[axis] > 1}
+    self._tokens = [{e.shape[i] for e in report.inputs if len(e.shape) > i} for i in (0, 1)]
+    self._padded = [{e.padded_shape[i] for e in report.inputs if len(e.shape) > i} for i in (0, 1)]
+    self.weights = [self._declaration(e, stacks.get(e.path, 0)) for e in report.variables]
+    self.activations = [
+      self._declaration(e, 0) for e in report.activations if not e.per_device and '(as used)' not in e.path
+    ]
+
+  def _declaration(self, e: Explanation, stack: int) -> Declaration:
+    dims = e.dims[stack:]
+    is_weight = e.kind is Kind.VARIABLE
+    axes = tuple(tuple(axis for axis in dim.axes if self.sizes[axis] > 1) for dim in dims)
+    shape = tuple(dim.size for dim in dims)
+    roles = tuple(None if dim.free else self._role(i, dim.size, len(dims), is_weight) for i, dim in enumerate(dims))
+    layer = e.path.partition('[')[0].rpartition('.')[0]
+    return Declaration(e.path, layer, shape, axes, tuple(dim.source for dim in dims), roles, is_weight)
+
+  def _role(self, dim: int, size: int, rank: int, is_weight: bool) -> Role:
+    if not is_weight and dim < min(2, rank - 1) and size in self._tokens[dim] | self._padded[dim]:
+      return ('rows', 0) if dim == 0 else ('positions', 0)
+    return ('features', size)
+
+  # ---------------------------------------------------------------- what is declared
+
+  def of_variables(self, paths: Iterable[str]) -> list[Declaration]:
+    wanted = set(paths)
+    return [w for w in self.weights if w.path in wanted]
+
+  def weights_near(self, layers: Collection[str]) -> list[Declaration]:
+    """The weights of some layers and of those below; of the layer around, where they have none."""
+    found = [w for w in self.weights if any(is_below(w.layer, layer) for layer in layers)]
+    return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
+
+  def fields_of(self, declarations: Iterable[Declaration], axes: Collection[str]) -> tuple[str, ...]:
+    """The fields that split some arrays over any of some axes, each once."""
+    return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
+
+  def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
+    """Those that an array on one device may be a part of, whatever the order of its dimensions."""
+    local = tuple(sorted(d for d in dims if d != 1))
+    return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
+
+  @functools.cache  # noqa: B019 - as long as a plan.
+  def _fits(self, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if len(local) != len(shape):
+      return False
+    mesh = tuple(n for n in self.sizes.values() if n > 1)
+    return any(
+      all(part in parts_of(size, mesh) for part, size in zip(local, order))
+      for order in set(itertools.permutations(shape))
+    )
+
+  # ---------------------------------------------------------------- what disagrees
+
+  def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
+    """Returns the declaration that disagrees with most others about some axes, nearest to some layers, and whom with.
+
+    None where all agree. Those that it disagrees with are of the same role, the nearest first.
+    """
+    voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
+    for declaration in (*self.weights, *self.activations):
+      for axis in axes:
+        for role, is_split in declaration.votes(axis, self.batch_axes):
+          voters.setdefault((role, axis), ([], []))[is_split].append(declaration)
+    accused: dict[str, tuple[Declaration, list[Declaration]]] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for against, in_favour in voters.values():
+      few, many = (in_favour, against) if len(in_favour) <= len(against) else (against, in_favour)
+      for declaration in few:
+        accused.setdefault(declaration.path, (declaration, []))[1].extend(many)
+        counts[declaration.path] += 1
+    if not accused:
+      return None, []
+
+    def order(item: tuple[Declaration, list[Declaration]]) -> tuple[int, int]:
+      return -nearness(item[0].layer, layers), -counts[item[0].path]
+
+    suspect, others = min(accused.values(), key=order)
+    # The nearest first; of those, what is stated, of arrays of its kind.
+    near = sorted(
+      dict.fromkeys(others),
+      key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),
+    )
+    return suspect, near
+
+
+@functools.cache
+def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
+  """The sizes that a dimension may have on one device: split over any of the mesh axes, or padded for them."""
+  products = {1}
+  for n in mesh:
+    products |= {p * n for p in products}
+  padded = {-(-size // p) * p for p in products} | {size}
+  return frozenset(whole // p for whole in padded for p in products if whole % p == 0)
+
+
+def is_below(path: str, layer: str) -> bool:
+  """Whether a path is that of a layer, or below it."""
+  return path == layer or path.startswith(f'{layer}.')
+
+
+def nearness(path: str, layers: Collection[str]) -> int:
+  """How many parts a path has in common with the nearest of some layers."""
+
+  def common(a: list[str], b: list[str]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+  return max((common(path.split('.'), layer.split('.')) for layer in layers), default=0)

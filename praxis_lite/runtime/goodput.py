@@ -1,0 +1,176 @@
+"""Goodput: on what a run spends its time, over all its restarts, and the steps that took much longer than others.
+
+    goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
+
+All time of the thread that trains belongs to one activity; what no other one claims is productive once training has
+begun, and of the start before. Steps that a restart has to take again are lost: their time is not productive any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# What they are called on the console and in the command `status`.
+ACTIVITIES = {
+  'productive': 'training',
+  'starting': 'starting',
+  'compiling': 'compiling',
+  'restoring': 'restoring',
+  'saving': 'saving',
+  'evaluating': 'evaluating',
+  'waiting': 'waiting for input',
+  'hooks': 'hooks and traces',
+  'lost': 'lost to restarts',
+}
+_MAX_MARKS = 200
+
+
+class Goodput:
+  """Seconds by activity, those of earlier processes of the same run included.
+
+  `clock` returns seconds, for tests. Any thread may read; one thread works.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+    self._marks: dict[int, float] = {}  # By the step of a checkpoint, the productive seconds until it.
+    self._activities = ['starting']
+    self._since = clock()
+    self._began = self._since
+
+  def resume(self, record: Mapping[str, Any], step: int) -> None:
+    """Adds what an earlier process has recorded, of which the steps after `step` are taken again."""
+    seconds = seconds_of(record)
+    marks = {int(s): _number(t) for s, t in _dict(record.get('marks')).items() if s.isdecimal() and int(s) <= step}
+    kept = marks[max(marks)] if marks else 0.0
+    lost = max(seconds['productive'] - kept, 0.0) if _number(record.get('step')) > step else 0.0
+    with self._lock:
+      for name, value in seconds.items():
+        self._seconds[name] += value
+      self._seconds['productive'] -= lost
+      self._seconds['lost'] += lost
+      self._marks = marks
+
+  def train(self) -> None:
+    """From now on, time that no activity claims is productive."""
+    self._change(lambda: self._activities.__setitem__(0, 'productive'))
+
+  @contextlib.contextmanager
+  def doing(self, activity: str) -> Iterator[None]:
+    """The time of the block belongs to an activity."""
+    self._change(lambda: self._activities.append(activity))
+    try:
+      yield
+    finally:
+      self._change(self._activities.pop)
+
+  def mark(self, step: int) -> None:
+    """Says that a checkpoint of `step` is being saved: a restart from it loses none of the time until now."""
+    self._marks[step] = self.seconds()['productive']
+    for old in sorted(self._marks)[:-_MAX_MARKS]:
+      del self._marks[old]
+
+  def seconds(self) -> dict[str, float]:
+    """Returns the seconds by activity until now."""
+    with self._lock:
+      now = {**self._seconds}
+      now[self._activities[-1]] += self._clock() - self._since
+    return now
+
+  @property
+  def activity(self) -> tuple[str, float]:
+    """What is being done, and for how many seconds."""
+    with self._lock:
+      return self._activities[-1], self._clock() - self._began
+
+  def record(self, step: int) -> dict[str, Any]:
+    """Returns what `resume` needs, for JSON."""
+    seconds = {name: round(value, 3) for name, value in self.seconds().items()}
+    return {'step': step, 'seconds': seconds, 'marks': {str(s): round(t, 3) for s, t in list(self._marks.items())}}
+
+  def _change(self, change: Callable[[], object]) -> None:
+    with self._lock:
+      now, before = self._clock(), self._activities[-1]
+      self._seconds[before] += now - self._since
+      change()
+      self._since = now
+      self._began = now if self._activities[-1] != before else self._began
+
+
+def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the seconds by activity that `Goodput.record` returned; what is missing or no number is 0."""
+  seconds = _dict(record.get('seconds'))
+  return {name: _number(seconds.get(name)) for name in ACTIVITIES}
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+  """Returns the share of each activity in all time, 0 to 1."""
+  total = sum(seconds.values())
+  return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
+
+
+def goodput_line(seconds: Mapping[str, float]) -> str:
+  """Returns one line: the productive share, and on what the rest was spent, from one percent on."""
+  spent = sorted(shares(seconds).items(), key=lambda item: -item[1])
+  rest = ', '.join(
+    f'{ACTIVITIES[name]} {share:.0%}' for name, share in spent if name != 'productive' and share >= 0.005
+  )
+  good = f'goodput {shares(seconds).get("productive", 0.0):.0%} of {duration(sum(seconds.values()))}'
+  return f'{good}: {rest}' if rest else good
+
+
+def duration(seconds: float) -> str:
+  """'12 s', '5 min', '3.0 h', '8.2 d'."""
+  if seconds < 120:
+    return f'{seconds:.1f} s' if seconds < 10 else f'{seconds:.0f} s'
+  if seconds < 7200:
+    return f'{seconds / 60:.0f} min'
+  return f'{seconds / 3600:.1f} h' if seconds < 48 * 3600 else f'{seconds / 86400:.1f} d'
+
+
+class SlowSteps:
+  """Finds the steps that take more than `factor` times the median of those before; None: none is reported.
+
+  Attributes:
+    count: how many there were.
+  """
+
+  def __init__(self, factor: float | None):
+    self._factor = factor
+    self._recent: deque[float] = deque(maxlen=_WINDOW)
+    self.count = 0
+
+  def add(self, step: int, seconds: float, waited: float) -> str | None:
+    """Takes the seconds of the next step, and those of them that it waited for input; returns a line if it was slow."""
+    median = statistics.median(self._recent) if len(self._recent) >= _FEWEST else None
+    self._recent.append(seconds)
+    if self._factor is None or median is None or seconds < max(self._factor * median, _SHORTEST):
+      return None
+    self.count += 1
+    if self.count > _MOST_LINES and self.count % _MOST_LINES:
+      return None
+    cause = f'{waited:.1f} s of it waiting for input' if waited > seconds / 2 else 'computing, not waiting for input'
+    more = f'; {self.count} such steps' if self.count > _MOST_LINES else ''
+    return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
+
+
+# Steps that the median is taken of, and how few are enough; seconds that are never slow; lines before they get rare.
+_WINDOW, _FEWEST = 101, 8
+_SHORTEST = 0.5
+_MOST_LINES = 10
+
+
+def _number(value: object) -> float:
+  return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
+
+
+def _dict(value: object) -> dict[str, Any]:
+  return value if isinstance(value, dict) else {}

@@ -1,0 +1,243 @@
+"""Numerical trouble: steps that are not finite, losses that jump, the batches of these steps, and going back.
+
+    job_log_dir/trouble.jsonl    {"first": 812, "last": 814, "what": "...", "action": "rollback", "back_to": 800,
+                                  "batches": [{"epoch": 0, "position": 51904, ...}, ...]}      a line for each trouble
+                losses.json      the last losses, from which a run that resumes knows what a jump is
+
+A batch is known by the state of the input before it. With the action 'rollback', the checkpoints of the steps from the
+first one on are removed, the run goes on from the one before, as a restart would, and leaves these batches out: now,
+and in each restart to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+
+from praxis_lite.checkpoints import saved_steps
+from praxis_lite.errors import UserError
+from praxis_lite.files import replace_file
+from praxis_lite.runtime.distributed import is_primary_process
+from praxis_lite.task import LossSpikeParams, TrainParams
+
+_FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
+_MOST_RECORDED = 1000
+# Steps whose batches are remembered beside those of a jump: metrics are read a few steps later.
+_IN_FLIGHT = 16
+# How few losses have a median that counts; how many are kept for a restart.
+_FEWEST, _KEPT = 20, 2000
+
+InputState = dict[str, Any]
+
+
+class LossSpikeError(UserError):
+  """The loss has jumped, and `task.train.loss_spike.action` is 'raise'; or going back has not helped."""
+
+
+class Trouble(NamedTuple):
+  """Steps of a run that were not as they should be.
+
+  Attributes:
+    first, last: the first and the last of them.
+    what: what was wrong, for people.
+    action: 'skip', 'raise' or 'rollback'.
+    batches: the states of the input before their batches.
+    back_to: the step of the checkpoint that the run went back to; 0 is its start, None: it did not go back.
+    examples: names of the examples of the first batch, such as 'record 7 of a.array_record', where the input knows.
+  """
+
+  first: int
+  last: int
+  what: str
+  action: str
+  batches: Sequence[InputState] = ()
+  back_to: int | None = None
+  examples: Sequence[str] = ()
+
+
+class GoBack(BaseException):
+  """Ends this attempt to train: the run goes on from an earlier checkpoint. No handler of errors may stop it."""
+
+  def __init__(self, trouble: Trouble):
+    super().__init__(trouble.what)
+    self.trouble = trouble
+
+
+def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
+  """Returns what was wrong in a run, in the order of its happening; lines that are damaged are left out."""
+  found = []
+  with contextlib.suppress(OSError, UnicodeDecodeError):
+    for line in Path(directory, _FILE).read_text(encoding='utf-8').splitlines():
+      with contextlib.suppress(ValueError, TypeError, KeyError):
+        data = json.loads(line)
+        trouble = Trouble(**{name: data[name] for name in Trouble._fields})
+        if isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches):
+          found.append(trouble)
+  return found
+
+
+def left_out(troubles: Sequence[Trouble]) -> list[InputState]:
+  """Returns the states of the input before the batches that are left out."""
+  return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
+
+
+class LossSpikes:
+  """Finds losses of more than `factor` times the median of those before, `steps` of them in a row.
+
+  A loss that is too high does not count for the median.
+  """
+
+  def __init__(self, settings: LossSpikeParams):
+    self._factor, self._steps = settings.factor, settings.steps
+    self._recent: deque[float] = deque(maxlen=settings.window)
+    self._in_a_row = 0
+
+  def add(self, step: int, loss: float) -> str | None:
+    """Takes the loss of the next step; returns a message if it is the last one of a jump."""
+    median = statistics.median(self._recent) if len(self._recent) >= min(_FEWEST, self._recent.maxlen or 0) else None
+    if median is None or self._factor is None or not loss > self._factor * median > 0:
+      self._recent.append(loss)
+      self._in_a_row = 0
+      return None
+    self._in_a_row += 1
+    if self._in_a_row < self._steps:
+      return None
+    first, self._in_a_row = step - self._in_a_row + 1, 0
+    steps = (
+      f'step {step}: the loss {loss:.4g} is' if first == step else f'steps {first} to {step}: the loss, {loss:.4g}'
+    )
+    return f'{steps}{"" if first == step else " at the end, is"} more than {self._factor:g} x its median {median:.4g}'
+
+
+class TroubleWatch:
+  """Decides what happens after a step that was not finite, or whose loss jumps, and records it.
+
+  Args:
+    directory: the run's directory.
+    settings: `task.train`, of which `learner` says what happens after a step that is not finite.
+    on_nonfinite: 'skip', 'raise', 'rollback' or 'ignore'.
+    first_step: steps taken before this process.
+    describe: returns the names of the examples of a batch, from the state before it.
+  """
+
+  def __init__(
+    self,
+    directory: Path,
+    settings: TrainParams,
+    on_nonfinite: str,
+    first_step: int,
+    describe: Callable[[InputState], Sequence[str]] = lambda state: [],
+  ):
+    self._directory = directory
+    self._settings = settings.loss_spike
+    self._on_nonfinite = on_nonfinite
+    self._describe = describe
+    self._spikes = LossSpikes(self._settings) if self._settings.factor is not None else None
+    self._batches: dict[int, InputState] = {}
+    self._losses: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+    if self._spikes is not None:
+      for step, loss in _read_losses(directory):
+        if step <= first_step:
+          self._losses.append((step, loss))
+          self._spikes.add(step, loss)
+
+  @property
+  def needs_losses(self) -> bool:
+    return self._spikes is not None
+
+  def took(self, step: int, before: InputState) -> None:
+    """Says from where the batch of a step was read."""
+    self._batches[step] = before
+    self._batches.pop(step - _IN_FLIGHT - self._settings.steps, None)
+
+  def not_finite(self, step: int, what: str) -> None:
+    """Takes a step that was not finite; raises GoBack if the run goes back."""
+    self._happened(step, step, what, self._on_nonfinite)
+
+  def add_loss(self, step: int, loss: float) -> None:
+    """Takes the loss of a step that was finite; raises GoBack or LossSpikeError after a jump."""
+    assert self._spikes is not None
+    self._losses.append((step, loss))
+    what = self._spikes.add(step, loss)
+    if what is not None:
+      self._happened(step - self._settings.steps + 1, step, what, self._settings.action)
+      raise LossSpikeError(
+        f'{what}, and task.train.loss_spike.action is raise; the checkpoints before are kept. '
+        f'`praxis-lite replay {self._directory} --step={step - self._settings.steps + 1}` looks into it'
+      )
+
+  def keep_losses(self) -> None:
+    """Writes the losses until now, for a run that resumes from the checkpoint that is saved next."""
+    if self._spikes is not None and is_primary_process():
+      with contextlib.suppress(OSError):
+        replace_file(self._directory / _LOSSES, json.dumps(list(self._losses)) + '\n')
+
+  def _happened(self, first: int, last: int, what: str, action: str) -> None:
+    batches = [self._batches[step] for step in range(first, last + 1) if step in self._batches]
+    examples = self._describe(batches[0]) if batches else []
+    trouble = Trouble(first, last, what, action, batches, None, examples)
+    if action == 'rollback':
+      raise GoBack(trouble)
+    if is_primary_process():
+      with contextlib.suppress(OSError):
+        _record(self._directory, trouble)
+
+
+def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
+  """Removes the checkpoints from the first bad step on, and records the batches to leave out.
+
+  All processes call it, once nothing is being saved or read. A kill between the two leaves a run that resumes from the
+  earlier checkpoint, meets the same trouble and comes here again.
+
+  Raises:
+    LossSpikeError: the run has gone back `max_rollbacks` times already.
+  """
+  steps = saved_steps(directory)
+  back_to = max((step for step in steps if step < trouble.first), default=0)
+  trouble = trouble._replace(back_to=back_to)
+  count = sum(earlier.action == 'rollback' for earlier in read_troubles(directory))
+  if count >= max_rollbacks:
+    raise LossSpikeError(
+      f'{trouble.what}; the run has gone back {count} times, as often as task.train.max_rollbacks allows. Its '
+      f'checkpoint of step {back_to} is kept. Lower the learning rate, or look at the data: '
+      f'`praxis-lite replay {directory} --step={trouble.first}`'
+    )
+  if is_primary_process():
+    for step in steps:
+      if step >= trouble.first:
+        folder = directory / 'checkpoints' / str(step)
+        folder.rename(gone := folder.with_name(f'{step}.removed'))  # Not by halves, if this is killed.
+        shutil.rmtree(gone, ignore_errors=True)
+    _record(directory, trouble)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices('praxis_lite: went back')
+  return trouble
+
+
+def _record(directory: Path, trouble: Trouble) -> None:
+  known = read_troubles(directory)
+  if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
+    return  # A step that a restart has taken again.
+  replace_file(directory / _FILE, ''.join(f'{json.dumps(t._asdict())}\n' for t in (*known, trouble)))
+
+
+def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:
+  return trouble.first, trouble.last, trouble.action, [json.dumps(state, sort_keys=True) for state in trouble.batches]
+
+
+def _read_losses(directory: Path) -> list[tuple[int, float]]:
+  try:
+    found = json.loads((directory / _LOSSES).read_text(encoding='utf-8'))
+    return [(int(step), float(loss)) for step, loss in found]
+  except (OSError, ValueError, TypeError):
+    return []

@@ -1,0 +1,199 @@
+"""What a run knows of itself while it trains: activities, heartbeats, slow steps, input that it waits for, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import jax
+
+from praxis_lite.inputs import BaseInput, PrefetchIterator
+from praxis_lite.runtime.goodput import Goodput, SlowSteps, goodput_line, shares
+from praxis_lite.runtime.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.runtime.hooks import Hook, Run
+from praxis_lite.runtime.metrics import DeviceMetrics
+from praxis_lite.runtime.record import has_record
+
+_POLL_SECONDS = 0.005
+_LOOK_SECONDS = 0.2
+_LONG_WAIT_SECONDS = 30.0
+_MOST_BAD_RECORDS = 10
+
+
+class BadRecordLines(Hook):
+  """Prints which records of the training input were left out: the first ones, and then how many there are."""
+
+  def __init__(self, data: BaseInput):
+    self._data = data
+    self._told = 0
+
+  def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
+    bad = self._data.bad_records
+    if len(bad) > self._told:
+      for record in bad[self._told : _MOST_BAD_RECORDS]:
+        run.line(f'{self._data.label}: left out {record}')
+      if len(bad) > _MOST_BAD_RECORDS:
+        run.line(f'{self._data.label}: left out {len(bad)} bad records; the last is {bad[-1]}')
+      self._told = len(bad)
+
+
+class Watch:
+  """Watches one process of a run; a context manager around all of it.
+
+  Args:
+    directory: the run's directory. Heartbeats are written there once it is known to be that of a run.
+
+  Attributes:
+    goodput: on what the time is spent.
+    line: prints a line; set once there is a console.
+    ended_by: how the run ended, set at its end.
+  """
+
+  def __init__(self, directory: Path):
+    self.goodput = Goodput()
+    self.line: Callable[[str], object] = lambda text: None
+    self.ended_by = ''
+    self._directory = directory
+    self._earlier = next(iter(read_heartbeats(directory)), None)
+    self._started = time.time()
+    self._step = self._total = 0
+    self._saved: tuple[int | None, float | None] = (None, None)
+    self._rate = 0.0
+    self._slow = SlowSteps(None)
+    self._last: dict[str, float] = {}
+    self._shown: dict[str, float] = {}
+    self._memory: dict[str, float] = {}
+    self._file = HeartbeatFile(directory, jax.process_index(), self._heartbeat)
+
+  def __enter__(self) -> Self:
+    if has_record(self._directory):
+      self._file.start()
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    if kind is not None:
+      text = str(error).strip().split('\n')[0][:300]
+      self.ended_by = f'{kind.__name__}: {text}' if text else kind.__name__
+    self.ended_by = self.ended_by or 'done'
+    self._file.stop()
+
+  def begin(self, step: int, total_steps: int, slow_step_factor: float | None, line: Callable[[str], object]) -> None:
+    """Says where the run starts. Time until then, in this process, is of the start."""
+    self._step, self._total, self.line = step, total_steps, line
+    self._slow = SlowSteps(slow_step_factor)
+    if self._earlier is not None:
+      self.goodput.resume(self._earlier.goodput, step)
+      self._saved = (self._earlier.saved_step, self._earlier.saved)
+    self._file.start()
+
+  def train(self) -> None:
+    """Says that training begins."""
+    self.goodput.train()
+    self._last = self._shown = self.goodput.seconds()
+
+  def wait_for_input(self, batches: PrefetchIterator[Any], last: jax.Array | None, stops: Callable[[], bool]) -> bool:
+    """Waits until there is a batch, or the end of the input; returns False if `stops()` became true before.
+
+    Args:
+      last: an output of the last step. Until it is computed, the devices do not wait for input.
+    """
+    while not batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):
+      if _is_computed(last):
+        break
+    else:
+      return True
+    started, told = time.monotonic(), False
+    with self.goodput.doing('waiting'):
+      while not batches.wait(_LOOK_SECONDS):
+        if stops():
+          return False
+        if not told and time.monotonic() - started > _LONG_WAIT_SECONDS:
+          told = True
+          self.line(
+            f'step {self._step}: waiting for input for {_LONG_WAIT_SECONDS:.0f} s; the run goes on when it comes'
+          )
+    if told:
+      self.line(f'step {self._step}: the input is there again, after {time.monotonic() - started:.0f} s')
+    return True
+
+  def took(self, step: int) -> None:
+    """Says that a step was dispatched, and those a few before it computed."""
+    self._step, before, now = step, self._last, self.goodput.seconds()
+    self._last = now
+    waited = now['waiting'] - before['waiting']
+    seconds = now['productive'] - before['productive'] + waited
+    self._rate = 1 / max(seconds, 1e-9) if not self._rate else 1 / (0.9 / self._rate + 0.1 * seconds)
+    slow = self._slow.add(step, seconds, waited)
+    if slow is not None:
+      self.line(slow)
+
+  def saves(self, step: int) -> None:
+    """Says that a save of `step` has begun."""
+    self.goodput.mark(step)
+
+  def saved(self, step: int) -> None:
+    """Says that the checkpoint of `step` is complete."""
+    self._saved = step, time.time()
+
+  def figures(self) -> dict[str, float]:
+    """Returns figures for the summaries of a step; `speed/input_wait` is a share since the last call."""
+    now, before = self.goodput.seconds(), self._shown
+    self._shown = now
+    spent = {name: now[name] - before.get(name, 0.0) for name in ('productive', 'waiting')}
+    wait = spent['waiting'] / total if (total := sum(spent.values())) > 0 else 0.0
+    self._memory = memory_peaks()
+    figures = {f'speed/goodput_{name}': share for name, share in shares(now).items()}
+    return {**figures, **self._memory, 'speed/input_wait': wait, 'speed/slow_steps': float(self._slow.count)}
+
+  def summary(self) -> str:
+    """Returns the line at the end of a run: goodput, and peaks of memory."""
+    self._memory = memory_peaks()
+    peaks = [f'{name.removeprefix("speed/").removesuffix("_peak_bytes")} {value / 2**30:.2f} GiB' for name, value in
+             self._memory.items()]  # fmt: skip
+    return goodput_line(self.goodput.seconds()) + (f'; peak memory: {", ".join(peaks)}' if peaks else '')
+
+  def _heartbeat(self) -> Heartbeat:
+    doing, doing_for = self.goodput.activity
+    return Heartbeat(
+      **identity(),
+      process=jax.process_index(),
+      processes=jax.process_count(),
+      time=time.time(),
+      started=self._started,
+      step=self._step,
+      total_steps=self._total,
+      rate=self._rate,
+      doing=doing,
+      doing_for=round(doing_for, 3),
+      saved_step=self._saved[0],
+      saved=self._saved[1],
+      goodput=self.goodput.record(self._step),
+      memory=self._memory,
+      ended=self.ended_by,
+    )
+
+
+def _is_computed(x: jax.Array | None) -> bool:
+  return x is None or bool(cast(Any, x).is_ready())
+
+
+def memory_peaks() -> dict[str, float]:
+  """Returns the most memory that was used until now, in bytes: of the fullest local device, and of this process.
+
+  What the platform does not report is absent: CPU devices have no memory of their own.
+  """
+  stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != 'cpu']
+  peaks = [stat['peak_bytes_in_use'] for stat in stats if 'peak_bytes_in_use' in stat]
+  found = {'speed/device_peak_bytes': float(max(peaks))} if peaks else {}
+  try:
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == 'darwin' else 1024
+    found['speed/host_peak_bytes'] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+  except ImportError:  # Windows.
+    pass
+  return found

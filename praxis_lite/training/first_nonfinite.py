@@ -1,0 +1,166 @@
+"""Where a value that is not finite first appears in a step: its program is run operation by operation, on one device.
+
+A layer's operations carry its path, also those of the backward pass, so nothing of the layers is needed but that.
+Scans are unrolled, so that a repeated layer is named with its number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+_INNER = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')  # Where an operation that calls a program has it.
+_NOT_LAYERS = re.compile(r'^(jit|pjit|checkpoint|remat.*|rematted_computation|closed_call|vmap|custom_.*|shard_map|)$')
+
+
+@dataclasses.dataclass
+class Origin:
+  """An operation whose inputs are finite and whose result is not.
+
+  Attributes:
+    where: the path of the layer, with the number of a repeated one, as in 'lm.transformer[3].layers.mlp'.
+    is_backward: whether it is an operation of the gradient.
+    operation: its name in JAX, such as 'exp'.
+    found: what it returns: 'nan' or 'inf'.
+    inputs: the range of each of its inputs.
+  """
+
+  where: str
+  is_backward: bool
+  operation: str
+  found: str
+  inputs: list[str]
+
+  def __str__(self) -> str:
+    direction = 'backward, ' if self.is_backward else ''
+    return f'{self.where or "the step"}: {direction}{self.operation} of {", ".join(self.inputs)} gives {self.found}'
+
+
+@dataclasses.dataclass
+class Statistics:
+  """Of the last result in a layer: its root mean square and largest magnitude, and how many values are not finite."""
+
+  rms: float
+  largest: float
+  not_finite: int
+  size: int
+
+
+class Trace:
+  """What a program computes, operation by operation.
+
+  Args:
+    root: the scope of the model itself, which paths leave out.
+    most: how many origins are kept.
+
+  Attributes:
+    origins: where values that are not finite come from, in order. A mask may make them on purpose.
+    layers: statistics by the path of a layer, in the order of the computation; those of the backward pass end in ~.
+  """
+
+  def __init__(self, root: str = '', most: int = 5):
+    self.origins: list[Origin] = []
+    self.layers: dict[str, Statistics] = {}
+    self._root = root
+    self._most = most
+
+  def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    """Returns function(*args), computed one operation after the other."""
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    out = self._run(closed.jaxpr, closed.consts, jax.tree.leaves(args), '', {})
+    return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+  def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], stack: str, at: dict[str, str]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+      read = [x.val if isinstance(x, core.Literal) else values[x] for x in eqn.invars]
+      path = '/'.join(part for part in (stack, str(eqn.source_info.name_stack)) if part)
+      results = self._apply(eqn, read, path, at)
+      values.update(zip(eqn.outvars, results, strict=True))
+    return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
+
+  def _apply(self, eqn: Any, args: list[Any], stack: str, at: dict[str, str]) -> list[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == 'scan':
+      return self._scan(eqn, args, stack, at)
+    if name == 'cond':
+      branch = params['branches'][int(np.clip(int(args[0]), 0, len(params['branches']) - 1))]
+      return self._run(branch.jaxpr, branch.consts, args[1:], stack, at)
+    if name == 'sharding_constraint':
+      return args
+    inner = next((params[key] for key in _INNER if key in params), None)
+    if inner is not None and name not in ('while', 'shard_map', 'reduce', 'scatter', 'pallas_call'):
+      if isinstance(inner, core.ClosedJaxpr):
+        return self._run(inner.jaxpr, inner.consts, args, stack, at)
+      return self._run(inner, (), args, stack, at)
+    bound = eqn.primitive.get_bind_params(params)
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Earlier versions of JAX return both.
+    with eqn.ctx.manager:
+      out = eqn.primitive.bind(*functions, *args, **bound)
+    results = list(out) if eqn.primitive.multiple_results else [out]
+    self._look(name, args, results, stack, at)
+    return results
+
+  def _scan(self, eqn: Any, args: list[Any], stack: str, at: dict[str, str]) -> list[Any]:
+    params, outvars = eqn.params, eqn.outvars[eqn.params['num_carry'] :]
+    consts, carry = params['num_consts'], params['num_carry']
+    fixed, state, xs = args[:consts], args[consts : consts + carry], args[consts + carry :]
+    length, body, where = params['length'], params['jaxpr'], _path(stack)
+    rows: list[list[Any]] = [[] for _ in body.jaxpr.outvars[carry:]]
+    order = range(length - 1, -1, -1) if params['reverse'] else range(length)
+    for i in order:
+      out = self._run(body.jaxpr, body.consts, [*fixed, *state, *(x[i] for x in xs)], stack, {**at, where: f'[{i}]'})
+      state = out[:carry]
+      for row, y in zip(rows, out[carry:], strict=True):
+        row.append(y)
+    ordered = [row[::-1] if params['reverse'] else row for row in rows]
+    empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in outvars] if not length else []
+    return [*state, *(empty or [jnp.stack(row) for row in ordered])]
+
+  def _look(self, name: str, args: list[Any], results: list[Any], stack: str, at: dict[str, str]) -> None:
+    where, is_backward = _path(stack), 'transpose' in stack
+    # The longest path that a scan has numbered tells which of its layers this is.
+    for prefix in sorted(at, key=len, reverse=True):
+      if where.startswith(prefix):
+        where = f'{prefix}{at[prefix]}{where[len(prefix) :]}'
+        break
+    where = where.removeprefix(self._root).removeprefix('.')
+    for result in results:
+      if not jnp.issubdtype(jnp.result_type(result), jnp.floating) or not jnp.size(result):
+        continue
+      x = np.asarray(result, np.float64)
+      good = np.isfinite(x)
+      if where:
+        finite = x[good]
+        rms = float(np.sqrt(np.mean(finite**2))) if finite.size else float('nan')
+        self.layers[f'{where}~' if is_backward else where] = Statistics(
+          rms, float(np.max(np.abs(finite))) if finite.size else float('nan'), int(x.size - good.sum()), x.size
+        )
+      if not good.all() and len(self.origins) < self._most and all(map(_is_finite, args)):
+        found = 'nan' if np.isnan(x).any() else 'inf'
+        self.origins.append(Origin(where, is_backward, name, found, [_range(a) for a in args]))
+
+
+def _path(stack: str) -> str:
+  """Returns the path of a layer from the names of nested scopes, 'transpose(jvp(lm))/softmax'."""
+  names = re.sub(r'\b(transpose|jvp|vmap)\(|\)', '', stack).split('/')
+  return '.'.join(name for name in names if not _NOT_LAYERS.match(name) and not re.search(r'[^\w~\[\]]', name))
+
+
+def _is_finite(x: Any) -> bool:
+  return not jnp.issubdtype(jnp.result_type(x), jnp.floating) or bool(np.isfinite(np.asarray(x, np.float64)).all())
+
+
+def _range(x: Any) -> str:
+  if not jnp.size(x) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+    return f'{jnp.result_type(x)}{list(jnp.shape(x))}'
+  low, high = float(np.min(np.asarray(x, np.float64))), float(np.max(np.asarray(x, np.float64)))
+  shape = ','.join(map(str, jnp.shape(x)))
+  return f'{low:.3g}' if low == high and not shape else f'[{shape}] from {low:.3g} to {high:.3g}'
