@@ -12,6 +12,7 @@ ROOMS = [
   *(
     'errors',
     'importing',
+    'native_log',
     'files',
     'accelerators',
     'trees',

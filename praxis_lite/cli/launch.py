@@ -88,7 +88,7 @@ def _flags() -> flags.FlagValues:
   def number(name: str, default: float, what: str) -> None:
     flags.DEFINE_float(name, default, what, lower_bound=0, flag_values=values)
 
-  what = 'What each process runs. Example: -- train --exp=lm.StdlibLm --job_log_dir=runs/1'
+  what = 'What each process runs, as after --. Example: --train=train --train=--exp=lm.StdlibLm'
   flags.DEFINE_multi_string('train', [], what, flag_values=values)
   integer('processes', None, 'How many processes. Example: --processes=2')
   integer('devices', None, 'Simulate this many CPU devices in each process. Example: --devices=4')
@@ -113,7 +113,7 @@ def _flags() -> flags.FlagValues:
 
 COMMAND = Command(
   'launch',
-  'train in several processes, as on several hosts; or as a Kubernetes JobSet',
+  'train in several processes, each a host; or print a JobSet',
   'train in several processes of this machine, each a host of its own, with simulated devices or real ones. Each line '
   'of their output begins with the name of its host. Ctrl-C and SIGTERM are passed on: all save the same step. When a '
   'process dies, or ends with 75 because another one was lost, all are started again and continue from the last '

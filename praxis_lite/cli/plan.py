@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from absl import flags
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, searched, topologies_of
 from praxis_lite.errors import UserError
+from praxis_lite.native_log import collected_log
 
 if TYPE_CHECKING:
   from praxis_lite.experiment import ExperimentConfig
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def _run(values: flags.FlagValues) -> int:
+  import_jax()
   if values.check:
     _named_by_snapshot(values)
   if values.calibrate:
@@ -120,8 +123,16 @@ def _guarded(values: flags.FlagValues, found: Plan) -> bool:
   return not worse
 
 
+def import_jax() -> None:
+  """Imports JAX without its plugins' saying that there are no drivers; before anything else does."""
+  with collected_log():
+    importlib.import_module('jax')
+
+
 def prepare(*topologies: Topology) -> None:
   """Makes JAX ready to plan for some chips; before anything uses a device."""
+  import jax
+
   from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
 
   if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
@@ -131,7 +142,8 @@ def prepare(*topologies: Topology) -> None:
     simulate_cpu_devices(max(simulated))
   else:
     leave_accelerators_alone()
-    _start_quietly()
+    with collected_log():
+      jax.devices()
 
 
 def cache_of_plans() -> Path:
@@ -150,21 +162,6 @@ def _calibrate() -> int:
     print(f'{name:<22} {value if isinstance(value, str) else f"{value:.3g}"}')
   print(f'plans for {target.name} take these from {file}')
   return 0
-
-
-def _start_quietly() -> None:
-  """Starts JAX. Its plugins look for drivers, and say on stderr, below Python, that there are none."""
-  import jax
-
-  sys.stderr.flush()
-  kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-  os.dup2(nowhere, 2)
-  try:
-    jax.devices()
-  finally:
-    os.dup2(kept, 2)
-    os.close(kept)
-    os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,8 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
     ways = what_if.ways_out()
     nothing = 'no setting near this one fits; use more chips, or --search'
     sections.append(format_changes(ways, before, 'to make it fit') if ways else nothing)
+    if ways and found.is_refused:
+      sections.append('the compiler needs more than formulas say of this step, so plan these before you rely on them')
   if job.values.what_if:
     largest = [what_if.largest_batch(), what_if.largest_length()] if found.fits else []
     changes = [*what_if.of_state(), *(change for change in largest if change)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
+from praxis_lite.cli.plan import import_jax, prepare
 from praxis_lite.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 def _run(values: flags.FlagValues) -> int:
+  if values.compiled:
+    import_jax()
   from praxis_lite.config.json import to_json
   from praxis_lite.config.text import diff_texts, to_text, to_text_of_changes
   from praxis_lite.runtime.distributed import leave_accelerators_alone
@@ -26,7 +29,6 @@ def _run(values: flags.FlagValues) -> int:
     if values[flag].value == '':
       raise UserError(f'--{flag} is empty: name {example}')
   if values.compiled:
-    from praxis_lite.cli.plan import prepare
     from praxis_lite.plan import parse_topology
 
     prepare(parse_topology(values.compiled))

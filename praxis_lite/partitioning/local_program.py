@@ -168,7 +168,7 @@ class _Reader:
     returned: set[ir.Value],
   ) -> _Held:
     """The memory that has to stay for a result to be read."""
-    if op.name == 'stablehlo.while':
+    if op.name == 'stablehlo.while' and not _is_copied(op, number):
       return used[number]
     if op.name in _VIEWS:
       return used[number if number < len(used) else 0]
@@ -249,6 +249,12 @@ class _Reader:
     if not isinstance(value.type, ir.RankedTensorType):
       return 0
     return math.prod(self._shape(value)) * _itemsize(value)
+
+
+def _is_copied(loop: ir.Operation, number: int) -> bool:
+  """Whether a loop needs a copy of what it is given: several buffers that it fills may begin as one constant."""
+  operands = list(loop.operands)
+  return operands[number] in operands[:number] and 'broadcast_in_dim' in getattr(operands[number].owner, 'name', '')
 
 
 def _itemsize(value: ir.Value) -> int:

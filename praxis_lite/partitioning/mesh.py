@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from praxis_lite.errors import ShardingError
 
@@ -81,9 +81,10 @@ def mesh_sizes(
   return {name: i * d for name, i, d in zip(names, ici, dcn)}
 
 
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-  """Returns a mesh of these axis sizes without devices, with Auto axes."""
-  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+def abstract_mesh(sizes: Mapping[str, int], platform: str | None = None) -> AbstractMesh:
+  """Returns a mesh of these axis sizes without devices, with Auto axes; of 'gpu' or 'tpu', if that is given."""
+  device = None if platform is None else AbstractDevice(platform, None, platform)
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
 def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:

@@ -26,8 +26,8 @@ from praxis_lite.plan.topology import Topology
 from praxis_lite.training.partitioned_task import PartitionedTask
 
 UNCERTAIN = (
-  'analytic: no compiler was asked. State, FLOPs and collectives are those of the program before XLA optimizes it; '
-  'temporaries are an estimate; collectives count as exposed, and other operations than products as free'
+  'analytic: these are not of a compiled program. State, FLOPs and collectives are those of the program before XLA '
+  'optimizes it; temporaries are an estimate; collectives count as exposed, and other operations than products as free'
 )
 _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 

@@ -14,9 +14,7 @@ import importlib.util
 import json
 import os
 import re
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -28,6 +26,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.native_log import collected_log
 from praxis_lite.plan.targets import gpu_target_config
 from praxis_lite.plan.topology import Topology
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -35,9 +34,8 @@ from praxis_lite.training.partitioned_step import PartitionedStep
 # Of each kind of target: modules any of which compiles for it, and the packages that versions are asked of.
 _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
-# XLA's log below Python: what its partitioner does badly, and other information and warnings.
-_PARTITIONER = b'[SPMD] Involuntary full rematerialization'
-_WARNING = re.compile(rb'[IW]\d{4} ')
+# How XLA's partitioner warns, in its log, of what it does badly.
+_PARTITIONER = '[SPMD] Involuntary full rematerialization'
 _CUDNN_VERSION = 91000  # As in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these, the compilers look for the machine that they are made for.
@@ -115,7 +113,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   try:
-    return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
+    with collected_log():  # It says that there are no such devices here.
+      return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
   except (RuntimeError, ValueError, NotImplementedError) as error:
     raise ConfigError(f'topology {topology.name}: {_first_line(error)}') from error
 
@@ -186,7 +185,7 @@ def compile_step(
     CompileError: the compiler refuses it, or has not enough memory.
   """
   report('tracing')
-  with _as_if_with_cudnn():
+  with as_if_with_cudnn():
     lowered = step.lower()
   file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
   if kept := _read(file):
@@ -198,7 +197,7 @@ def compile_step(
       return dataclasses.replace(kept, is_cached=False)
   start = time.perf_counter()
   try:
-    with _partitioner_messages() as messages:
+    with collected_log() as log:
       compiled, text = _compiled(lowered, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}')
@@ -212,15 +211,16 @@ def compile_step(
     'temporaries': found.temp_size_in_bytes,
     'code': found.generated_code_size_in_bytes if topology.target.kind == 'tpu' else 0,
   }
-  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start, messages=tuple(messages))
+  messages = tuple(line for line in log if _PARTITIONER in line)
+  result = CompiledStep(text, **sizes, seconds=time.perf_counter() - start, messages=messages)
   if file is not None:
     _write(file, result)
   return result
 
 
 @contextlib.contextmanager
-def _as_if_with_cudnn() -> Iterator[None]:
-  """Lets fused attention be lowered without cuDNN: JAX asks for its version, and the compiler needs nothing of it."""
+def as_if_with_cudnn() -> Iterator[None]:
+  """Lets fused attention be traced without cuDNN: JAX asks for its version, and the compiler needs nothing of it."""
   name = 'jax._src.cudnn.fused_attention_stablehlo'
   module: Any = importlib.import_module(name) if importlib.util.find_spec(name) else None
   ask = getattr(module, 'check_cudnn_version', None)
@@ -232,36 +232,6 @@ def _as_if_with_cudnn() -> Iterator[None]:
     yield
   finally:
     module.check_cudnn_version = ask
-
-
-@contextlib.contextmanager
-def _partitioner_messages() -> Iterator[list[str]]:
-  """Collects what XLA's partitioner, below Python, warns of on stderr. Errors go there as they come."""
-  found: list[str] = []
-  sys.stderr.flush()
-  stderr = os.dup(2)
-  end, start = os.pipe()
-
-  def read() -> None:
-    while chunk := os.read(end, 1 << 16):  # XLA writes each message at once.
-      for line in chunk.splitlines(keepends=True):
-        if _PARTITIONER in line:
-          found.append(line.decode(errors='replace').strip())
-        elif not _WARNING.match(line):
-          os.write(stderr, line)
-
-  reader = threading.Thread(target=read, daemon=True)
-  os.dup2(start, 2)
-  os.close(start)
-  reader.start()
-  try:
-    yield found
-  finally:
-    sys.stderr.flush()
-    os.dup2(stderr, 2)  # The last writer of the pipe is closed, so the reader ends.
-    reader.join()
-    os.close(end)
-    os.close(stderr)
 
 
 def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:

@@ -26,7 +26,15 @@ from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.plan.activations import as_compiled
 from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.plan.cause import Cause
-from praxis_lite.plan.compilers import CompiledStep, CompileError, compile_step, devices_of, missing_compiler, places_of
+from praxis_lite.plan.compilers import (
+  CompiledStep,
+  CompileError,
+  as_if_with_cudnn,
+  compile_step,
+  devices_of,
+  missing_compiler,
+  places_of,
+)
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.memory import Memory, live_at_peak, live_over_time, state_bytes
@@ -191,7 +199,9 @@ def plan(
         live=live_at_peak(program, names),
         over_time=live_over_time(program),
       )
-      why = Why(trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh)), struct), names)
+      with as_if_with_cudnn():
+        traced = trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
+      why = Why(traced, names)
       found = _planned(partitioned, topology, step, memory, why.explained(cost, program), _doubts(cost))
       findings = [*why.rematerialized(step.messages), *why.replicated(cost.operations, topology.num_devices)]
       activations = as_compiled(why.report.activations, program, names)

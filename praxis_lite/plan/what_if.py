@@ -178,6 +178,9 @@ class WhatIf:
       guess = min(_on_the_line(sizes, capacity), _MOST_GROWTH[what] * max(sizes)) // step * step
       if guess in sizes or guess < step:
         break
+    else:
+      if best is not None and guess > _size(best):
+        best = dataclasses.replace(best, what=f'{best.what} or more')
     if best is None or self._planned.mode != 'compiled':
       return best
     return self._compiled_largest(best, what, size, step, overrides)
@@ -186,7 +189,7 @@ class WhatIf:
     self, best: Change, what: str, size: int, step: int, overrides: Callable[[int], list[str]]
   ) -> Change:
     capacity, sizes = self._planned.memory.capacity, {size: float(self._planned.memory.peak)}
-    guess = _size(best)
+    guess, name, failure = _size(best), best.what, 'which the compiler did not confirm'
     for _ in range(_MOST_COMPILES):
       config = self._config.with_overrides(overrides(guess))
       self._report(f'compiling: {what} {guess:,}')
@@ -196,13 +199,15 @@ class WhatIf:
         sizes[guess] = found.memory.peak
         if found.fits:
           share = found.step_seconds / self._planned.step_seconds * self._planned.work.flops / found.work.flops
-          return Change(f'{what} {guess:,}', tuple(overrides(guess)), found.memory.peak, share, 'compiled')
+          name = name if guess == _size(best) else f'{what} {guess:,}'
+          return Change(name, tuple(overrides(guess)), found.memory.peak, share, 'compiled')
       elif not found.is_refused:
+        failure = f'not compiled: {found.notes[0]}'
         break
       guess = min(_on_the_line(sizes, capacity) if len(sizes) > 1 else int(0.8 * guess), guess - step) // step * step
       if guess <= size:
         break
-    return dataclasses.replace(best, what=f'{best.what}, which the compiler did not confirm')
+    return dataclasses.replace(best, what=f'{best.what}, {failure}')
 
   # ---------------------------------------------------------------- ways out
 

@@ -12,13 +12,13 @@ from small_lm import ALL, ROWS, TOKENS, small_lm
 from praxis_lite.cli.main import main
 from praxis_lite.errors import ConfigError
 from praxis_lite.explain.report import task_and_inputs
-from praxis_lite.plan import child, compilers, parse_topology, plan
+from praxis_lite.plan import child, compilers, parse_topology, plan, searching, what_if
 from praxis_lite.plan.compare import verdict
 from praxis_lite.plan.fitting import fitted_mesh, made_to_fit
 from praxis_lite.plan.knobs import Configured, knobs_of, neighbours, overrides_of
 from praxis_lite.plan.price import price_of
 from praxis_lite.plan.searching import Correction, format_search, search
-from praxis_lite.plan.what_if import WhatIf
+from praxis_lite.plan.what_if import Change, WhatIf
 
 
 @pytest.fixture(scope='module')
@@ -135,6 +135,15 @@ def test_what_other_moments_save_is_exact(planned):
   assert again.memory.state.total - planned.memory.state.total == changes['moments in int8'].peak - planned.memory.peak
 
 
+def test_a_size_that_a_limit_of_the_search_ends_says_so(planned, monkeypatch):
+  def estimated(self, what, overrides):
+    return Change(what, tuple(overrides), planned.memory.peak + int(overrides[0].partition('=')[2]), 1.0, 'estimated')
+
+  monkeypatch.setattr(WhatIf, '_estimated', estimated)
+  largest = WhatIf(Configured.of(small_lm((1, 4, 2))), planned)._largest('seq_len', 32, 32, lambda n: [f'length={n}'])
+  assert largest.what.endswith(' or more') and largest.peak < planned.memory.capacity
+
+
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
   config = Configured.of(small_lm((1, 4, 2)))
@@ -146,6 +155,26 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(planned):
   assert not plan(more.explained, None, 'h100:1x8', compile=False).fits
 
 
+def test_the_mesh_next_to_one_that_waits_least_is_found(planned, monkeypatch):
+  times = {'(1, 8, 1)': 0.8, '(2, 2, 2)': 0.7, '(1, 2, 4)': 1.2}
+  asked = []
+
+  def estimated(self, what, overrides):
+    asked.append(what)
+    shape, too_large = what.removeprefix('mesh '), 2.0 * planned.memory.capacity
+    peak = too_large if shape == '(2, 2, 2)' else 1.0
+    return Change(what, tuple(overrides), peak, times[shape], 'estimated') if shape in times else None
+
+  monkeypatch.setattr(WhatIf, '_estimated', estimated)
+  changes = WhatIf(Configured.of(small_lm((1, 4, 2))), _slower(planned, 10.0))
+  assert changes.less_waiting().overrides == ('task.ici_mesh_shape=(1, 8, 1)',)
+  assert len(asked) > len(times)
+  times.pop('(1, 8, 1)')
+  assert changes.less_waiting() is None  # The others do not fit, or take longer.
+  calm = dataclasses.replace(planned, cost=dataclasses.replace(planned.cost, collectives=()))
+  assert WhatIf(Configured.of(small_lm((1, 4, 2))), calm).less_waiting() is None
+
+
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_has_ways_out():
   config = Configured.of(small_lm((1, 1, 1))).with_overrides(['datasets[0].batch_size=262144'])
@@ -154,8 +183,7 @@ def test_a_step_that_does_not_fit_has_ways_out():
   ways = WhatIf(config, found).ways_out()
   assert 1 <= len(ways) <= 3
   assert [way.time for way in ways] == sorted(way.time for way in ways)
-  for way in ways[:1]:
-    assert plan(config.with_overrides(way.overrides).explained, None, 'h100:1', compile=False).fits
+  assert all(way.peak <= found.memory.capacity for way in ways)
 
 
 # ---------------------------------------------------------------- prices and comparisons
@@ -186,6 +214,9 @@ def test_the_better_of_two_plans_is_named_with_its_reason(planned):
 def test_the_command_prints_them(capsys, monkeypatch):
   monkeypatch.setattr(WhatIf, 'largest_batch', lambda self: None)  # These take seconds, and are tested above.
   monkeypatch.setattr(WhatIf, 'largest_length', lambda self: None)
+  monkeypatch.setattr(WhatIf, 'less_waiting', lambda self: Change('a mesh', ('mesh=1',), 1.0, 0.9, 'estimated'))
+  monkeypatch.setattr(what_if, 'MOMENTS', ('float32', 'int8'))
+  monkeypatch.setattr(searching, '_LEAST_ESTIMATES', 2)
   named = ['plan', '--exp=lm.SyntheticLmTiny', '--topology=h100:1x8', '--nocompile']
   changes = ['--compare=task.ici_mesh_shape=(8,1,1)', '--what_if', '--tokens=1e9', '--price_per_chip_hour=2']
   assert main([*named, *changes]) == 0
@@ -193,6 +224,7 @@ def test_the_command_prints_them(capsys, monkeypatch):
   assert 'is made to fit 8 devices: replica 1 x data 8 x mdl 1' in err
   assert re.search(r'1B tokens take [\d,]+ steps, .* chip-hours, [\d,]+ in money', out)
   assert re.search(r'moments in int8 .* exact +--set', out)
+  assert re.search(r'to wait less for communication .*\n-+\na mesh +1 B .* 90% ', out)
   assert re.search(r'is better: |both take the same time', out)
   assert main([*named, '--search', '--search_seconds=1']) == 0
   assert 'that were looked at' in capsys.readouterr().out

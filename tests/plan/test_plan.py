@@ -6,13 +6,18 @@ import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED, ROWS, TOKENS, VOCAB, D, small_lm
 
 from praxis_lite.cli.main import main
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.explain.report import task_and_inputs
+from praxis_lite.partitioning.local_program import local_program
+from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.plan import compilers, format_plan, parse_topology, plan
 from praxis_lite.training.partitioned_task import PartitionedTask
 
@@ -213,6 +218,16 @@ def test_without_a_compiler_activations_that_are_summed_are_known():
   once = 2 * 7 / 8 * 4 * ROWS * LENGTH * D
   for phase, times in REDUCED.items():
     assert sent(found, 'all-reduce', layer='lm.transformer.layers', phase=phase) == pytest.approx(times * once)
+
+
+def test_each_buffer_that_a_loop_fills_takes_memory():
+  def loss(x):
+    return jnp.sum(jax.lax.scan(lambda x, _: (jnp.sin(x @ jnp.sin(x)), None), x, length=8)[0])
+
+  mesh = abstract_mesh({'data': 2})
+  x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
+  program = local_program(jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=('cpu',)))
+  assert program.temporaries > 4 * 8 * 64 * 64 * 4  # Before each sine and after it; all of them begin as one constant.
 
 
 def test_a_step_that_the_compiler_refuses_is_planned_by_formulas(monkeypatch):
