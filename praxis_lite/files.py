@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.errors import UserError
 
@@ -18,6 +20,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
       'the store, or train in a local directory and copy it there'
     )
   return Path(path).expanduser()
+
+
+def parse_json(text: str | bytes) -> Any:
+  """Returns what JSON of anyone says; raises ValueError if it is none, is not UTF-8, or is nested too deeply."""
+  try:
+    return json.loads(text)
+  except RecursionError:
+    raise ValueError('nested too deeply') from None
 
 
 def replace_file(path: Path, text: str) -> None:

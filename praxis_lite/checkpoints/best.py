@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from praxis_lite.files import replace_file
+from praxis_lite.files import parse_json, replace_file
 
 BEST = 'best.json'
 
@@ -21,6 +22,11 @@ class BestCheckpoint(NamedTuple):
   metric: str
   mode: str  # 'min' or 'max'
   value: float
+
+  def is_whole(self) -> bool:
+    """Whether all has the right type; a file may be of anyone."""
+    is_named = type(self.step) is int and isinstance(self.metric, str) and self.mode in ('min', 'max')
+    return is_named and type(self.value) in (int, float) and abs(self.value) <= sys.float_info.max
 
 
 class BestRecord:
@@ -40,10 +46,10 @@ class BestRecord:
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
     try:
-      best = BestCheckpoint(**json.loads(self._path.read_text(encoding='utf-8')))
+      best = BestCheckpoint(**parse_json(self._path.read_bytes()))
     except (OSError, ValueError, TypeError):
       return None
-    return best if best.step in steps else None
+    return best if best.is_whole() and best.step in steps else None
 
   def write(self) -> None:
     """Has the file name the best checkpoint, which is complete by now."""

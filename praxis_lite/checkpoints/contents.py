@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.errors import CheckpointError
+from praxis_lite.files import parse_json
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
@@ -47,14 +48,41 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
     CheckpointError: it cannot be read.
   """
   try:
-    record = json.loads((folder / item / 'metadata').read_text(encoding='utf-8'))
+    record = parse_json((folder / item / 'metadata').read_bytes())
     content = {name: value for name, value in record.items() if name != 'checksum'}
     is_old = 'checksum' not in record and record.get('format', 1) == 1
     if not is_old and record.get('checksum') != _checksum(content):
       raise ValueError(f'the checksum of {item} differs')
+    _check_content(content, item)
   except (OSError, ValueError, AttributeError) as error:
     raise unreadable(folder, error) from error
   return content
+
+
+def _check_content(record: dict[str, Any], item: str) -> None:
+  """Raises ValueError unless a record has what is read of it: a checksum says nothing of who wrote it."""
+  if item == 'inputs' and 'input_state' not in record:
+    raise ValueError('it has no input_state')
+  if item != 'about':
+    return
+  variables = record.get('variables')
+  if not isinstance(variables, dict):
+    raise ValueError('it does not say which variables there are')
+  for name, entry in variables.items():
+    shape, dtype = (entry.get('shape'), entry.get('dtype')) if isinstance(entry, dict) else (None, None)
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape) or not _is_dtype(dtype):
+      raise ValueError(f'what it says of {name} is wrong')
+
+
+def _is_dtype(name: object) -> bool:
+  if not isinstance(name, str):
+    return False
+  if name.startswith('key<'):
+    return True
+  try:
+    return not jnp.dtype(name).hasobject
+  except (TypeError, ValueError):
+    return False
 
 
 def _checksum(record: dict[str, Any]) -> str:

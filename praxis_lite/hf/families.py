@@ -23,7 +23,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_L
 def family_of(hf: HfConfig) -> Family:
   """Returns the family of a checkpoint; raises ConfigError, which names those there are, if it is of another."""
   model_type = hf['model_type']
-  if model_type not in FAMILIES:
+  if not isinstance(model_type, str) or model_type not in FAMILIES:
     raise ConfigError(
       f'{hf.where}: model_type {model_type!r} is not supported.{did_you_mean(str(model_type), FAMILIES)} '
       f'Known: {", ".join(FAMILIES)}'

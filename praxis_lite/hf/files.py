@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from praxis_lite.errors import CheckpointError
+from praxis_lite.files import parse_json
 
 SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
 _DTYPES = {
@@ -80,15 +81,18 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
       hint = f'; {other} is in an older format: load and save it with transformers' if other else ''
       raise CheckpointError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}')
     return read_header(single)
-  with open(index, encoding='utf-8') as f:
+  with open(index, 'rb') as f:
     try:
-      file_of: dict[str, str] = json.load(f)['weight_map']
+      file_of: dict[str, str] = parse_json(f.read())['weight_map']
+      if not all(isinstance(file, str) for file in file_of.values()):
+        raise ValueError('weight_map names something that is no file')
       files = sorted(set(file_of.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise CheckpointError(f'{index} is no index of safetensors: {error}') from None
   found: dict[str, StoredTensor] = {}
   for file in files:
-    if os.path.basename(file) != file or not os.path.isfile(os.path.join(folder, file)):
+    is_inside = os.path.basename(file) == file and file.isprintable()
+    if not is_inside or not os.path.isfile(os.path.join(folder, file)):
       raise CheckpointError(f'{index} names the file {file}, and there is no such file beside it')
     found.update(read_header(os.path.join(folder, file)))
   missing = sorted(file_of.keys() - found.keys())
@@ -105,15 +109,15 @@ def read_header(file: str) -> dict[str, StoredTensor]:
     if size < 8 or length > size - 8:
       raise CheckpointError(f'{file} is truncated, or no safetensors file: its header does not fit into {size} bytes')
     try:
-      header: dict[str, Any] = json.loads(f.read(length))
+      header: dict[str, Any] = parse_json(f.read(length))
+      entries = {name: entry for name, entry in header.items() if name != _METADATA}
+      for name, entry in entries.items():
+        _check_entry(name, entry)
       found = {
-        name: StoredTensor(
-          name, file, entry['dtype'], tuple(map(int, entry['shape'])), 8 + length + entry['data_offsets'][0]
-        )
-        for name, entry in header.items()
-        if name != _METADATA
+        name: StoredTensor(name, file, e['dtype'], tuple(e['shape']), 8 + length + e['data_offsets'][0])
+        for name, e in entries.items()
       }
-      end = 8 + length + max((e['data_offsets'][1] for n, e in header.items() if n != _METADATA), default=0)
+      end = 8 + length + max((e['data_offsets'][1] for e in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
       raise CheckpointError(f'{file} is no safetensors file: its header cannot be read ({error})') from None
   if end > size:
@@ -122,6 +126,15 @@ def read_header(file: str) -> dict[str, StoredTensor]:
     if tensor.kind in _DTYPES and tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize > size:
       raise CheckpointError(f'{file} is damaged: {tensor.name} of shape {list(tensor.shape)} goes beyond its end')
   return found
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+  """Raises ValueError unless what a header says of a tensor is of the right types."""
+  numbers = [*entry['shape'], *entry['data_offsets']]
+  if not isinstance(entry['dtype'], str) or len(entry['data_offsets']) != 2:
+    raise ValueError(f'what it says of {name}')
+  if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+    raise ValueError(f'the sizes and offsets of {name}')
 
 
 class Declared(NamedTuple):

@@ -35,7 +35,7 @@ class Gpt2(Family):
     lm = model.lm_tpl
     lm.transformer_tpl.layers_tpl.ff_tpl.activation = hf.activation('activation_function')
     for norm in (lm.transformer_tpl.layers_tpl.norm_tpl, lm.final_norm_tpl):
-      norm.epsilon = float(hf['layer_norm_epsilon'])
+      norm.epsilon = hf.number('layer_norm_epsilon')
     return model
 
   def values(self, lm: TransformerLm) -> Values:

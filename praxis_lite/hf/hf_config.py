@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
+from praxis_lite.files import parse_json
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
 
@@ -53,12 +56,21 @@ class HfConfig:
       return self._defaults[name]
     raise ConfigError(f'{self.where}: {name} is missing')
 
-  def size(self, name: str) -> int:
-    """Returns a positive integer; raises ConfigError if it is none."""
+  def size(self, name: str, most: int = 2**31 - 1) -> int:
+    """Returns a positive integer; raises ConfigError if it is none, or larger than a model may have."""
     value = self[name]
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
       raise ConfigError(f'{self.where}: {name} = {value!r}; expected an integer of at least 1')
+    if value > most:
+      raise ConfigError(f'{self.where}: {name} = {value}; expected at most {most:,}')
     return value
+
+  def number(self, name: str, of: Mapping[str, Any] | None = None) -> float:
+    """Returns a finite number, of `of` where that is given; raises ConfigError if it is none."""
+    value = self[name] if of is None else of[name]
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+      raise ConfigError(f'{self.where}: {name} = {value!r}; expected a number')
+    return float(value)
 
   def must_be(self, name: str, *accepted: object) -> None:
     """Raises ConfigError if a value is given and is not one of those that the layers here compute."""
@@ -70,35 +82,38 @@ class HfConfig:
   def activation(self, name: str) -> str:
     """Returns the name in `layers/activations.py` of an activation function."""
     value = self[name]
-    if value not in _ACTIVATIONS:
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
       raise ConfigError(f'{self.where}: {name} = {value!r} is not supported; known: {", ".join(_ACTIVATIONS)}')
     return _ACTIVATIONS[value]
 
   def rotary(self) -> Config[RotaryPositions]:
     """Returns the rotary positions, of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     given = self.values.get('rope_parameters')
-    rope: dict[str, Any] = dict(given or self.values.get('rope_scaling') or {})
-    base = rope.get('rope_theta', self.values.get('rope_theta', self._defaults.get('rope_theta', 10_000.0)))
     field = 'rope_parameters' if given else 'rope_scaling'
+    rope: dict[str, Any] = given or self.values.get('rope_scaling') or {}
+    if not isinstance(rope, dict):
+      raise ConfigError(f'{self.where}: {field} = {rope!r}; expected a JSON object')
+    base = rope.get('rope_theta', self.values.get('rope_theta', self._defaults.get('rope_theta', 10_000.0)))
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if rope.get('partial_rotary_factor', self.values.get('partial_rotary_factor', 1.0)) != 1.0:
       raise ConfigError(f'{self.where}: partial_rotary_factor other than 1 is not supported')
-    rotary = Config(RotaryPositions, max_timescale=float(base))
+    rotary = Config(RotaryPositions, max_timescale=self.number('rope_theta', {'rope_theta': base}))
     try:
       if kind == 'linear':
-        rotary.scaling_tpl = Config(LinearRotaryScaling, factor=float(rope['factor']))
+        rotary.scaling_tpl = Config(LinearRotaryScaling, factor=self.number('factor', rope))
       elif kind == 'llama3':
         rotary.scaling_tpl = Config(
           Llama3RotaryScaling,
-          factor=float(rope['factor']),
-          original_max_len=int(rope['original_max_position_embeddings']),
-          low_freq_factor=float(rope['low_freq_factor']),
-          high_freq_factor=float(rope['high_freq_factor']),
+          factor=self.number('factor', rope),
+          original_max_len=int(self.number('original_max_position_embeddings', rope)),
+          low_freq_factor=self.number('low_freq_factor', rope),
+          high_freq_factor=self.number('high_freq_factor', rope),
         )
       elif kind == 'yarn':
         length = rope.get('original_max_position_embeddings') or self['max_position_embeddings']
-        rotary.scaling_tpl = Config(YarnRotaryScaling, factor=float(rope['factor']), original_max_len=int(length))
-        rotary.scaling_tpl.set(**_yarn_fields(rope))
+        length = int(self.number('original_max_position_embeddings', {'original_max_position_embeddings': length}))
+        rotary.scaling_tpl = Config(YarnRotaryScaling, factor=self.number('factor', rope), original_max_len=length)
+        rotary.scaling_tpl.set(**self._yarn_fields(rope))
       elif kind != 'default':
         raise ConfigError(
           f'{self.where}: {field} of type {kind!r} is not supported; only default, linear, llama3 and yarn are'
@@ -106,6 +121,20 @@ class HfConfig:
     except KeyError as missing:
       raise ConfigError(f'{self.where}: {field} of type {kind!r} lacks {missing}') from None
     return rotary
+
+  def _yarn_fields(self, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
+    given = [name for name in _YARN_FIELDS if rope.get(name) is not None]
+    fields = {name: bool(rope[name]) if name == 'truncate' else self.number(name, rope) for name in given}
+    if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
+      factor = self.number('factor', rope)
+      of_queries, of_all = (
+        YarnRotaryScaling.log_magnitude(factor, self.number(m, rope)) for m in ('mscale', 'mscale_all_dim')
+      )
+      if not of_all:
+        raise ConfigError(f'{self.where}: mscale_all_dim = {rope["mscale_all_dim"]!r} is not supported')
+      fields['attention_factor'] = of_queries / of_all
+    return fields
 
 
 def read_config(folder: str | os.PathLike[str]) -> HfConfig:
@@ -122,25 +151,13 @@ def read_config(folder: str | os.PathLike[str]) -> HfConfig:
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the JSON object in a file; raises ConfigError if there is something else."""
-  with open(path, encoding='utf-8') as f:
-    try:
-      values = json.load(f)
-    except ValueError as error:
-      raise ConfigError(f'{path} is not JSON: {error}') from None
+  try:
+    values = parse_json(Path(path).read_bytes())
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'{path} is not JSON: {error}') from None
   if not isinstance(values, dict):
     raise ConfigError(f'{path}: expected a JSON object')
   return values
-
-
-def _yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of `YarnRotaryScaling` that have defaults in config.json too."""
-  fields = {name: rope[name] for name in _YARN_FIELDS if rope.get(name) is not None}
-  if 'attention_factor' not in fields and rope.get('mscale') and rope.get('mscale_all_dim'):
-    of_queries, of_all = (
-      YarnRotaryScaling.log_magnitude(rope['factor'], rope[m]) for m in ('mscale', 'mscale_all_dim')
-    )
-    fields['attention_factor'] = of_queries / of_all
-  return fields
 
 
 def rope_values(rotary: RotaryPositions) -> dict[str, object]:

@@ -21,6 +21,8 @@ from praxis_lite.hf.tensors import Pair
 from praxis_lite.layers import MoeFeedForward, RMSNorm, SharedEmbeddingSoftmax, TransformerLm
 from praxis_lite.models import LanguageModel, transformer_lm
 
+_MOST_LAYERS = 100_000  # A config.json may be of anyone.
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaLike(Family):
@@ -63,7 +65,7 @@ class LlamaLike(Family):
     hf.must_be('use_bidirectional_attention', False, None)
     for name in {'attention_bias', 'mlp_bias'} - {*self.optional_biases}:
       hf.must_be(name, False)
-    num_layers, windows = hf.size('num_hidden_layers'), self._windows(hf)
+    num_layers, windows = hf.size('num_hidden_layers', most=_MOST_LAYERS), self._windows(hf)
     alike = len(set(windows)) == 1
     model = transformer_lm(
       vocab_size=hf.size('vocab_size'),
@@ -78,7 +80,7 @@ class LlamaLike(Family):
     )
     lm = model.lm_tpl
     block = lm.transformer_tpl.layers_tpl
-    norm = Config(RMSNorm, epsilon=float(hf['rms_norm_eps']), zero_centered=self.is_gemma)
+    norm = Config(RMSNorm, epsilon=hf.number('rms_norm_eps'), zero_centered=self.is_gemma)
     block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
     bias = 'attention_bias' in self.optional_biases and bool(hf['attention_bias'])
     block.attention_tpl.set(use_bias=bias or self.qkv_bias, use_out_bias=bias, rotary_tpl=hf.rotary())
@@ -96,7 +98,7 @@ class LlamaLike(Family):
     if self.hybrid_norms:
       block.norm_policy = 'primer_hybrid'
       block.attention_tpl.set(
-        scale=float(hf['query_pre_attn_scalar']) ** -0.5, logit_soft_cap=hf['attn_logit_softcapping']
+        scale=hf.number('query_pre_attn_scalar') ** -0.5, logit_soft_cap=hf['attn_logit_softcapping']
       )
       lm.softmax_tpl.soft_cap = hf['final_logit_softcapping']
     return model
@@ -177,7 +179,7 @@ class LlamaLike(Family):
 
   def _windows(self, hf: HfConfig) -> list[int | None]:
     """The sliding window of each layer."""
-    count = hf.size('num_hidden_layers')
+    count = hf.size('num_hidden_layers', most=_MOST_LAYERS)
     if self.windows == 'none' or hf['sliding_window'] is None or not hf['use_sliding_window']:
       return [None] * count
     window = hf.size('sliding_window')
@@ -187,9 +189,10 @@ class LlamaLike(Family):
     if types is None and self.hybrid_norms:
       types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(count)]
     if types is None:
-      first = hf['max_window_layers']
+      first = hf.number('max_window_layers')
       types = ['sliding_attention' if i >= first else 'full_attention' for i in range(count)]
-    if len(types) != count or not {*types} <= {'sliding_attention', 'full_attention'}:
+    known = 'sliding_attention', 'full_attention'
+    if not isinstance(types, list) or len(types) != count or not all(kind in known for kind in types):
       raise ConfigError(f'{hf.where}: layer_types must have {count} times full_attention or sliding_attention')
     return [window if kind == 'sliding_attention' else None for kind in types]
 

@@ -204,11 +204,14 @@ class BaseInput(Configurable, Iterator[Rows]):
   def check_state(self, state: dict[str, Any], required: tuple[str, ...]) -> None:
     """Raises `CheckpointError` unless `state` has the `required` keys and matches `identity()`."""
     expected = self.identity()
-    missing = [k for k in (*required, *expected) if k not in state]
+    missing = [k for k in (*required, *expected) if not isinstance(state, dict) or k not in state]
     if missing:
       raise CheckpointError(
         f"{self.label}: the saved input state has no '{missing[0]}'; it was saved by another kind of input. {_REMEDY}"
       )
+    for key in ('epoch', 'position'):
+      if key in required and (type(state[key]) is not int or not 0 <= state[key] < 2**63):
+        raise CheckpointError(f'{self.label}: the saved input state has {key} = {state[key]!r}; expected a count')
     for key, value in expected.items():
       if state[key] != value:
         raise CheckpointError(

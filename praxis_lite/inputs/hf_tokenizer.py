@@ -9,12 +9,14 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from praxis_lite.config import REQUIRED
 from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.files import parse_json
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
 if TYPE_CHECKING:
@@ -161,11 +163,10 @@ class HfTokenizer(BaseTokenizer):
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
       file = os.path.join(self._folder, name)
       if os.path.isfile(file):
-        with open(file, encoding='utf-8') as f:
-          try:
-            content = json.load(f)
-          except ValueError as error:
-            raise DataError(f'HfTokenizer.path: {file} is not JSON: {error}') from None
+        try:
+          content = dict(parse_json(Path(file).read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+          raise DataError(f'HfTokenizer.path: {file} is no JSON object: {error}') from None
         found = {**content, **{k: v for k, v in found.items() if v is not None}}
     return found
 

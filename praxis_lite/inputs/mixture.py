@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.random_access import uniform
 from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
@@ -149,6 +149,9 @@ class MixtureInput(BaseInput):
 
   def set_state(self, state: dict[str, Any]) -> None:
     self.check_state(state, ('position', 'sources'))
-    for source, source_state in zip(self.sources, state['sources']):
+    states = state['sources']
+    if not isinstance(states, list) or len(states) != len(self.sources):
+      raise CheckpointError(f'{self.label}: the saved input state is not of {len(self.sources)} sources')
+    for source, source_state in zip(self.sources, states):
       source.set_state(source_state)
     self._position = int(state['position'])

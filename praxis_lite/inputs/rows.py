@@ -48,7 +48,10 @@ def canonical_rows(rows: object, where: str) -> Rows:
 def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   if isinstance(value, Mapping):
     return {k: _canonical_entry(v, f'{where}[{k!r}]') for k, v in value.items()}
-  x = np.asarray(value)
+  try:
+    x = np.asarray(value)
+  except (ValueError, TypeError, OverflowError) as error:  # Lists of unequal lengths.
+    raise DataError(f'{where}: this is no array: {error}') from None
   if x.dtype.kind in 'OUSMm' or x.dtype.names:
     raise DataError(f'{where}: arrays of {x.dtype} cannot go to a device; expected numbers or booleans')
   if x.ndim == 0:

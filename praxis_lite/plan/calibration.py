@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.accelerators import accelerator_of
 from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.files import parse_json
 from praxis_lite.layers.dot_product import dot_product_attention
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.targets import TARGETS, Efficiency, Target
@@ -215,11 +217,18 @@ def _read(file: Path) -> dict[str, Efficiency]:
   if not file.is_file():
     return {}
   try:
-    return {name: Efficiency(**fields) for name, fields in json.loads(file.read_text()).items()}
+    return {name: _efficiency(fields) for name, fields in parse_json(file.read_bytes()).items()}
   except (OSError, ValueError, TypeError, AttributeError) as error:
     raise UserError(
       f'{file}: not what --calibrate writes ({error}); remove it, or measure again with `praxis-lite plan --calibrate`'
     ) from error
+
+
+def _efficiency(fields: dict[str, Any]) -> Efficiency:
+  numbers = {name: x for name, x in fields.items() if name != 'calibrated'}
+  if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers.values()):
+    raise ValueError('expected positive numbers')
+  return Efficiency(**numbers, calibrated=str(fields.get('calibrated', '')))
 
 
 def _write(file: Path, found: dict[str, Efficiency]) -> None:

@@ -79,7 +79,7 @@ def parse_topology(text: str) -> Topology:
   name, _, rest = text.partition(':')
   target = find_target(name.strip())
   parts = rest.strip().lower().split(':')
-  if not rest or len(parts) > 2 or not all(re.fullmatch(r'[1-9]\d*(x[1-9]\d*)*', part) for part in parts):
+  if not rest or len(parts) > 2 or not all(re.fullmatch(r'[1-9]\d{0,8}(x[1-9]\d{0,8})*', part) for part in parts):
     raise ConfigError(f'topology {text!r}: {_FORM}')
   shape, slices = _sizes(parts[0]), int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() else 1
   if len(parts) > 1 and (target.kind != 'tpu' or not parts[1].isdecimal()):

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.files import PatientFile, replace_file
+from praxis_lite.files import PatientFile, parse_json, replace_file
 
 if TYPE_CHECKING:
   import tensorboardX
@@ -35,6 +36,7 @@ DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by n
 MAX_STEPS_IN_FLIGHT = 2
 _MAX_IMAGES = 4
 _RECORDS = 'metrics.jsonl'
+_EVENT_FILE = re.compile(r'events\.out\.tfevents\.(\d{10})')
 _PATIENT = 'praxis_lite_patient'
 
 
@@ -206,10 +208,22 @@ class _PatientFiles:
   """How tensorboardX opens files whose path begins with `_PATIENT`: its thread would end, and block, after an error."""
 
   def open(self, path: str) -> PatientFile:
-    return PatientFile(path.removeprefix(f'{_PATIENT}:'))
+    return PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
 
   def directory_check(self, path: str) -> None:
     os.makedirs(path.removeprefix(f'{_PATIENT}:'), exist_ok=True)
+
+
+def _later_than_others(file: Path) -> Path:
+  """Returns the name of an event file with a later second than the others: TensorBoard reads them in this order.
+
+  The clock may have been set back since they were written.
+  """
+  seconds = [int(m[1]) for other in file.parent.glob('*') if (m := _EVENT_FILE.match(other.name))]
+  ours = _EVENT_FILE.match(file.name)
+  if ours is None or int(ours[1]) > max(seconds, default=-1):
+    return file
+  return file.with_name(f'events.out.tfevents.{max(seconds) + 1:010}{file.name[ours.end() :]}')
 
 
 def _not_written(directory: Path, error: OSError) -> str:
@@ -227,14 +241,23 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
 
 def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields the lines of a file of metrics, and what they say, without incomplete lines."""
-  for line in path.read_text(encoding='utf-8').splitlines() if path.exists() else ():
+  """Yields the lines of a file of metrics, and what they say, without incomplete and damaged lines."""
+  for line in path.read_text(encoding='utf-8', errors='replace').split('\n') if path.exists() else ():
     try:
-      record = json.loads(line)
-      if isinstance(record['step'], int) and isinstance(record['split'], str):
-        yield line, record
-    except (json.JSONDecodeError, TypeError, KeyError):
+      record = parse_json(line)
+    except ValueError:
       continue
+    if _is_record(record):
+      yield line, record
+
+
+def _is_record(record: object) -> bool:
+  if not isinstance(record, dict) or not isinstance(record.get('split'), str):
+    return False
+  step, metrics = record.get('step'), record.get('metrics', {})
+  if type(step) is not int or not 0 <= step < 2**63 or not isinstance(metrics, dict):
+    return False
+  return all(x is None or type(x) is float or (type(x) is int and abs(x) < 2**63) for x in metrics.values())
 
 
 def _truncate_jsonl(path: Path, step: int) -> set[str]:

@@ -16,7 +16,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config import Config, nested_configs, target
 from praxis_lite.errors import CheckpointError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import replace_file
+from praxis_lite.files import parse_json, replace_file
 from praxis_lite.inputs import CharTokenizer
 from praxis_lite.trees import NestedDict
 
@@ -35,10 +35,12 @@ def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str
   if not _tokenizers(config) or not saved_steps(directory):
     return config
   try:
-    vocabulary = json.loads((directory / _FILE).read_text(encoding='utf-8'))['vocabulary']
+    vocabulary = parse_json((directory / _FILE).read_bytes())['vocabulary']
+    if not isinstance(vocabulary, str):
+      raise ValueError('the vocabulary is no text')
   except FileNotFoundError:
     return config
-  except (OSError, ValueError, KeyError) as error:
+  except (OSError, ValueError, TypeError, KeyError) as error:
     raise CheckpointError(f'{directory / _FILE} cannot be read: {error}') from None
   for name, inputs in (('datasets', config.datasets), ('decode_datasets', config.decode_datasets)):
     for i, top in enumerate(inputs):

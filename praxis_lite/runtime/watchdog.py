@@ -301,7 +301,11 @@ def dump_stacks(directory: Path | None, index: int) -> str:
 def _is_of_a_peer(error: BaseException | None) -> bool:
   """Whether an error, or what led to it, is one that the end of another process causes in a collective."""
   while error is not None:
-    if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error).lower() for word in _OF_A_PEER):
+    # JAX raises those of status UNKNOWN, as Gloo's are at times, as a ValueError.
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
+      type(error) is ValueError and str(error).startswith('UNKNOWN: ')
+    )
+    if is_of_jax and any(word in str(error).lower() for word in _OF_A_PEER):
       return True
     error = error.__cause__ or error.__context__
   return False

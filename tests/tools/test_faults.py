@@ -1,0 +1,54 @@
+"""The campaign of faults in a short form, and that it would notice what it looks for."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from praxis_lite.runtime.metrics import SummaryWriter
+from tools.fault_campaign import campaign, prepare, table
+from tools.faults.comparison import Results, _curves, _lines, differences
+from tools.faults.faults import checkpoint_flipped, events_damaged, killed, terminated
+
+
+@pytest.mark.slow
+def test_training_survives_faults(tmp_path):
+  """Each of these four is a process that is disturbed, or files that are, and one that goes on."""
+  baseline = prepare(tmp_path, np.random.default_rng(0), hosts=False, records=False, interrupted=1)
+  faults = killed, terminated, checkpoint_flipped, events_damaged
+  end = time.monotonic() + 1000
+  reports = list(campaign(faults, range(4), 0, tmp_path, baseline, jobs=2, end=end))
+  assert len(reports) == 4
+  assert not [(r.fault, r.seen, r.problem) for r in reports if r.problem], table(reports)
+
+
+def written(directory, losses, resumed_step=0):
+  directory.mkdir(exist_ok=True)
+  writer = SummaryWriter(directory, resumed_step=resumed_step)
+  for step, loss in losses.items():
+    writer.write(step, 'train', {'loss': loss})
+  writer.close()
+
+
+def results(directory):
+  return Results(3, {'w': b'1'}, _lines(directory / 'metrics.jsonl'), _curves(directory / 'summaries'))
+
+
+def test_a_resumed_run_shows_each_step_once_also_after_the_clock_was_set_back(tmp_path, monkeypatch):
+  written(tmp_path / 'a', {1: 0.5, 2: 0.25, 3: 0.125})
+  written(tmp_path / 'b', {1: 0.5, 2: 7.0, 3: 8.0})
+  assert len(differences(results(tmp_path / 'b'), results(tmp_path / 'a'))) == 2
+  with monkeypatch.context() as patched:
+    patched.setattr(time, 'time', lambda: 1e9)
+    patched.setattr(time, 'time_ns', lambda: 10**18)
+    written(tmp_path / 'b', {2: 0.25}, resumed_step=1)
+    written(tmp_path / 'b', {3: 0.125}, resumed_step=2)
+  assert not differences(results(tmp_path / 'b'), results(tmp_path / 'a'))
+  written(tmp_path / 'b', {3: 0.125}, resumed_step=3)
+  assert len(differences(results(tmp_path / 'b'), results(tmp_path / 'a'))) == 2
+  assert differences(results(tmp_path / 'b')._replace(step=2, arrays={}), results(tmp_path / 'a'))[:2] == [
+    'it ended at step 2',
+    'w differs',
+  ]

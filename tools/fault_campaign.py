@@ -1,0 +1,204 @@
+"""A campaign of faults: does training survive what happens to it, without a bit that differs?
+
+  python tools/fault_campaign.py --seed=1 --faults=300
+
+Each fault is drawn from the seed and its number alone (`tools/faults/faults.py`). Real processes train a small model on
+simulated devices and hosts, are disturbed, and go on; what they end with is compared with a run that nothing disturbed:
+all arrays of the last checkpoint bit by bit, the lines of metrics.jsonl, and the curves in the event files. The table
+says how often each fault was survived, and how many steps were taken twice. The exit code is 1 if one was not survived;
+its directory is kept, and `--only=NUMBER` repeats it.
+
+Processes are timed by the machine, so a moment is repeated about, and one that is counted in files or imports exactly.
+As root, full disks are small file systems in memory, and permissions are lost by the attribute `immutable`; otherwise
+they are limits of the length of files, and modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+import numpy as np
+
+from praxis_lite.inputs.grain_input import write_array_records
+from tools.faults.comparison import differences, results_of
+from tools.faults.experiment import examples
+from tools.faults.faults import FAULTS, Baseline, Lab, Seen, SurvivalError, interrupted_steps
+from tools.faults.processes import HangError, Training
+
+Fault = Callable[[Lab], None]
+
+
+class Report(NamedTuple):
+  """What became of a fault; `problem` is '' if it was survived."""
+
+  number: int
+  fault: str
+  seen: Seen
+  problem: str
+  seconds: float
+
+
+def prepare(folder: Path, rng: np.random.Generator, *, hosts: bool, records: bool, interrupted: int = 3) -> Baseline:
+  """Makes the runs that nothing disturbs, and those that are killed and then used by several faults.
+
+  Args:
+    folder: where.
+    rng: of the campaign.
+    hosts: also on two hosts.
+    records: also with data in files.
+    interrupted: how many are killed.
+  """
+  baseline = Baseline({}, [], folder / 'data.array_record', folder / 'cache')
+  wanted = [('Faults', 1), *([('Faults', 2)] if hosts else []), *([('FaultsInFiles', 1)] if records else [])]
+  if records:
+    write_array_records(str(baseline.records), examples())
+  for name, processes in wanted:
+    lab = Lab(folder / f'{name}-{processes}', rng, baseline, name)
+    lab.hosts = processes
+    run = lab.start()
+    if run.wait() != 0:
+      raise SystemExit(f'without any fault, training ended with {run.process.returncode}:\n{run.text}')
+    baseline.results[name if processes == 1 else f'{name} on {processes}'] = results_of(lab.directory)
+  if hosts and (apart := differences(baseline.results['Faults on 2'], baseline.results['Faults'])):
+    print(f'on two hosts: {apart[0]}; runs on two hosts are compared with one of these')
+  for number, step in enumerate(interrupted_steps(rng, interrupted)):
+    lab = Lab(folder / f'interrupted-{number}', rng, baseline)
+    run = lab.start()
+    run.wait_for(functools.partial(_has_come, lab, run, step))
+    run.send(9)
+    run.wait()
+    baseline.interrupted.append(lab.directory)
+  return baseline
+
+
+def _has_come(lab: Lab, run: Training, step: int) -> bool:
+  return run.last_step >= step and len(lab.checkpoints()) >= 2
+
+
+def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Baseline) -> Report:
+  """Lets one fault happen; its directory is removed if it was survived."""
+  start, where = time.monotonic(), folder / f'fault-{number}'
+  where.mkdir()
+  lab = Lab(where / 'run', np.random.default_rng([seed, number]), baseline)
+  problem = ''
+  try:
+    fault(lab)
+  except (SurvivalError, HangError) as error:
+    problem = str(error)
+  except Exception as error:
+    problem = f'{type(error).__name__}: {error}'
+  finally:
+    for run in lab.started:
+      if run.process.poll() is None:
+        run.kill()
+  if problem:
+    (where / 'output.txt').write_text('\n\n'.join(run.text for run in lab.started))
+  else:
+    shutil.rmtree(where, ignore_errors=True)
+  return Report(number, fault.__doc__ or fault.__name__, lab.seen, problem, time.monotonic() - start)
+
+
+def drawn(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
+  """Returns the fault of this number: each once in turn at first, then by how often it should be drawn."""
+  if number < len(faults):
+    return faults[number]
+  weights = np.array([FAULTS[fault] for fault in faults], float)
+  return faults[int(np.random.default_rng([seed, number, 1]).choice(len(faults), p=weights / weights.sum()))]
+
+
+def campaign(
+  faults: Sequence[Fault], numbers: Sequence[int], seed: int, folder: Path, baseline: Baseline, *, jobs: int, end: float
+) -> Iterator[Report]:
+  """Lets faults happen, some at once, until `end` (of `time.monotonic()`)."""
+  waiting = iter(numbers)
+  running: set[concurrent.futures.Future[Report]] = set()
+  with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    while True:
+      while len(running) < jobs and time.monotonic() < end and (number := next(waiting, None)) is not None:
+        running.add(pool.submit(one_fault, drawn(seed, number, faults), number, seed, folder, baseline))
+      if not running:
+        return
+      done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+      yield from (future.result() for future in done)
+
+
+def table(reports: Sequence[Report]) -> str:
+  """Returns a line for each fault: times, survived, the most steps lost, and too late where the run had ended."""
+  kinds: dict[str, list[Report]] = collections.defaultdict(list)
+  for report in reports:
+    kinds[report.fault].append(report)
+  width = max(map(len, kinds), default=5)
+  lines = [f'{"fault":<{width}}  times  survived  most steps lost  came too late']
+  for kind, group in [*kinds.items(), ('all', list(reports))]:
+    lost = max((r.seen.lost for r in group if r.seen.lost is not None), default=0)
+    survived, late = sum(not r.problem for r in group), sum(r.seen.too_late for r in group)
+    lines.append(f'{kind:<{width}}  {len(group):5}  {survived:8}  {lost:15}  {late:13}')
+  return '\n'.join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--seed', type=int, default=0)
+  parser.add_argument('--faults', type=int, default=300, help='how many')
+  parser.add_argument('--only', type=int, help='the fault of this number alone')
+  parser.add_argument('--kind', help='only faults whose name contains this')
+  parser.add_argument('--jobs', type=int, default=2, help='how many at once')
+  parser.add_argument('--minutes', type=float, default=60.0, help='after which no further fault begins')
+  parser.add_argument('--folder', help='where to work; a new one by default')
+  values = parser.parse_args(argv)
+  faults = [f for f in FAULTS if values.kind is None or values.kind in (f.__doc__ or '')]
+  numbers = range(values.faults) if values.only is None else [values.only]
+  folder = Path(values.folder or tempfile.mkdtemp(prefix='faults-'))
+  folder.mkdir(parents=True, exist_ok=True)
+  start, before = time.monotonic(), _cpu_seconds()
+  needed = {fault.__name__ for fault in faults}
+  baseline = prepare(
+    folder,
+    np.random.default_rng(values.seed),
+    hosts=bool(needed & {'one_host_killed', 'one_host_stopped'}),
+    records='data_damaged' in needed,
+  )
+  print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)
+  begun, end = time.monotonic(), start + 60 * values.minutes
+  reports = []
+  for report in campaign(faults, numbers, values.seed, folder, baseline, jobs=values.jobs, end=end):
+    reports.append(report)
+    problem = f': NOT SURVIVED: {report.problem}' if report.problem else ''
+    print(f'{report.number:4} {report.seconds:5.1f} s {report.fault}, {report.seen.where}{problem}', flush=True)
+  wall, cpu = time.monotonic() - begun, _cpu_seconds() - before
+  print(f'\n{table(reports)}\n')
+  per = max(len(reports), 1)
+  print(f'seed {values.seed}: {len(reports)} faults in {wall / 60:.1f} minutes, {cpu / per:.1f} s of CPU each')
+  failed = [report.number for report in reports if report.problem]
+  if failed:
+    print(f'not survived: {failed}; their directories are in {folder}')
+  elif not values.folder:
+    with contextlib.suppress(OSError):
+      shutil.rmtree(folder)
+  return bool(failed)
+
+
+def _cpu_seconds() -> float:
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,127 @@
+"""What a run has come to, compared with the run that nothing disturbed: parameters, metrics and event files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from praxis_lite.checkpoints.stored import checkpoints_at
+from praxis_lite.checkpoints.streamed import stored_arrays, whole
+
+# Metrics of the time that things took, and of the machine.
+_OF_THE_MACHINE = ('speed/', 'goodput/', 'memory/', 'time/', 'input/')
+
+Line = tuple[int, str, str]  # step, split, the metrics as JSON
+Curves = dict[str, list[tuple[int, bytes]]]  # (step, value) by split and name, in order
+
+
+class Results(NamedTuple):
+  """What a finished run has written.
+
+  Attributes:
+    step: of its newest checkpoint.
+    arrays: the bytes of each array there, by name.
+    lines: of metrics.jsonl, in order.
+    curves: of its event files, as TensorBoard shows them.
+  """
+
+  step: int
+  arrays: dict[str, bytes]
+  lines: list[Line]
+  curves: Curves
+
+
+def results_of(directory: Path) -> Results:
+  """Reads a run directory. Raises if its newest checkpoint is damaged, or an event file that is not at its end."""
+  newest = [c for c in checkpoints_at(directory) if not c.is_set_aside][-1]
+  stored = stored_arrays(str(newest.folder / 'state'), dict.fromkeys(newest.variables()))
+  arrays = {name: np.asarray(a.read(whole(a.shape))).tobytes() for name, a in stored.items()}
+  return Results(newest.step, arrays, _lines(directory / 'metrics.jsonl'), _curves(directory / 'summaries'))
+
+
+def differences(ours: Results, expected: Results, *, lost_before: int | None = None) -> list[str]:
+  """Returns how a run differs from the undisturbed one, a line each.
+
+  Args:
+    ours: of the run.
+    expected: of the undisturbed one.
+    lost_before: metrics up to this step may be missing, since a fault has damaged their files.
+  """
+  found = [] if ours.step == expected.step else [f'it ended at step {ours.step}']
+  found += [f'{n} differs' for n in expected.arrays | ours.arrays if ours.arrays.get(n) != expected.arrays.get(n)]
+  found += _compared('metrics.jsonl', ours.lines, expected.lines, lost_before)
+  for name in expected.curves | ours.curves:
+    found += _compared(f'event files, {name}', ours.curves.get(name, []), expected.curves.get(name, []), lost_before)
+  return found
+
+
+def _compared(what: str, ours: list[Any], expected: list[Any], lost_before: int | None) -> list[str]:
+  if lost_before is not None:
+    if len(set(ours)) < len(ours) or [x[0] for x in ours] != sorted(x[0] for x in ours):
+      return [f'{what}: steps twice or not in order: {[x[0] for x in ours]}']
+    ours, expected = ([x for x in entries if x[0] > lost_before] for entries in (ours, expected))
+  if ours == expected:
+    return []
+  if [x[:-1] for x in ours] != [x[:-1] for x in expected]:
+    return [f'{what}: steps {[x[0] for x in ours]} instead of {[x[0] for x in expected]}']
+  return [f'{what}: other values at steps {[a[0] for a, b in zip(ours, expected) if a != b]}']
+
+
+def _lines(path: Path) -> list[Line]:
+  lines = []
+  for text in path.read_text(errors='replace').splitlines():
+    try:
+      record = json.loads(text)
+      metrics = {k: v for k, v in record['metrics'].items() if not k.startswith(_OF_THE_MACHINE)}
+      lines.append((record['step'], record['split'], json.dumps(metrics, sort_keys=True)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+      lines.append((-1, 'not a record', text))
+  return lines
+
+
+def _curves(folder: Path) -> Curves:
+  """Reads event files as TensorBoard does: in the order of their names; a start drops what is there from its step."""
+  from tensorboardX.proto import event_pb2
+
+  curves: Curves = {}
+  for split in sorted({path.parent for path in folder.rglob('*tfevents*')}):
+    for file in sorted(split.glob('*tfevents*')):
+      for record in _event_records(file):
+        try:
+          event = event_pb2.Event.FromString(record)
+        except Exception:  # A changed byte; records have checksums, which readers of damaged files use.
+          continue
+        if event.session_log.status == event_pb2.SessionLog.START:
+          for name, points in curves.items():
+            if name.startswith(f'{split.relative_to(folder)}:'):
+              curves[name] = [point for point in points if point[0] < event.step]
+        for value in event.summary.value:
+          if not value.tag.startswith(_OF_THE_MACHINE):
+            point = event.step, struct.pack('f', value.simple_value)
+            curves.setdefault(f'{split.relative_to(folder)}:{value.tag}', []).append(point)
+  return curves
+
+
+def _event_records(file: Path) -> Iterator[bytes]:
+  """Yields the records of an event file up to the first that is damaged, where TensorBoard stops as well."""
+  from tensorboardX.crc32c import crc32c
+
+  data, at = file.read_bytes(), 0
+  while at + 12 <= len(data):
+    size, sum_of_size = struct.unpack_from('<QI', data, at)
+    if _masked(crc32c(data[at : at + 8])) != sum_of_size or at + 16 + size > len(data):
+      return
+    record = data[at + 12 : at + 12 + size]
+    if _masked(crc32c(record)) != struct.unpack_from('<I', data, at + 12 + size)[0]:
+      return
+    yield record
+    at += 16 + size
+
+
+def _masked(crc: int) -> int:
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,0 +1,94 @@
+"""What is trained while faults happen: a small model on two devices, whose steps take some time and no work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite import registry
+from praxis_lite.config import REQUIRED, Config
+from praxis_lite.experiment import BaseExperiment
+from praxis_lite.inputs import ArrayInput, ArrayRecordInput
+from praxis_lite.inputs.rows import Feature, Rows
+from praxis_lite.learning import Learner
+from praxis_lite.models import BaseModel
+from praxis_lite.task import SingleTask
+from praxis_lite.trees import NestedDict
+from praxis_lite.weights import WeightHParams
+
+NUM_STEPS = 24
+SAVE_INTERVAL = 4
+NUM_EXAMPLES = 50
+
+
+def examples(count: int = NUM_EXAMPLES) -> dict[str, np.ndarray]:
+  x = np.random.default_rng(count).standard_normal((count, 10)).astype(np.float32)
+  return {'x': x, 'y': np.sin(x.sum(1)).astype(np.float32)}
+
+
+class SlowInput(ArrayInput):
+  """Reads a batch in a time in which a fault can happen.
+
+  Attributes:
+    seconds: for each batch.
+  """
+
+  arrays: Config | Callable[[], Rows] | Rows = examples
+  seconds: float = 0.0
+
+  def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
+    time.sleep(self.seconds)
+    return super().read(epoch, position, count, start, stop)
+
+
+class NoisyModel(BaseModel):
+  """y = tanh(x w) v with noise on x, so that random numbers have to come back too; 7 does not divide by 2."""
+
+  def setup(self) -> None:
+    self.create_variable('w', WeightHParams((10, 7), tensor_split_dims_mapping=(None, 'data')))
+    self.create_variable('v', WeightHParams((7,), tensor_split_dims_mapping=('data',)))
+
+  def compute_predictions(self, batch: NestedDict) -> jax.Array:
+    x = batch['x']
+    if not self.do_eval:
+      x = x + 0.1 * jax.random.normal(self.next_prng_key(), x.shape)
+    self.add_summary('w_rms', jnp.sqrt(jnp.mean(self.theta.w**2)))
+    return jnp.tanh(x @ self.theta.w) @ self.theta.v
+
+  def compute_loss(self, predictions: jax.Array, batch: NestedDict) -> tuple[dict[str, Any], dict[str, Any]]:
+    errors, weights = (predictions - batch['y']) ** 2, batch['weights']
+    return {'loss': ((errors * weights).sum() / jnp.maximum(weights.sum(), 1), weights.sum())}, {}
+
+
+@registry.register
+class Faults(BaseExperiment):
+  """A regression of numbers in memory."""
+
+  def task(self) -> Config:
+    task = Config(SingleTask, name='faults', model=Config(NoisyModel), mesh_axis_names=('data',), ici_mesh_shape=(2,))
+    task.train.learner = Config(Learner, optimizer=Config(optax.adam), learning_rate=0.05)
+    task.train.set(num_train_steps=NUM_STEPS, log_interval_steps=1, eval_interval_steps=6)
+    task.train.set(save_interval_steps=SAVE_INTERVAL, max_to_keep=3)
+    return task
+
+  def datasets(self) -> list[Config]:
+    return [
+      Config(SlowInput, name='train', batch_size=6, is_training=True, shuffle=True, seconds=0.03),
+      Config(SlowInput, name='valid', batch_size=6, arrays=Config(examples, count=33)),
+    ]
+
+
+@registry.register
+class FaultsInFiles(Faults):
+  """The same of records in a file."""
+
+  def datasets(self) -> list[Config]:
+    features = {'x': Config(Feature, shape=(10,), dtype='float32'), 'y': Config(Feature, dtype='float32')}
+    train = Config(ArrayRecordInput, name='train', path=REQUIRED, features=features, num_workers=0)
+    return [train.set(batch_size=6, is_training=True, shuffle=True), super().datasets()[1]]

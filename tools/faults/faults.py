@@ -1,0 +1,525 @@
+"""The faults. Each is a function of a `Lab`: it starts a run, disturbs it, lets it go on, and says what was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tools.faults.comparison import Results, differences, results_of
+from tools.faults.experiment import NUM_STEPS, SAVE_INTERVAL
+from tools.faults.processes import EXPERIMENT, Training, children, environment
+
+# Of a run that saves every `SAVE_INTERVAL` steps, about how many imports, files made, and files read there are.
+_IMPORTS, _FILES_MADE, _FILES_READ = 2500, 220, 30
+
+
+class SurvivalError(Exception):
+  """A run did not do what it promises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+  """Runs that nothing disturbs, and some that were killed in the middle.
+
+  Attributes:
+    results: of each experiment by name.
+    interrupted: directories of runs that SIGKILL has ended, with at least two checkpoints.
+    records: the file of records.
+    cache: compiled programs.
+  """
+
+  results: dict[str, Results]
+  interrupted: list[Path]
+  records: Path
+  cache: Path
+
+
+@dataclasses.dataclass
+class Seen:
+  """What a fault did.
+
+  Attributes:
+    where: the moment, and what else was drawn.
+    lost: steps that were taken twice; None where that is not known.
+    bound: how many these may be.
+    too_late: the run had ended before.
+  """
+
+  where: str = ''
+  lost: int | None = None
+  bound: int = SAVE_INTERVAL
+  too_late: bool = False
+
+
+class Lab:
+  """A directory for one fault, its random numbers, and ways to train there.
+
+  Args:
+    directory: of the run; it does not exist yet.
+    rng: of this fault alone.
+    baseline: what to compare with.
+    experiment: class name in `experiment.py`.
+  """
+
+  def __init__(self, directory: Path, rng: np.random.Generator, baseline: Baseline, experiment: str = 'Faults'):
+    self.directory = directory
+    self.rng = rng
+    self.baseline = baseline
+    self.experiment = experiment
+    self.seen = Seen()
+    self.hosts = 1
+    self.started: list[Training] = []
+
+  def start(self, **env: str) -> Training:
+    """Starts a run, or goes on with it."""
+    command = ['train', f'--exp={EXPERIMENT}:{self.experiment}', f'--job_log_dir={self.directory}', '--noverify']
+    if self.experiment == 'FaultsInFiles':
+      command += [f'--set=datasets[0].path={self.directory.parent / "data.array_record"}']
+    if self.hosts > 1:
+      command = [*f'launch --processes={self.hosts} --devices=1 --max_restarts=6 --'.split(), *command]
+      command += ['--hang_timeout_s=30']
+    devices = environment(self.baseline.cache, 2)
+    if self.hosts > 1:
+      devices.pop('XLA_FLAGS')
+    self.started.append(Training(command, devices | env))
+    return self.started[-1]
+
+  def take(self, interrupted: int | None = None) -> Path:
+    """Makes the directory a copy of a run that was killed; returns that run."""
+    number = int(self.rng.integers(len(self.baseline.interrupted))) if interrupted is None else interrupted
+    source = self.baseline.interrupted[number]
+    shutil.copytree(source, self.directory, symlinks=True)
+    return source
+
+  def checkpoints(self) -> list[Path]:
+    """Folders of complete checkpoints, in order."""
+    folder = self.directory / 'checkpoints'
+    return sorted((p for p in folder.glob('*') if p.name.isdecimal()), key=lambda p: int(p.name))
+
+  def is_saving(self) -> bool:
+    """Whether a checkpoint is not complete."""
+    return any('tmp' in p.name for p in (self.directory / 'checkpoints').glob('*'))
+
+  def go_on(
+    self, before: Training | None = None, *, damaged: int = 0, lost_before: int | None = None, clock: str = ''
+  ) -> None:
+    """Goes on to the end, and compares.
+
+    Args:
+      before: the run that the fault has ended.
+      damaged: how many of the newest checkpoints the fault has damaged.
+      lost_before: as in `differences`.
+      clock: of the run that goes on, as `inside/sitecustomize.py` says.
+    """
+    self.seen.bound = SAVE_INTERVAL * (1 + damaged + self.is_saving())
+    run = self.start(FAULTS_CLOCK=clock)
+    code = run.wait()
+    if code != 0:
+      raise SurvivalError(f'going on ended with {code}: {run.lines[-2:]}')
+    if before is not None and before.last_step:
+      restored = NUM_STEPS if 'all steps are taken' in run.text else run.restored_step or 0
+      self.seen.lost = max(before.last_step - restored, 0)
+      if self.seen.lost > self.seen.bound:
+        raise SurvivalError(f'{self.seen.lost} steps were lost, of {before.last_step}')
+    self.compare(lost_before)
+
+  def compare(self, lost_before: int | None = None) -> None:
+    """Raises SurvivalError unless the run has come to what the undisturbed one has, and nothing was ugly."""
+    for run in self.started:
+      if 'Traceback (most recent' in run.text:
+        raise SurvivalError(f'a traceback: {run.lines[-3:]}')
+    name = self.experiment if self.hosts == 1 else f'{self.experiment} on {self.hosts}'
+    found = differences(results_of(self.directory), self.baseline.results[name], lost_before=lost_before)
+    if found:
+      raise SurvivalError('; '.join(found[:3]))
+
+  # ---- moments
+
+  def at_a_moment(self, number: int, kinds: tuple[str, ...] = ()) -> Training:
+    """Starts a run and lets a signal come at a random moment of a random kind; returns it then."""
+    kind = str(self.rng.choice(kinds or ('start', 'compile', 'step', 'step', 'save', 'saving', 'restore')))
+    if kind in ('start', 'save', 'restore'):
+      most = {'start': _IMPORTS, 'save': _FILES_MADE, 'restore': _FILES_READ}[kind]
+      if kind == 'restore' or self.rng.random() < 0.3:
+        self.take()
+      at = int(self.rng.integers(1, most))
+      self.seen.where = f'{kind} {at}'
+      return self.start(FAULTS_SIGNAL=f'{"import" if kind == "start" else kind}:{at}:{number}')
+    delay = float(self.rng.random() ** 2)
+    if kind == 'compile':
+      run = self.start(JAX_ENABLE_COMPILATION_CACHE='0')
+      self.seen.where = f'compile +{delay:.2f} s'
+      run.wait_for(lambda: any(line.startswith('faults: ') for line in run.lines))
+    else:
+      step = int(self.rng.integers(1, NUM_STEPS))
+      delay /= 5
+      self.seen.where = f'{kind} {step} +{delay:.2f} s'
+      run = self.start()
+      run.wait_for(lambda: run.last_step >= step and (kind == 'step' or self.is_saving()))
+    time.sleep(delay)
+    run.send(number)
+    return run
+
+
+def _ended_by(lab: Lab, number: int, kinds: tuple[str, ...] = ()) -> Training:
+  run = lab.at_a_moment(number, kinds)
+  code = run.wait()
+  lab.seen.too_late = code == 0
+  if code not in (0, -number, 128 + number):
+    raise SurvivalError(f'{signal.Signals(number).name} ended it with {code}: {run.lines[-2:]}')
+  if code == 128 + number and number != signal.SIGKILL and 'saved in' not in run.text:
+    raise SurvivalError(f'it ended with {code} and does not say what was saved: {run.lines[-2:]}')
+  return run
+
+
+def killed(lab: Lab) -> None:
+  """SIGKILL"""
+  lab.go_on(_ended_by(lab, signal.SIGKILL))
+
+
+def terminated(lab: Lab) -> None:
+  """SIGTERM"""
+  run = _ended_by(lab, signal.SIGTERM)
+  lab.go_on(run)
+  if run.process.returncode == 128 + signal.SIGTERM and lab.seen.lost:
+    raise SurvivalError(f'{lab.seen.lost} steps were lost though it was saved')
+
+
+def interrupted(lab: Lab) -> None:
+  """SIGINT"""
+  lab.go_on(_ended_by(lab, signal.SIGINT))
+
+
+def stopped(lab: Lab) -> None:
+  """SIGSTOP, SIGCONT"""
+  run = lab.at_a_moment(signal.SIGSTOP)
+  if run.wait_for(run.is_stopped):
+    time.sleep(float(lab.rng.random()) * 2)
+    run.send(signal.SIGCONT)
+  else:
+    lab.seen.too_late = True
+  if run.wait() != 0:
+    raise SurvivalError(f'it ended with {run.process.returncode}: {run.lines[-2:]}')
+  lab.compare()
+
+
+def stopped_and_killed(lab: Lab) -> None:
+  """SIGSTOP, SIGKILL"""
+  run = lab.at_a_moment(signal.SIGSTOP)
+  lab.seen.too_late = not run.wait_for(run.is_stopped)
+  run.send(signal.SIGKILL)
+  run.wait()
+  lab.go_on(run)
+
+
+def killed_again_and_again(lab: Lab) -> None:
+  """SIGKILL three times"""
+  for _ in range(2):
+    at = int(lab.rng.integers(1, _FILES_MADE // 3))
+    run = lab.start(FAULTS_SIGNAL=f'save:{at}:{int(signal.SIGKILL)}')
+    if run.wait() not in (0, -signal.SIGKILL):
+      raise SurvivalError(f'it ended with {run.process.returncode}: {run.lines[-2:]}')
+  if lab.directory.exists() and lab.rng.random() < 0.5:
+    lab.start(FAULTS_SIGNAL=f'restore:{int(lab.rng.integers(1, _FILES_READ))}:{int(signal.SIGKILL)}').wait()
+  lab.seen.where = 'save'
+  lab.go_on()
+
+
+def two_at_once(lab: Lab) -> None:
+  """two runs at once"""
+  delay = float(lab.rng.random()) * 3
+  lab.seen.where = f'{delay:.1f} s apart'
+  first = lab.start()
+  time.sleep(delay)
+  second = lab.start()
+  codes = sorted((first.wait(), second.wait()))
+  refused = [run for run in (first, second) if 'another run is training in job_log_dir' in run.text]
+  if codes not in ([0, 0], [0, 2]) or (codes == [0, 2] and len(refused) != 1):
+    raise SurvivalError(f'they ended with {codes}: {first.lines[-1:]} {second.lines[-1:]}')
+  lab.seen.too_late = codes == [0, 0]
+  lab.compare()
+
+
+def one_host_killed(lab: Lab) -> None:
+  """one host of two killed"""
+  _one_host(lab, signal.SIGKILL)
+
+
+def one_host_stopped(lab: Lab) -> None:
+  """one host of two stopped"""
+  _one_host(lab, signal.SIGSTOP)
+
+
+def _one_host(lab: Lab, number: int) -> None:
+  lab.hosts = 2
+  host, step = int(lab.rng.integers(2)), int(lab.rng.integers(0, NUM_STEPS))
+  lab.seen.where = f'host {host}, step {step}'
+  run = lab.start()
+  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2)
+  hosts = children(run.process.pid)
+  if len(hosts) == 2:
+    os.kill(hosts[host], number)
+  before = run.last_step
+  if run.wait(600) != 0:
+    raise SurvivalError(f'the job ended with {run.process.returncode}: {run.lines[-4:]}')
+  lab.seen.too_late = 'restart 1 of' not in run.text
+  if run.restored_step is not None:
+    lab.seen.lost, lab.seen.bound = max(before - run.restored_step, 0), 2 * SAVE_INTERVAL
+  lab.compare()
+
+
+# ---- disks
+
+
+def disk_full(lab: Lab) -> None:
+  """full disk"""
+  step, room = int(lab.rng.integers(1, NUM_STEPS)), int(lab.rng.integers(0, 60_000))
+  lab.seen.where = f'step {step}, room for {room} bytes'
+  if not _has_mounts():
+    _disk_quota(lab)
+    return
+  lab.directory.mkdir()
+  subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=4m', 'none', str(lab.directory)], check=True)
+  try:
+    run = lab.start()
+    run.wait_for(lambda: run.last_step >= step)
+    _fill(lab.directory / 'filler', room)
+    if lab.rng.random() < 0.5:  # There is room again while it trains.
+      run.wait_for(lambda: run.last_step >= min(step + 6, NUM_STEPS))
+      (lab.directory / 'filler').unlink()
+      lab.seen.where += ', for a while'
+      _ended_as_promised(run)
+    else:
+      _ended_as_promised(run)
+      (lab.directory / 'filler').unlink()
+    lab.go_on(run if run.process.returncode == 0 else None)
+  finally:
+    subprocess.run(['umount', str(lab.directory)], check=False)
+
+
+def _fill(file: Path, room: int) -> None:
+  """Fills a file system but for some bytes."""
+  with open(file, 'wb', buffering=0) as f:
+    for size in (1 << 16, 1 << 12, 1 << 8):
+      try:
+        while True:
+          f.write(b'x' * size)
+      except OSError:
+        continue
+    f.truncate(max(f.tell() - room, 0))
+
+
+def _disk_quota(lab: Lab) -> None:
+  """Where nothing can be mounted: no file may be longer than a limit, as on a disk that is full for long files."""
+  limit = int(lab.rng.integers(300, 6000))
+  lab.seen.where = f'no file above {limit} bytes'
+  _ended_as_promised(lab.start(FAULTS_FILE_LIMIT=str(limit)))
+  lab.go_on()
+
+
+def _ended_as_promised(run: Training) -> None:
+  """A run whose disk fails goes on to its end, and says so: 0 if all could be written in the end, else 2."""
+  code = run.wait()
+  told = 'error: ' in run.text or 'failed' in run.text or 'cannot be written' in run.text
+  if code not in (0, 2) or (code == 2 and not told):
+    raise SurvivalError(f'it ended with {code}: {run.lines[-2:]}')
+
+
+def _has_mounts() -> bool:
+  if os.geteuid() != 0 or shutil.which('mount') is None:
+    return False
+  here = Path(os.environ.get('TMPDIR', '/tmp'), f'faults-mount-{os.getpid()}')
+  here.mkdir(exist_ok=True)
+  try:
+    command = ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'none', str(here)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+      return False
+    subprocess.run(['umount', str(here)], check=False)
+    return True
+  finally:
+    here.rmdir()
+
+
+def permission_lost(lab: Lab) -> None:
+  """lost permission"""
+  step = int(lab.rng.integers(1, NUM_STEPS))
+  what = str(lab.rng.choice(['.', 'checkpoints', 'metrics.jsonl']))
+  lab.seen.where = f'step {step}, {what}'
+  run = lab.start()
+  run.wait_for(lambda: run.last_step >= step and (lab.directory / what).exists())
+  path = lab.directory / what
+  if not path.exists():
+    raise SurvivalError(f'it ended with {run.wait()}: {run.lines[-2:]}')
+  with _read_only(path):
+    _ended_as_promised(run)
+  # Metrics that could not be written until the end are lost, and the run has said so.
+  is_told = 'metrics cannot be written' in run.lines[-1]
+  lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
+
+
+class _read_only:
+  """Takes the permission to write: from root too, where the file system has the attribute `immutable`."""
+
+  def __init__(self, path: Path):
+    self._path = path
+    self._mode = path.stat().st_mode
+
+  def __enter__(self) -> None:
+    if os.geteuid() == 0:
+      subprocess.run(['chattr', '+i', str(self._path)], check=True, capture_output=True)
+    else:
+      self._path.chmod(self._mode & 0o555)
+
+  def __exit__(self, *error: object) -> None:
+    if os.geteuid() == 0:
+      subprocess.run(['chattr', '-i', str(self._path)], check=True)
+    else:
+      self._path.chmod(self._mode)
+
+
+# ---- damage
+
+
+def checkpoint_truncated(lab: Lab) -> None:
+  """truncated checkpoint file"""
+  _damaged_checkpoint(lab, _truncate)
+
+
+def checkpoint_flipped(lab: Lab) -> None:
+  """flipped bit in a checkpoint file"""
+  _damaged_checkpoint(lab, _flip)
+
+
+def checkpoint_file_gone(lab: Lab) -> None:
+  """checkpoint file gone"""
+  _damaged_checkpoint(lab, _remove)
+
+
+def _damaged_checkpoint(lab: Lab, damage: Callable[[Path, np.random.Generator], str]) -> None:
+  lab.take()
+  newest = lab.checkpoints()[-1]
+  files = sorted(p for p in newest.rglob('*') if p.is_file() and p.stat().st_size)
+  file = files[int(lab.rng.integers(len(files)))]
+  lab.seen.where = f'{file.relative_to(newest.parent)}: {damage(file, lab.rng)}'
+  lab.go_on(damaged=1)
+  restored = lab.started[-1].restored_step or 0
+  lab.seen.lost, lab.seen.bound = int(newest.name) - restored, SAVE_INTERVAL
+  if lab.seen.lost > SAVE_INTERVAL:
+    raise SurvivalError(f'step {restored} was restored, and only {newest.name} was damaged')
+
+
+def events_damaged(lab: Lab) -> None:
+  """damaged event files and metrics"""
+  lab.take()
+  files = sorted([*lab.directory.rglob('*tfevents*'), lab.directory / 'metrics.jsonl'])
+  told = []
+  for file in files if lab.rng.random() < 0.3 else [files[int(lab.rng.integers(len(files)))]]:
+    damage = _truncate if lab.rng.random() < 0.5 else _flip
+    told.append(f'{file.name[-20:]}: {damage(file, lab.rng)}')
+  lab.seen.where = ', '.join(told)
+  lab.go_on(lost_before=int(lab.checkpoints()[-1].name))
+
+
+def record_damaged(lab: Lab) -> None:
+  """damaged run.json, config.txt or best.json"""
+  lab.take()
+  files = [p for name in ('run.json', 'config.txt', 'best.json') if (p := lab.directory / name).exists()]
+  file = files[int(lab.rng.integers(len(files)))]
+  damage = (_truncate, _flip)[int(lab.rng.integers(2))]
+  lab.seen.where = f'{file.name}: {damage(file, lab.rng)}'
+  lab.go_on()
+
+
+def data_damaged(lab: Lab) -> None:
+  """damaged data file"""
+  lab.experiment = 'FaultsInFiles'
+  data = lab.directory.parent / 'data.array_record'
+  shutil.copy(lab.baseline.records, data)
+  run = lab.start(FAULTS_SIGNAL=f'save:{int(lab.rng.integers(20, _FILES_MADE))}:{int(signal.SIGKILL)}')
+  lab.seen.too_late = run.wait() == 0
+  damage = _truncate if lab.rng.random() < 0.5 else _flip
+  lab.seen.where = damage(data, lab.rng)
+  saved = {p: p.stat().st_mtime_ns for p in lab.checkpoints()}
+  tried = lab.start()
+  code = tried.wait()
+  if code == 2 and ('error: ' not in tried.lines[-1] or 'data.array_record' not in tried.text):
+    raise SurvivalError(f'the error does not name the file: {tried.lines[-2:]}')
+  if code not in (0, 2):
+    raise SurvivalError(f'with damaged data it ended with {code}: {tried.lines[-2:]}')
+  if code == 2 and (missing := [p.name for p in saved if not p.exists()]) and len(lab.checkpoints()) < 1:
+    raise SurvivalError(f'checkpoints are gone: {missing}')
+  shutil.copy(lab.baseline.records, data)
+  lab.go_on()
+
+
+def clock_set_back(lab: Lab) -> None:
+  """clock set back"""
+  lab.take()
+  offset, after = -int(10 ** lab.rng.uniform(1, 8)), float(lab.rng.random()) * 3
+  lab.seen.where = f'by {-offset} s after {after:.1f} s'
+  clock = f'{offset}:{after}'
+  if lab.rng.random() < 0.5:
+    run = lab.start(
+      FAULTS_CLOCK=clock, FAULTS_SIGNAL=f'save:{int(lab.rng.integers(1, _FILES_MADE // 2))}:{int(signal.SIGKILL)}'
+    )
+    run.wait()
+    if lab.rng.random() < 0.5:
+      clock = ''
+    lab.go_on(run, clock=clock)
+    return
+  lab.go_on(clock=clock)
+
+
+def _truncate(file: Path, rng: np.random.Generator) -> str:
+  size = int(rng.integers(file.stat().st_size))
+  os.truncate(file, size)
+  return f'cut to {size} bytes'
+
+
+def _remove(file: Path, rng: np.random.Generator) -> str:
+  file.unlink()
+  return 'gone'
+
+
+def _flip(file: Path, rng: np.random.Generator) -> str:
+  data = bytearray(file.read_bytes())
+  at, bit = int(rng.integers(len(data))), int(rng.integers(8))
+  data[at] ^= 1 << bit
+  file.write_bytes(data)
+  return f'bit {bit} of byte {at} flipped'
+
+
+# By how often each is drawn, in parts of the sum.
+FAULTS: dict[Callable[[Lab], None], int] = {
+  killed: 12,
+  terminated: 8,
+  interrupted: 5,
+  stopped: 4,
+  stopped_and_killed: 3,
+  killed_again_and_again: 3,
+  two_at_once: 4,
+  one_host_killed: 3,
+  one_host_stopped: 1,
+  disk_full: 5,
+  permission_lost: 4,
+  checkpoint_truncated: 5,
+  checkpoint_flipped: 7,
+  checkpoint_file_gone: 2,
+  events_damaged: 5,
+  record_damaged: 3,
+  data_damaged: 3,
+  clock_set_back: 5,
+}
+
+
+def interrupted_steps(rng: np.random.Generator, count: int) -> Iterator[int]:
+  """Steps at which the runs of `Baseline.interrupted` are killed."""
+  yield from (int(rng.integers(2 * SAVE_INTERVAL + 2, NUM_STEPS - 1)) for _ in range(count))

@@ -1,0 +1,133 @@
+"""Training processes that faults happen to: started, read, and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+EXPERIMENT = Path(__file__).parent / 'experiment.py'
+_STEP = re.compile(r'(?:host \d+: )?step (\d+)/\d+ loss ')
+_RESTORED = re.compile(r'(?:host \d+: )?restored step (\d+) of ')
+
+
+class HangError(Exception):
+  """A process has not ended, or not come to where it was waited for, in the time that it has."""
+
+
+def environment(cache: Path, devices: int = 2) -> dict[str, str]:
+  """Environment of a training process with simulated devices, and compiled programs in `cache`."""
+  flags = f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0'
+  return os.environ | {
+    'PYTHONPATH': os.pathsep.join([str(ROOT), str(Path(__file__).parent / 'inside')]),
+    'PYTHONUNBUFFERED': '1',
+    'JAX_PLATFORMS': 'cpu',
+    'TF_CPP_MIN_LOG_LEVEL': '2',
+    'XLA_FLAGS': f'{flags} --xla_cpu_collective_call_terminate_timeout_seconds=900',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
+  }
+
+
+class Training:
+  """A process of `praxis-lite train`, or of `launch`, and what it has printed."""
+
+  def __init__(self, command: Sequence[str], env: Mapping[str, str]):
+    self.process = subprocess.Popen(
+      [sys.executable, '-m', 'praxis_lite', *command],
+      env=dict(env),
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      errors='replace',
+      cwd=ROOT,
+    )
+    self.lines: list[str] = []
+    self._reader = threading.Thread(target=self._read, daemon=True)
+    self._reader.start()
+
+  def _read(self) -> None:
+    assert self.process.stdout is not None
+    for line in self.process.stdout:
+      self.lines.append(line.rstrip())
+
+  @property
+  def text(self) -> str:
+    return '\n'.join(self.lines)
+
+  @property
+  def last_step(self) -> int:
+    """The last step that it has printed; 0 before the first."""
+    return max((int(m[1]) for line in list(self.lines) if (m := _STEP.match(line))), default=0)
+
+  @property
+  def restored_step(self) -> int | None:
+    """The step that it went on from; None if it began at the beginning, or not at all."""
+    return next((int(m[1]) for line in list(self.lines) if (m := _RESTORED.match(line))), None)
+
+  def wait_for(self, what: Callable[[], bool], seconds: float = 240.0) -> bool:
+    """Waits until something is so; returns False if the process has ended before."""
+    end = time.monotonic() + seconds
+    while not what():
+      if self.process.poll() is not None:
+        return False
+      if time.monotonic() > end:
+        self.kill()
+        raise HangError(f'not come there in {seconds:g} s; the last lines are {self.lines[-3:]}')
+      time.sleep(0.003)
+    return True
+
+  def is_stopped(self) -> bool:
+    """Whether a signal has stopped it."""
+    return process_state(self.process.pid) == 'T'
+
+  def send(self, number: int) -> None:
+    if self.process.poll() is None:
+      self.process.send_signal(number)
+
+  def wait(self, seconds: float = 300.0) -> int:
+    """Waits for its end and returns the exit code; negative is the signal that ended it."""
+    try:
+      code = self.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+      self.kill()
+      raise HangError(f'not ended in {seconds:g} s; the last lines are {self.lines[-3:]}') from None
+    self._reader.join(timeout=10)
+    return code
+
+  def kill(self) -> None:
+    for child in children(self.process.pid):
+      _kill(child)
+    self.process.kill()
+    self.process.wait()
+
+
+def process_state(pid: int) -> str:
+  """Returns the letter that the system has for what a process is doing; '' if there is none."""
+  try:
+    return Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2][:1]
+  except OSError:
+    return ''
+
+
+def children(pid: int) -> list[int]:
+  """Returns the processes that a process has started, the first one first."""
+  try:
+    return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+  except OSError:
+    return []
+
+
+def _kill(pid: int) -> None:
+  with contextlib.suppress(ProcessLookupError):
+    os.kill(pid, signal.SIGKILL)
