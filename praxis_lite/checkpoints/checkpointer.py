@@ -401,9 +401,9 @@ class Checkpointer:
       self._being_saved = []
       self._best.take_back()
       if jax.process_count() == 1:
-        self._is_broken = True
         with contextlib.suppress(Exception):
-          self._mend()
+          self._mend()  # To read; what it does to the folder in the background may fail, so the next save mends again.
+        self._is_broken = True
       raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
 
 
