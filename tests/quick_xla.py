@@ -12,7 +12,11 @@ from __future__ import annotations
 import os
 import re
 
-QUICK = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
+QUICK = {
+  'xla_backend_optimization_level': '0',
+  'xla_cpu_use_fusion_emitters': 'false',
+  'xla_cpu_parallel_codegen_split_count': '1',
+}
 # On a busy machine a simulated device may be late for a collective by more than XLA's 40 s, after which it aborts.
 PATIENT = {
   'xla_cpu_collective_call_warn_stuck_timeout_seconds': '300',

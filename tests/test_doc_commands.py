@@ -35,6 +35,7 @@ NOT_RUN = {
   r'praxis-lite plan .*--(search|what_if|compare).*': 'makes many plans: plan/test_changes.py has these flags',
   r'praxis-lite plan --calibrate': 'multiplies what takes a CPU minutes: plan/test_calibration.py runs it in small',
   r'praxis-lite launch .*': 'starts processes, or names an image: runtime/test_launch.py and test_jobset.py run such',
+  r'praxis-lite replay .*': 'takes a step that was in trouble: runtime/test_trouble.py has one',
   r'praxis-lite .*runs/llama.*': 'hf/test_guide_commands.py runs those of this page on a checkpoint that it writes',
 }
 

@@ -48,7 +48,9 @@ def test_eval_show_check_verify_and_decode_need_no_experiment(run, capsys):
   assert 'task.model.hidden = 9' in call(capsys, 'show', run)
   call(capsys, 'check', run)
   assert 'right: as on one device' in call(capsys, 'verify', run, '--quick')
-  assert '--prompt needs an experiment' in call(capsys, 'decode', run, '--prompt=a', code=2)
+  assert '--prompt needs a language model; the model of this experiment has no decoder_tpl' in call(
+    capsys, 'decode', run, '--prompt=a', code=2
+  )
 
 
 def test_set_edits_what_is_recorded(run, capsys):
