@@ -47,6 +47,11 @@ class LostHostError(UserError):
   exit_code = 75  # As sysexits.h names a failure after which one may try again.
 
 
+def first_line(error: BaseException) -> str:
+  """Returns the first line of an error's message, or the name of its class if it has none."""
+  return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextlib.contextmanager
 def located(path: str) -> Iterator[None]:
   """Puts the path of a config in front of the message of a `UserError` that is raised inside."""

@@ -90,9 +90,14 @@ class Retention:
       folder = self._directory / str(step)
       # If it is being read, or cannot be removed now, there will be a next time.
       with contextlib.suppress(OSError), _locked(folder, shared=False):
-        folder.rename(folder.with_name(f'{step}{_REMOVED}'))
+        take_away(folder)
     for folder in self._directory.glob(f'*{_REMOVED}'):
       shutil.rmtree(folder, ignore_errors=True)
+
+
+def take_away(folder: Path) -> Path:
+  """Renames the folder of a step that is to be removed, and returns its name: a kill leaves no half of a step."""
+  return folder.rename(folder.with_name(f'{folder.name}{_REMOVED}'))
 
 
 def set_aside(folder: Path) -> Path:

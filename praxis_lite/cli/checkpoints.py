@@ -139,9 +139,10 @@ def _size(num_bytes: int) -> str:
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  for row in rows:
-    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+  from praxis_lite.explain.explanation import aligned
+
+  for line in aligned(rows):
+    print(line)
 
 
 def _flags() -> flags.FlagValues:

@@ -107,8 +107,3 @@ def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> 
 def is_damage(error: Exception) -> bool:
   """Whether an error of reading is that of the data, and not of the system: the system's have a number."""
   return not (isinstance(error, OSError) and error.errno is not None)
-
-
-def line_of(error: BaseException) -> str:
-  """Returns the first line of an error."""
-  return str(error).strip().split('\n')[0] or type(error).__name__

@@ -27,8 +27,8 @@ import numpy as np
 from absl import flags
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, DataError, UserError
-from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, line_of, rows_of_each
+from praxis_lite.errors import ConfigError, DataError, UserError, first_line
+from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, with_weights
 from praxis_lite.inputs.streamed import Groups, StreamedInput
@@ -216,7 +216,7 @@ class ArrayRecordInput(GrainInput):
         ends.append(ends[-1] + len(sources.ArrayRecordDataSource([file])))
         whole.append(file)
       except (RuntimeError, ValueError, OSError) as e:
-        self.leave_out(BadRecord(file, '', f'is not a whole ArrayRecord file: {line_of(e)}'))
+        self.leave_out(BadRecord(file, '', f'is not a whole ArrayRecord file: {first_line(e)}'))
     if not whole:
       raise DataError(f'{self.label}.path: none of {len(self.files)} files is a whole ArrayRecord file')
     return _Records(sources.ArrayRecordDataSource(whole), whole, ends, self._parse, f'{self.label}.path')
@@ -256,7 +256,7 @@ class _Records:
     except Exception as e:
       if not is_damage(e):
         raise
-      raise BadRecordError(self.where, BadRecord(*self.place(number), line_of(e))) from e
+      raise BadRecordError(self.where, BadRecord(*self.place(number), first_line(e))) from e
 
   def place(self, number: int) -> tuple[str, str]:
     """Returns the file of a record, and which one it is there."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from praxis_lite.errors import ConfigError, DataError, did_you_mean
-from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, line_of, rows_of_each
+from praxis_lite.errors import ConfigError, DataError, did_you_mean, first_line
+from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, rows_of_each
 from praxis_lite.inputs.grain_input import GrainInput, ParseEach, cast
 from praxis_lite.inputs.random_access import permutation
 from praxis_lite.inputs.rows import Feature, Rows, Struct, canonical_rows, concatenate_rows, pad_rows, with_weights
@@ -254,7 +254,7 @@ class _Converter:
       return self(table.slice(number, 1))
     except DataError as e:
       file, of = group
-      raise BadRecordError(self.where, BadRecord(file, f'row {number} of group {of}', line_of(e))) from e
+      raise BadRecordError(self.where, BadRecord(file, f'row {number} of group {of}', first_line(e))) from e
 
   def _array(self, table: pa.Table, name: str, feature: Feature) -> np.ndarray:
     where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
@@ -302,8 +302,8 @@ def _read_group(group: _Group, columns: tuple[str, ...] | None, where: str) -> p
     return table if columns is None else table.select(list(columns))
   except (pa.ArrowException, OSError) as e:
     if not is_damage(e):
-      raise DataError(f'{where}: group {number} of {file} cannot be read: {line_of(e)}') from e
-    raise BadRecordError(where, BadRecord(file, f'group {number}', f'cannot be read: {line_of(e)}')) from None
+      raise DataError(f'{where}: group {number} of {file} cannot be read: {first_line(e)}') from e
+    raise BadRecordError(where, BadRecord(file, f'group {number}', f'cannot be read: {first_line(e)}')) from None
 
 
 def _check_columns(columns: tuple[str, ...] | None, known: list[str], file: str, where: str) -> None:
@@ -322,7 +322,7 @@ def _group_sizes(file: str, where: str) -> list[int]:
       return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     return [batch.num_rows for batch in _batches(file)]
   except (pa.ArrowException, OSError) as e:
-    raise BadRecordError(where, BadRecord(file, '', f'is not a whole Parquet or Arrow file: {line_of(e)}')) from None
+    raise BadRecordError(where, BadRecord(file, '', f'is not a whole Parquet or Arrow file: {first_line(e)}')) from None
 
 
 @functools.lru_cache(maxsize=256)

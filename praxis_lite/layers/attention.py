@@ -39,7 +39,7 @@ from praxis_lite.layers.dot_product import (
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
-from praxis_lite.partitioning.constraints import manual_axes, unmapped_axes
+from praxis_lite.partitioning.constraints import is_partly_mapped, manual_axes, unmapped_axes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
@@ -463,7 +463,7 @@ class MultiHeadAttention(Layer):
       by_rows=by_rows,
       arrays=arrays,
       split=split,
-      partly_mapped=bool(manual_axes() and unmapped_axes()),
+      partly_mapped=is_partly_mapped(),
       logit_bias=self.relative_bias_tpl is not None,
       soft_cap=self.logit_soft_cap is not None,
       dropout=self.dropout_rate > 0,

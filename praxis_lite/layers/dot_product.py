@@ -20,7 +20,7 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layers.blocks import dropout_factors
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
 from praxis_lite.layers.masks import Visibility, combine_masks, segment_mask
-from praxis_lite.partitioning.constraints import manual_axes, unmapped_axes
+from praxis_lite.partitioning.constraints import is_partly_mapped
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 AttentionImplementation = Literal['auto', 'xla'] | Chosen
@@ -186,7 +186,7 @@ def dot_product_attention(
     window=window is not None,
     by_rows=segment_ids is not None or prefix_lengths is not None,
     arrays=mask is not None or isinstance(bias, jax.Array),
-    partly_mapped=bool(manual_axes() and unmapped_axes()),
+    partly_mapped=is_partly_mapped(),
     logit_bias=isinstance(bias, LogitBias),
     soft_cap=logit_soft_cap is not None,
     dropout=dropout is not None,

@@ -102,6 +102,11 @@ def unmapped_axes() -> dict[str, int]:
   return {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
 
 
+def is_partly_mapped() -> bool:
+  """Whether an enclosing `shard_map` maps over some axes of the ambient mesh, and others may split arrays."""
+  return bool(manual_axes() and unmapped_axes())
+
+
 _rules: contextvars.ContextVar[tuple[LogicalAxisRule, ...]] = contextvars.ContextVar('praxis_lite_rules', default=())
 
 

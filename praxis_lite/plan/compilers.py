@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.errors import ConfigError, UserError, first_line
 from praxis_lite.native_log import collected_log
 from praxis_lite.plan.targets import gpu_target_config
 from praxis_lite.plan.topology import Topology
@@ -36,6 +36,7 @@ _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 # How XLA's partitioner warns, in its log, of what it does badly.
 _PARTITIONER = '[SPMD] Involuntary full rematerialization'
+_MOST_SHOWN = 400  # Characters of an error of a compiler.
 _CUDNN_VERSION = 91000  # As in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
 # Without these, the compilers look for the machine that they are made for.
@@ -116,7 +117,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     with collected_log():  # It says that there are no such devices here.
       return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
   except (RuntimeError, ValueError, NotImplementedError) as error:
-    raise ConfigError(f'topology {topology.name}: {_first_line(error)}') from error
+    raise ConfigError(f'topology {topology.name}: {first_line(error)[:_MOST_SHOWN].rstrip(".")}') from error
 
 
 def _gpu_devices(topology: Topology) -> list[jax.Device]:
@@ -200,7 +201,8 @@ def compile_step(
     with collected_log() as log:
       compiled, text = _compiled(lowered, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
-    refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {_first_line(error)}')
+    why = first_line(error)[:_MOST_SHOWN].rstrip('.')
+    refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
     refused.does_not_fit = 'RESOURCE_EXHAUSTED' in str(error) and 'hbm' in str(error)
     raise refused from error
   found: Any = compiled.memory_analysis()
@@ -298,8 +300,3 @@ def _write(file: Path, step: CompiledStep) -> None:
     part.replace(file)
   except OSError:
     pass
-
-
-def _first_line(error: BaseException) -> str:
-  lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-  return lines[0][:400].rstrip('.')

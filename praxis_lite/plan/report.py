@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from praxis_lite.explain.explanation import format_bytes, format_mesh
+from praxis_lite.explain.explanation import aligned, format_bytes, format_mesh
 from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
 from praxis_lite.plan.why_text import format_why
@@ -174,15 +174,12 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int |
 
   Cells of column `cut` lose what they begin with where a line would be too long for a terminal.
   """
-  widths = [max(map(len, column)) for column in zip(*rows)]
   if cut is not None:
+    widths = [max(map(len, column)) for column in zip(*rows)]
     others = sum(widths) - widths[cut] + 2 * (len(widths) - 1)
-    widths[cut] = min(widths[cut], max(_WIDTH - others, _NARROWEST))
-    rows = [[_ending(cell, widths[i]) if i == cut else cell for i, cell in enumerate(row)] for row in rows]
-  lines = [
-    '  '.join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-    for row in rows
-  ]
+    most = max(_WIDTH - others, _NARROWEST)
+    rows = [[_ending(cell, most) if i == cut else cell for i, cell in enumerate(row)] for row in rows]
+  lines = aligned(rows, right)
   return '\n'.join([lines[0], '-' * max(map(len, lines)), *lines[1:]])
 
 

@@ -25,8 +25,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints import saved_steps
+from praxis_lite.checkpoints.retention import take_away
 from praxis_lite.errors import UserError
-from praxis_lite.files import replace_file
+from praxis_lite.files import parse_json, replace_file
 from praxis_lite.runtime.distributed import is_primary_process
 from praxis_lite.task import LossSpikeParams, TrainParams
 
@@ -79,7 +80,7 @@ def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
   with contextlib.suppress(OSError, UnicodeDecodeError):
     for line in Path(directory, _FILE).read_text(encoding='utf-8').splitlines():
       with contextlib.suppress(ValueError, TypeError, KeyError):
-        data = json.loads(line)
+        data = parse_json(line)
         trouble = Trouble(**{name: data[name] for name in Trouble._fields})
         if isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches):
           found.append(trouble)
@@ -215,9 +216,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
   if is_primary_process():
     for step in steps:
       if step >= trouble.first:
-        folder = directory / 'checkpoints' / str(step)
-        folder.rename(gone := folder.with_name(f'{step}.removed'))  # Not by halves, if this is killed.
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(take_away(directory / 'checkpoints' / str(step)), ignore_errors=True)
     _record(directory, trouble)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices('praxis_lite: went back')
@@ -237,7 +236,7 @@ def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:
 
 def _read_losses(directory: Path) -> list[tuple[int, float]]:
   try:
-    found = json.loads((directory / _LOSSES).read_text(encoding='utf-8'))
+    found = parse_json((directory / _LOSSES).read_bytes())
     return [(int(step), float(loss)) for step, loss in found]
   except (OSError, ValueError, TypeError):
     return []

@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 
 import jax
 
+from praxis_lite.errors import first_line
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.runtime.goodput import Goodput, SlowSteps, goodput_line, shares
 from praxis_lite.runtime.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
@@ -75,8 +76,7 @@ class Watch:
 
   def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
     if kind is not None:
-      text = str(error).strip().split('\n')[0][:300]
-      self.ended_by = f'{kind.__name__}: {text}' if text else kind.__name__
+      self.ended_by = kind.__name__ + (f': {first_line(error)[:300]}' if error and str(error).strip() else '')
     self.ended_by = self.ended_by or 'done'
     self._file.stop()
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import jax
 
-from praxis_lite.errors import LostHostError
+from praxis_lite.errors import LostHostError, first_line
 
 if TYPE_CHECKING:
   from jax._src.lib import _jax
@@ -47,6 +47,8 @@ _BUILDING = ('jax/_src/compiler.py', 'jax/_src/interpreters/partial_eval.py', 'j
 # Where the code is that is neither ours nor the user's.
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
 _KEY = 'praxis_lite/beats'
+# Characters of an error that other hosts are told.
+_MOST_SHOWN = 300
 # What JAX's preemption service writes to the store when any process has got SIGTERM.
 _PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
 # Words in errors of a collective or of JAX's service that the end of another process causes.
@@ -117,10 +119,10 @@ class Watchdog:
     except BaseException as error:
       if _is_of_a_peer(error):
         self._suspects = True
-        _write(f'{self._hosts[self._index].name}: {_first_line(error)}\n')
+        _write(f'{self._hosts[self._index].name}: {first_line(error)[:_MOST_SHOWN]}\n')
         time.sleep(12 * self._interval)  # `_watch` ends the process meanwhile, if a host is lost.
-        self.give_up(f'all hosts live, but could not communicate: {_first_line(error)}')
-      self._state = f'{type(error).__name__}: {_first_line(error)}'
+        self.give_up(f'all hosts live, but could not communicate: {first_line(error)[:_MOST_SHOWN]}')
+      self._state = f'{type(error).__name__}: {first_line(error)[:_MOST_SHOWN]}'
       raise
     self._state = 'left'
 
@@ -309,10 +311,6 @@ def _is_of_a_peer(error: BaseException | None) -> bool:
       return True
     error = error.__cause__ or error.__context__
   return False
-
-
-def _first_line(error: BaseException) -> str:
-  return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _write(text: str) -> None:
