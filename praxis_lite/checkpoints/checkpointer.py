@@ -117,8 +117,9 @@ class Checkpointer:
     ocp = orbax_checkpoint()
     from praxis_lite.checkpoints.streamed_writes import pytree_handlers
 
+    if not self._read_only and jax.process_index() == 0:
+      self._retention.start_with_incomplete()
     options = ocp.CheckpointManagerOptions(
-      cleanup_tmp_directories=not self._read_only,
       create=not self._read_only,
       read_only=self._read_only,
       save_root_metadata=False,
@@ -391,6 +392,7 @@ class Checkpointer:
     with contextlib.suppress(Exception):
       self._manager.close()
     self._manager = self._opened()
+    self._retention.wait()  # The next save may need the room.
     self._is_broken = False
 
   @contextlib.contextmanager

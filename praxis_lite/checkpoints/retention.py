@@ -12,11 +12,13 @@ import os
 import shutil
 import sys
 import threading
+import uuid
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import CheckpointError
 
+_INCOMPLETE = '.orbax-checkpoint-tmp'  # What Orbax calls a folder that it writes.
 _REMOVED = '.removed'
 _DAMAGED = '.damaged'
 
@@ -75,8 +77,21 @@ class Retention:
 
   def start(self, kept: Collection[int]) -> None:
     """Begins to remove what need not stay, but for the steps `kept`, and what an earlier process began to remove."""
+    self._begin(steps_to_remove(steps_in(self._directory), **self._rule, kept=kept))
+
+  def start_with_incomplete(self) -> None:
+    """Begins to remove what is left of saves that a kill or an error ended; call it while nothing is being saved.
+
+    A save that failed may still be writing: its folder is renamed first, so that what it writes now is nowhere.
+    """
+    for folder in self._directory.glob(f'*{_INCOMPLETE}*'):
+      if not folder.name.endswith(_REMOVED):
+        with contextlib.suppress(OSError):  # Another process has renamed it, or it cannot be removed now.
+          take_away(folder)
+    self._begin(())
+
+  def _begin(self, steps: Sequence[int]) -> None:
     self.wait()
-    steps = steps_to_remove(steps_in(self._directory), **self._rule, kept=kept)
     self._thread = threading.Thread(target=self._remove, args=(steps,), name='retention')
     self._thread.start()
 
@@ -97,7 +112,7 @@ class Retention:
 
 def take_away(folder: Path) -> Path:
   """Renames the folder of a step that is to be removed, and returns its name: a kill leaves no half of a step."""
-  return folder.rename(folder.with_name(f'{folder.name}{_REMOVED}'))
+  return folder.rename(folder.with_name(f'{folder.name}.{uuid.uuid4().hex[:8]}{_REMOVED}'))
 
 
 def set_aside(folder: Path) -> Path:
