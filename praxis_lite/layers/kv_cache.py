@@ -1,6 +1,7 @@
 """KV caches: keys and values of the tokens so far, and attention to them, for decoding.
 
-    growing   every row takes the next T slots; a row's padding leaves its slots empty
+    growing   every row takes the next T slots; a row's padding leaves its slots empty, and the next tokens take those
+              that are empty in all rows
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
 
 Two things keep the cost that of what was written, not that of the longest text there is room for. A growing cache is
@@ -218,14 +219,17 @@ def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _appended(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes tokens to the next slots of a growing cache."""
-  slot = cache.slot
+  """Writes tokens to the next slots of a growing cache; columns of padding at the end take none."""
+  slot, columns = cache.slot, new.pos.shape[1]
   assert slot is not None
+  taken: jax.Array | int = 1
+  if columns > 1:
+    taken = jnp.max(jnp.where(new.pos >= 0, jnp.arange(1, columns + 1, dtype=jnp.int32), 0))
 
   def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(slots, tokens, slot, axis=1)
 
-  return jax.tree.map(write, cache._replace(slot=None), new)._replace(slot=slot + new.pos.shape[1])
+  return jax.tree.map(write, cache._replace(slot=None), new)._replace(slot=slot + taken)
 
 
 def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from praxis_lite.config import Config
+from praxis_lite.decoding import Bucket
 from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
-
-# Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
-_LENGTH_MULTIPLE = 16
 
 
 def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
@@ -63,7 +61,10 @@ def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
-  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises UserError if a prompt has no token, or is bytes."""
+  """Returns `ids`, [B, P] int32, of the longest prompt's length P, and `prompt_lengths`, [B].
+
+  Raises UserError if a prompt has no token, or is bytes.
+  """
   if not len(prompts):
     raise ConfigError('there are no prompts; expected a list with at least one')
   for prompt in prompts:
@@ -72,9 +73,16 @@ def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   if not lengths.all():
     raise ConfigError('a prompt is empty; it needs at least one token')
-  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+  width = int(lengths.max())
   ids = np.stack([np.pad(np.asarray(p, np.int32), (0, width - len(p))) for p in prompts])
   return {'ids': ids, 'prompt_lengths': lengths}
+
+
+def in_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
+  """Returns a batch of prompts with the shapes of a bucket, of which `max_tokens` tokens are asked for."""
+  count, length = batch['ids'].shape
+  ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - length)))
+  return batch | {'ids': ids, 'max_tokens': np.full(count, max_tokens, np.int32)}
 
 
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
@@ -110,6 +118,7 @@ def task_with_sampler(
   temperature: float | None = None,
   top_k: int | None = None,
   top_p: float | None = None,
+  max_context: int | None = None,
   stop: Sequence[str] = (),
   flag: str = '',
 ) -> Config:
@@ -118,7 +127,8 @@ def task_with_sampler(
   Args:
     task: of a language model.
     tokenizer: of the stop texts.
-    max_tokens, temperature, top_k, top_p: as `max_decode_steps` and the others of `Sampler`; None: as in the config.
+    max_tokens, temperature, top_k, top_p, max_context: as `max_decode_steps` and the others of `Sampler`; None: as in
+      the config.
     stop: texts of one token each that end a continuation, beside the `stop_ids` of the config.
     flag: what errors put before the name of an argument.
 
@@ -132,6 +142,7 @@ def task_with_sampler(
   except AttributeError:
     raise ConfigError(f'{flag}prompt needs a language model; the model of this experiment has no decoder_tpl') from None
   settings = {'max_decode_steps': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+  settings['max_context'] = max_context
   decoder.set(**{name: value for name, value in settings.items() if value is not None})
   for text in stop:
     if tokenizer is None:
