@@ -118,13 +118,13 @@ class _Seen(NamedTuple):
   """What is known of the rows, beside their caches.
 
   Attributes:
-    index: int32, of the next token.
+    number: int32, of the next token.
     last_ids_B: int32, the tokens before it.
     decoded: the continuations so far.
     done_B: bool, which of them have ended.
   """
 
-  index: jax.Array
+  number: jax.Array
   last_ids_B: jax.Array
   decoded: Decoded
   done_B: jax.Array
@@ -200,30 +200,30 @@ class Sampler(Configurable):
     chunk = chunk or (prompt_length if fits else slots)
     limits_B = jnp.minimum(self.max_decode_steps if max_tokens_B is None else max_tokens_B, self.max_decode_steps)
 
-    def keys(index: jax.Array) -> jax.Array | None:
-      """Keys of token `index` of each row."""
+    def keys(number: jax.Array) -> jax.Array | None:
+      """Keys of token `number` of each row."""
       if key is None:
         return None
-      at_index = jax.random.fold_in(key, index)
-      return jax.vmap(lambda row: jax.random.fold_in(at_index, row))(jnp.arange(num_rows))
+      of_token = jax.random.fold_in(key, number)
+      return jax.vmap(lambda row: jax.random.fold_in(of_token, row))(jnp.arange(num_rows))
 
     def choose(logits_BV: jax.Array, seen: _Seen) -> _Seen:
       """Draws the next token of each row that is not done."""
-      index, _, (ids_BM, lengths_B, log_probs_BM), done_B = seen
-      ids_B = sample_tokens(logits_BV, keys(index), temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+      number, _, (ids_BM, lengths_B, log_probs_BM), done_B = seen
+      ids_B = sample_tokens(logits_BV, keys(number), temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
       log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
       log_probs_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
       decoded = Decoded(
-        ids_BM.at[:, index].set(jnp.where(done_B, 0, ids_B)),
+        ids_BM.at[:, number].set(jnp.where(done_B, 0, ids_B)),
         lengths_B + ~done_B,
-        log_probs_BM.at[:, index].set(jnp.where(done_B, 0.0, log_probs_B)),
+        log_probs_BM.at[:, number].set(jnp.where(done_B, 0.0, log_probs_B)),
       )
       done_B |= jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32)) | (decoded.lengths >= limits_B)
-      return _Seen(index + 1, ids_B, decoded, done_B)
+      return _Seen(number + 1, ids_B, decoded, done_B)
 
     def read(seen: _Seen) -> tuple[jax.Array, Caches, jax.Array]:
       """Reads the last tokens of each row, as many as there are slots; returns logits, caches, and the slots taken."""
-      length_B = jnp.where(seen.done_B, 0, prompt_lengths_B + seen.index)
+      length_B = jnp.where(seen.done_B, 0, prompt_lengths_B + seen.number)
       kept_B = jnp.minimum(length_B, slots)
 
       def read_chunk(start: jax.Array | int, caches: Caches) -> tuple[jax.Array, Caches]:
@@ -250,7 +250,7 @@ class Sampler(Configurable):
 
     def extend(carry: tuple[jax.Array, Caches, _Seen]) -> tuple[jax.Array, Caches, _Seen]:
       taken, caches, seen = carry
-      pos_B = prompt_lengths_B + seen.index - 1
+      pos_B = prompt_lengths_B + seen.number - 1
       logits_BV, caches = step(seen.last_ids_B[:, None], pos_B[:, None], jnp.zeros_like(seen.last_ids_B), caches)
       return taken + 1, caches, choose(logits_BV, seen)
 

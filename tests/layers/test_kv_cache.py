@@ -73,7 +73,7 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
   layer = build(**fields)
   variables, x = layer.init(jax.random.key(0)), inputs()
   y, state = decoded(layer, variables, x)
-  assert state['key'].shape == (B, slots, layer.num_kv_heads, 4)
+  assert state['key'].shape == (B, layer.num_kv_heads, slots, 4)
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
 
 
@@ -100,7 +100,7 @@ def test_decoding_costs_what_was_written():
   layer = build(cache_page_size=4)
   variables, x = layer.init(jax.random.key(0)), inputs()
   _, side = layer.apply(variables, B, 64, method='init_decode_state')
-  state = side.decode_state | {name: side.decode_state[name].at[:, 8:].set(jnp.nan) for name in ('key', 'value')}
+  state = side.decode_state | {name: side.decode_state[name].at[:, :, 8:].set(jnp.nan) for name in ('key', 'value')}
   pos = jnp.tile(jnp.arange(5), (B, 1))
   y, _ = layer.apply(variables, x[:, :5], pos, decode_state=state, method='extend_step')
   np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, :5], atol=2e-6)
