@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _LEAST = 128
-_CHUNK, _LONG_CHUNK = 64, 256  # Up to so many tokens of a row are read in vain; longer prompts are read in fewer steps.
+_CHUNKS = 16  # Into so many parts the slots are read, unless the parts are too small or too large for that:
+_LEAST_CHUNK, _MOST_CHUNK = 32, 256
 
 
 class Bucket(NamedTuple):
@@ -39,5 +40,5 @@ class Bucket(NamedTuple):
 
 def chunk_of(slots: int) -> int:
   """Returns how many tokens of a prompt are read at once into caches of so many slots, a divisor of it."""
-  most = _CHUNK if slots <= 8 * _CHUNK else _LONG_CHUNK
-  return next((size for size in range(min(most, slots), most // 4, -1) if slots % size == 0), slots)
+  most = min(max(slots // _CHUNKS, _LEAST_CHUNK), _MOST_CHUNK, slots)
+  return next((size for size in range(most, most // 2, -1) if slots % size == 0), slots)

@@ -38,6 +38,8 @@ from praxis_lite.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
+_MOST_IN_LINE = 16  # Layers that decoding has in line: a program of more takes long to compile.
+
 
 class RepeatWeightSplit(SplitMapping):
   """`stack`: one entry, for the dimension along which weights are stacked."""
@@ -73,9 +75,9 @@ class Repeat(Layer):
   `first_0`, ...
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
-  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. Only where all rounds
-  are one iteration, each has a decode state of its own, by its number: a step then writes to it in place, and copies no
-  stack.
+  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. Up to 16 layers, and
+  more if they are unrolled, decode one after the other, each with a decode state of its own, by its number: a step
+  writes to it in place, where a scan would copy the stack.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
@@ -84,7 +86,7 @@ class Repeat(Layer):
     first_tpl: layers that come before the repeated ones, each with its own variables.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. Of a
       pattern, first layers keep what its first layer does.
-    unroll: repetitions in one iteration of the loop: faster for small layers and in decoding, slower to compile.
+    unroll: repetitions in one iteration of the loop: faster for small layers, slower to compile.
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
@@ -143,15 +145,15 @@ class Repeat(Layer):
 
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
-    (self._in_line if self._is_unrolled else self._scan)('init_decode_state', None, *args)
+    (self._in_line if self._decodes_in_line else self._scan)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
     """As `__call__`, with the repeated layer's `extend_step` and caches."""
-    return (self._in_line if self._is_unrolled else self._scan)('extend_step', x, *args, **kwargs)
+    return (self._in_line if self._decodes_in_line else self._scan)('extend_step', x, *args, **kwargs)
 
   @property
-  def _is_unrolled(self) -> bool:
-    return self.unroll >= self._rounds
+  def _decodes_in_line(self) -> bool:
+    return self.num_layers <= _MOST_IN_LINE or self.unroll >= self._rounds
 
   def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
     """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""
