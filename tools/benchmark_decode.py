@@ -39,8 +39,9 @@ _SIZES: dict[str, dict[str, int]] = {
   '124m': {'vocab_size': 32_000, 'model_dims': 768, 'num_layers': 12, 'num_heads': 12, 'hidden_dims': 2048},
   '1b': {'vocab_size': 32_000, 'model_dims': 2048, 'num_layers': 20, 'num_heads': 16, 'hidden_dims': 5632},
 }
-# What the Hugging Face side is told: its own best, and what it does by default.
-_THEIRS = {'transformers, compiled': ['--cache=static', '--compile'], 'transformers': ['--cache=dynamic']}
+# What the Hugging Face side is told: its own best, and, with --eager, what it does by default.
+_COMPILED = {'transformers, compiled': ['--cache=static', '--compile']}
+_EAGER = {'transformers, eager': ['--cache=dynamic']}
 
 
 class Call(NamedTuple):
@@ -163,6 +164,7 @@ def main() -> None:
   parser.add_argument('--tokens', type=int, default=200, help='tokens after each prompt')
   parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--warm_up', type=int, default=2, help='rounds before that are not counted')
+  parser.add_argument('--eager', action='store_true', help='also what `generate` does without a static cache: slow')
   parser.add_argument('--run', help='directory of a run, such as runs/demo: times the command up to the first token')
   args = parser.parse_args()
   os.environ['JAX_PLATFORMS'] = args.device
@@ -192,7 +194,7 @@ def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[d
   """The sides that are there."""
   with ExitStack() as stack:
     sides: dict[str, Decode] = {'praxis_lite': ours(folder, run, args.dtype)}
-    for name, arguments in _THEIRS.items():
+    for name, arguments in (_COMPILED | (_EAGER if args.eager else {})).items():
       if args.hf_python is None:
         continue
       told = [*arguments, f'--device={args.device}', f'--dtype={args.dtype}']

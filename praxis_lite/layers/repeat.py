@@ -153,7 +153,7 @@ class Repeat(Layer):
 
   @property
   def _decodes_in_line(self) -> bool:
-    return self.num_layers <= _MOST_IN_LINE or self.unroll >= self._rounds
+    return self.num_layers <= _MOST_IN_LINE or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
 
   def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
     """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""

@@ -14,6 +14,10 @@ from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 
 
+# Prompts are padded to a multiple of this, so that a `decode` that knows no buckets is compiled for few lengths.
+_LENGTH_MULTIPLE = 16
+
+
 def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
   """Returns the tokenizer of the first dataset that has one; None if none of them has."""
   for i, dataset in enumerate(config.datasets):
@@ -61,10 +65,7 @@ def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
-  """Returns `ids`, [B, P] int32, of the longest prompt's length P, and `prompt_lengths`, [B].
-
-  Raises UserError if a prompt has no token, or is bytes.
-  """
+  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises UserError if a prompt has no token, or is bytes."""
   if not len(prompts):
     raise ConfigError('there are no prompts; expected a list with at least one')
   for prompt in prompts:
@@ -73,15 +74,15 @@ def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   if not lengths.all():
     raise ConfigError('a prompt is empty; it needs at least one token')
-  width = int(lengths.max())
+  width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
   ids = np.stack([np.pad(np.asarray(p, np.int32), (0, width - len(p))) for p in prompts])
   return {'ids': ids, 'prompt_lengths': lengths}
 
 
 def in_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
   """Returns a batch of prompts with the shapes of a bucket, of which `max_tokens` tokens are asked for."""
-  count, length = batch['ids'].shape
-  ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - length)))
+  count, width = batch['ids'].shape
+  ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
   return batch | {'ids': ids, 'max_tokens': np.full(count, max_tokens, np.int32)}
 
 

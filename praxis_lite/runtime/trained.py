@@ -294,7 +294,7 @@ class TrainedModel:
     max_tokens: int = settings.get('max_tokens', self.layer.decoder.max_decode_steps)
     if max_tokens < 1:
       raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
-    length = batch['ids'].shape[1]
+    length = int(batch['prompt_lengths'].max())
     self.layer.check_fits(length, max_tokens)
     self._note_what_is_not_seen(self.layer, length + max_tokens - 1)
     bucket = Bucket.of(length, max_tokens, self.layer.context)

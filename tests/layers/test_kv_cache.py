@@ -106,6 +106,19 @@ def test_decoding_costs_what_was_written():
   np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, :5], atol=2e-6)
 
 
+def test_columns_that_are_padding_in_all_rows_take_no_slots():
+  layer = build()
+  variables, x = layer.init(jax.random.key(0)), inputs()
+  _, side = layer.apply(variables, B, 8, method='init_decode_state')
+  pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1)[None].repeat(B, 0)
+  _, side = layer.apply(variables, x[:, :8], pos, decode_state=side.decode_state, method='extend_step')
+  assert int(side.decode_state['slot']) == 5
+  pos = jnp.full((B, 1), 5)
+  y, side = layer.apply(variables, x[:, 5:6], pos, decode_state=side.decode_state, method='extend_step')
+  np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, 5:6], atol=2e-6)
+  np.testing.assert_array_equal(side.decode_state['pos'][0], [0, 1, 2, 3, 4, 5, -1, -1])
+
+
 def test_no_array_of_a_long_prompt_holds_prompt_times_cache():
   layer, length = build(cache_page_size=64), 2048
   variables = jax.eval_shape(layer.init, jax.random.key(0))
