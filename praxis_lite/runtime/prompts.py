@@ -13,7 +13,6 @@ from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 
-
 # Prompts are padded to a multiple of this, so that a `decode` that knows no buckets is compiled for few lengths.
 _LENGTH_MULTIPLE = 16
 
