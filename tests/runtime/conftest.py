@@ -14,7 +14,7 @@ from warm_python import WarmPopen
 
 @pytest.fixture
 def run_python():
-  """Starts Python on some code, with `devices` simulated devices and no cache of compiled programs but `shared_programs`."""
+  """Starts Python on some code, with `devices` simulated devices; it compiles all but what is in `shared_programs`."""
 
   def start(code: str, *args: str, devices: int = 1, **kwargs) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in ('JAX_COMPILATION_CACHE_DIR',)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 
@@ -13,12 +14,18 @@ import numpy as np
 import pytest
 from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
+from warm_python import WarmPopen
 
 from praxis_lite.errors import UserError
 from praxis_lite.runtime import launch, run_train
 from praxis_lite.runtime.launch import Ended, Launcher, launched_command, the_verdict
 
 HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def warm_hosts(monkeypatch):
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
 
 
 class Watched:
