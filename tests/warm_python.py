@@ -48,11 +48,12 @@ class WarmPopen(subprocess.Popen):
 
   def _execute_child(self, args: Any, *rest: Any) -> None:
     """What Popen calls once it has pipes; `rest` is in the order of CPython's, which is that of 3.7 to 3.14."""
-    cwd, env, pipes = rest[4], rest[5], rest[9:15]
+    cwd, env, pipes, new_session = rest[4], rest[5], rest[9:15], rest[20]
     if sys.platform != 'linux' or args[0] != sys.executable or args[1] not in ('-c', '-m'):
       return super()._execute_child(args, *rest)  # type: ignore[misc]
     streams = [own if own != -1 else inherited for own, inherited in zip((pipes[0], pipes[3], pipes[5]), range(3))]
-    wanted = {'args': [*map(str, args[1:])], 'env': dict(os.environ if env is None else env), 'cwd': str(cwd or '.')}
+    wanted = {'args': [*map(str, args[1:])], 'env': dict(os.environ if env is None else env)}
+    wanted |= {'cwd': os.path.abspath(cwd or '.'), 'new_session': new_session}
     self.pid = forked(wanted, streams)
     self._child_created = True
     self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -129,6 +130,8 @@ def become(wanted: dict[str, Any], streams: list[int], path: list[str]) -> None:
   for standard, fd in enumerate(streams):
     os.dup2(fd, standard)
     os.close(fd)
+  if wanted['new_session']:
+    os.setsid()
   before = dict(os.environ)
   os.environ.clear()
   os.environ.update(wanted['env'])
