@@ -14,9 +14,12 @@ from warm_python import WarmPopen
 
 @pytest.fixture
 def run_python():
-  """Starts Python on some code, with `devices` simulated devices; it compiles all but what is in `shared_programs`."""
+  """Starts Python on some code, with `devices` simulated devices; it compiles all but what is in `shared_programs`.
 
-  def start(code: str, *args: str, devices: int = 1, **kwargs) -> subprocess.Popen:
+  With warm=False it has imported nothing, see `warm_python.py`.
+  """
+
+  def start(code: str, *args: str, devices: int = 1, warm: bool = True, **kwargs) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in ('JAX_COMPILATION_CACHE_DIR',)}
     env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(devices)}
     env['PYTHONPATH'] = os.pathsep.join([os.path.dirname(__file__), env.get('PYTHONPATH', '')])
@@ -28,6 +31,7 @@ def run_python():
       ):
         env[f'JAX_{name.upper()}'] = str(getattr(jax.config, f'jax_{name}'))
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-    return WarmPopen([sys.executable, '-c', code, *args], env={**env, **kwargs.pop('env', {})}, **pipes | kwargs)
+    popen = WarmPopen if warm else subprocess.Popen
+    return popen([sys.executable, '-c', code, *args], env={**env, **kwargs.pop('env', {})}, **pipes | kwargs)
 
   return start
