@@ -330,7 +330,9 @@ def _run_train(
     def do_what_is_due() -> None:
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
       if is_due(run.step, settings.save_interval_steps):
+        log.drain()
         save()
+        log.restart_clock(run.step)
       intervals = settings.eval_interval_steps, settings.decode_interval_steps
       for group, interval in zip((evaluation, decoding), intervals):
         if is_due(run.step, interval):
