@@ -334,8 +334,8 @@ def test_greedy_decoding_is_the_argmax_of_the_whole_model(style):
 
 
 @functools.cache
-def greedy():
-  p = config()
+def greedy(style='llama'):
+  p = config(style=style)
   p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
   return p.instantiate()
 
@@ -413,24 +413,20 @@ def test_a_mesh_that_divides_nothing_trains_and_decodes_like_one_device(style):
   mesh = mesh_of((2, 2, 2))
   p = set_sharding(config(style=style)).set(mesh_axis_names=mesh.axis_names)
   p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
-  model, (_, variables) = p.instantiate(), make(style=style)
+  model, (on_one, variables) = p.instantiate(), make(style=style)
 
-  def run(variables, data, prompts):
+  def on_mesh(variables, data, prompts):
     def loss(v):
       (metrics, _), _ = model.apply(v, data)
       return metrics['loss'][0]
 
-    (_, decoded), _ = model.apply(variables, prompts, do_eval=True, method='decode')
-    return *jax.value_and_grad(loss)(variables), decoded['ids']
-
-  def on_mesh(*args):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return run(*args)
+      (_, decoded), _ = model.apply(variables, prompts, do_eval=True, method='decode')
+      return jax.value_and_grad(loss)(variables), decoded['ids']
 
   replicated = NamedSharding(mesh, PartitionSpec())
-  arguments = (variables, batch(), prompts())
-  got = jax.jit(on_mesh, in_shardings=replicated)(*arguments)
-  expected = jax.jit(run)(*arguments)
+  got = jax.jit(on_mesh, in_shardings=replicated)(variables, batch(), prompts())
+  expected = _loss_and_gradients(on_one)(variables, batch()), decode(greedy(style), variables, prompts())[1]['ids']
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
