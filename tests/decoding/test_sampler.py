@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +33,13 @@ def step(ids_BT, pos_BT, last_B, state):
 
 
 def decode(prompts=PROMPTS, lengths=LENGTHS, seed=0, **fields):
+  return jax.tree.map(np.asarray, _decode(**fields)(prompts, lengths, jax.random.key(seed)))
+
+
+@functools.cache
+def _decode(**fields):
   sampler = Config(Sampler, **{'max_decode_steps': 6, **fields}).instantiate()
-  run = jax.jit(lambda p, n, key: sampler.decode(step, jnp.zeros((len(p), 1, V)), p, n, key))
-  return jax.tree.map(np.asarray, run(prompts, lengths, jax.random.key(seed)))
+  return jax.jit(lambda p, n, key: sampler.decode(step, jnp.zeros((len(p), 1, V)), p, n, key))
 
 
 def greedy_by_hand(prompt, steps):
