@@ -6,13 +6,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.config import Config
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner, partition_spmd_model
+from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
