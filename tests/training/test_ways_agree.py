@@ -55,13 +55,14 @@ def by_strategy(mesh):
 def by_t5x(mesh):
   config = task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), None)
   partitioner = PjitPartitioner(mesh[1], logical_axis_rules=RULES, devices=jax.devices()[: mesh[0] * mesh[1]])
-  return config, {'partitioner': partitioner}
+  return config.set(mesh_axis_names=partitioner.mesh.axis_names, logical_axis_rules=RULES), {'partitioner': partitioner}
 
 
 def by_moe(mesh):
   config = task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), None)
   devices = jax.devices()[: mesh[0] * mesh[1]]
-  return config, {'partitioner': MoePjitPartitioner(0, mesh[1], logical_axis_rules=RULES, devices=devices)}
+  partitioner = MoePjitPartitioner(0, mesh[1], logical_axis_rules=RULES, devices=devices)
+  return config.set(mesh_axis_names=partitioner.mesh.axis_names, logical_axis_rules=RULES), {'partitioner': partitioner}
 
 
 def explicitly(mesh, data_axis):
@@ -83,13 +84,13 @@ WAYS = {
 def losses(config, arguments):
   data = Config(SyntheticLMInput, seq_len=12, vocab_size=37, batch_size=10, num_synthetic_examples=40, is_training=True)
   source = data.instantiate()
-  trained = partition_spmd_model(config, jax.random.key(0), source.batch_struct(), **arguments)
-  state, key, curve = trained.partitioned_train_state, jax.random.key(1), []
+  trained = PartitionedTask(config.instantiate(), source.batch_struct(), **arguments)
+  state, key, curve = drawn_state(trained), jax.random.key(1), []
   for _ in range(STEPS):
     out = trained.train_step(state, key, source.get_next())
     state = out.state
     curve.append(float(out.weighted_loss))
-  return np.array(curve), jax.device_get(state.mdl_vars), trained.train_state_partition_specs.mdl_vars
+  return np.array(curve), jax.device_get(state.mdl_vars), trained.state_specs.mdl_vars
 
 
 @functools.cache
