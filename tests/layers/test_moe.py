@@ -215,18 +215,18 @@ def test_blocks_decode_step_by_step_as_in_one_pass():
   variables = drawn_variables(block.abstract_init())
 
   @jax.jit
-  def both(x):
-    whole, _ = block.apply(variables, x)
-    _, side = block.apply(variables, B, T, method='init_decode_state')
-    steps = []
-    for i in range(T):
+  def both(x_TBD):
+    def extend(state, now):
+      x_BD, i = now
       pos = jnp.full((B, 1), i)
-      state = side.decode_state
-      y, side = block.apply(variables, x[:, i : i + 1], pos, decode_state=state, method='extend_step')
-      steps.append(y)
-    return whole, jnp.concatenate(steps, axis=1)
+      y, side = block.apply(variables, x_BD[:, None], pos, decode_state=state, method='extend_step')
+      return side.decode_state, y[:, 0]
 
-  np.testing.assert_allclose(*both(X), atol=1e-5)
+    _, side = block.apply(variables, B, T, method='init_decode_state')
+    return block.apply(variables, X)[0], jax.lax.scan(extend, side.decode_state, (x_TBD, jnp.arange(T)))[1]
+
+  whole, steps = both(X.swapaxes(0, 1))
+  np.testing.assert_allclose(steps.swapaxes(0, 1), whole, atol=1e-5)
 
 
 # ---------------------------------------------------------------- meshes
