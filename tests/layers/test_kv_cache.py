@@ -24,7 +24,7 @@ def build(**fields):
 
 
 def inputs():
-  return jax.random.normal(jax.random.key(5), (B, T, D))
+  return np.random.default_rng(5).standard_normal((B, T, D)).astype(np.float32)
 
 
 def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
@@ -37,14 +37,14 @@ def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
   extend = wrap(extend)
   _, side = layer.apply(variables, B, PROMPT + STEPS, method='init_decode_state')
   pos = np.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
-  prompt = jnp.where((pos >= 0)[..., None], x[:, :PROMPT], 1e3)  # Padding must not matter.
-  y, state = extend(variables, prompt, jnp.array(pos), side.decode_state)
+  prompt = np.where((pos >= 0)[..., None], x[:, :PROMPT], np.float32(1e3))  # Padding must not matter.
+  y, state = extend(variables, prompt, pos, side.decode_state)
   out = np.zeros((B, T, D), np.float32)
   for row, length in enumerate(LENGTHS):
     out[row, :length] = y[row, :length]
   for step in range(STEPS):
     at = (LENGTHS + step)[:, None]
-    y, state = extend(variables, jnp.take_along_axis(x, at[..., None], axis=1), jnp.array(at), state)
+    y, state = extend(variables, np.take_along_axis(x, at[..., None], axis=1), at, state)
     out[np.arange(B), at[:, 0]] = y[:, 0]
   assert np.isfinite(out).all()
   return out, state
@@ -101,10 +101,16 @@ def test_decoding_costs_what_was_written():
   layer = build(cache_page_size=4)
   variables, x = drawn_variables(layer.abstract_init()), inputs()
   _, side = layer.apply(variables, B, 64, method='init_decode_state')
-  state = side.decode_state | {name: side.decode_state[name].at[:, 8:].set(jnp.nan) for name in ('key', 'value')}
-  pos = jnp.tile(jnp.arange(5), (B, 1))
-  y, _ = layer.apply(variables, x[:, :5], pos, decode_state=state, method='extend_step')
-  np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, :5], atol=2e-6)
+  state = jax.tree.map(np.array, side.decode_state)
+  state['key'][:, 8:] = state['value'][:, 8:] = np.nan
+  pos = np.tile(np.arange(5), (B, 1))
+  y, expected = jax.jit(
+    lambda: (
+      layer.apply(variables, x[:, :5], pos, decode_state=state, method='extend_step')[0],
+      layer.apply(variables, x)[0][:, :5],
+    )
+  )()
+  np.testing.assert_allclose(y, expected, atol=2e-6)
 
 
 def test_no_array_of_a_long_prompt_holds_prompt_times_cache():
