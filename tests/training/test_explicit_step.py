@@ -22,9 +22,9 @@ def assert_close(left, right, rtol=1e-5, atol=1e-6):
 
 
 @pytest.mark.parametrize('devices, strategy', [(8, None), (5, FSDP)], ids=['data_8', 'fsdp_5'])
-def test_one_step_and_fifty_match_compiler_placement(devices, strategy):
+def test_one_step_and_twenty_match_compiler_placement(devices, strategy):
   # 13 rows leave a device with padding alone, and the weights of rows differ: a mean of means would be wrong.
-  batches = [lm_batch(13, seed) for seed in range(50)]
+  batches = [lm_batch(13, seed) for seed in range(20)]  # Fifty are taken in test_ways_agree.py.
   first, losses, _ = train(lm_task('auto', devices, strategy), batches)
   explicit, explicit_losses, state = train(lm_task('shard_map', devices, strategy), batches)
   assert_close(explicit, first)
