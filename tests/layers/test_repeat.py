@@ -242,10 +242,12 @@ def test_first_layers_come_before_the_repeated_ones():
   value, grads = _loss_and_grads(layer, variables)
   got = _loss_and_grads(whole, in_pattern(variables))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, (value, in_pattern(grads)))
-  results = []
-  for one, weights in ((layer, variables), (whole, in_pattern(variables))):
+
+  def extended(one, weights):
     state = one.apply(weights, 2, method='init_decode_state')[1].decode_state
-    results.append(one.apply(weights, x_BD(), decode_state=state, method='extend_step')[0])
+    return one.apply(weights, x_BD(), decode_state=state, method='extend_step')[0]
+
+  results = jax.jit(lambda: (extended(layer, variables), extended(whole, in_pattern(variables))))()
   np.testing.assert_allclose(*results, rtol=1e-5)
   with pytest.raises(ConfigError, match=r'num_layers: expected at least 3, since first_tpl has 2, got 2'):
     Config(Repeat, layers_tpl=sub, num_layers=2, first_tpl=(other, sub)).instantiate()
