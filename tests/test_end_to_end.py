@@ -13,12 +13,12 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from forked import Command
 from quick_xla import xla_flags
 
 from praxis_lite import registry
@@ -41,8 +41,7 @@ def start(shared_programs):
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     env |= {'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir, 'PYTHONUNBUFFERED': '1'}
     env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
-    program = [sys.executable, '-m', 'praxis_lite.cli.main', *map(str, arguments)]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env)
+    return Command([*map(str, arguments)], cwd or Path.cwd(), env)
 
   return start
 
