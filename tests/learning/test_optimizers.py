@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_trees import LAYERS, declarations, restacked, unrolled, values, weight
+from small_trees import LAYERS, SKIP, declarations, restacked, unrolled, values, weight
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning import Learner
+from praxis_lite.learning import optimizer as grouping
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +182,24 @@ def test_slots_of_mapped_optimizers_are_stacked_and_counts_are_not() -> None:
   assert shapes[muon + 'count'] == ()
   assert shapes['repeated_2_2.inner_states.muon.inner_state.0.mu.lm.deep.w'] == (2, 2, 5, 4)
   assert not any('.ff.' in name for name in shapes if name.startswith('single'))
+
+
+def test_the_same_optimizer_of_the_same_variables_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+  read: list[Any] = []
+  monkeypatch.setattr(grouping, '_KNOWN', collections.deque(maxlen=4))
+  monkeypatch.setattr(grouping, 'is_stackable', lambda build, weights: bool(read.append(weights)) or len(read) < 2)
+
+  def groups(weights: Any, **fields: Any) -> set[str]:
+    config = Config(optax.adamw, **{'mask': jnp.ones(3), **fields} if fields else {})
+    return set(grouping.GroupedOptimizer(config, weights)._groups)
+
+  first = declarations()
+  assert groups(first) == groups(declarations()) == {'all'} and len(read) == 1
+  larger = {'lm': {**first['lm'], 'emb': {'w': weight(7, 4)}}}
+  marked = {'lm': {**first['lm'], 'emb': {'w': weight(6, 4, marks=(SKIP,))}}}
+  for weights, fields in ((larger, {}), (marked, {}), (first, {'b1': 0.5}), (first, {'b1': 0.5})):
+    before = len(read)  # An array, such as of `mask`, is not compared.
+    assert groups(weights, **fields) != {'all'} and len(read) == before + 1
 
 
 def scale_by_own_history(learning_rate: float) -> optax.GradientTransformation:
