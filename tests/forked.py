@@ -11,12 +11,15 @@ import atexit
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
 import jax
 
@@ -25,18 +28,23 @@ from praxis_lite.cli.main import run
 _IMPORTED = ['praxis_lite.cli.train', 'praxis_lite.explain', 'praxis_lite.runtime', 'praxis_lite.experiments.lm']
 
 
+def fork(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], *to: Connection) -> BaseProcess:
+  """Starts `praxis-lite` with these arguments, and what its stdout and stderr go to, which is closed here."""
+  context = multiprocessing.get_context('forkserver')
+  context.set_forkserver_preload(_IMPORTED)  # The first time this is called, as the server is started then.
+  process = context.Process(target=_run, args=([*arguments], str(cwd), dict(env), *to))
+  process.start()
+  for output in to:
+    output.close()
+  return process
+
+
 class Command:
   """A running `praxis-lite`, as `subprocess.Popen` has it: `stdout` and `stderr` are read as text."""
 
   def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]):
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(_IMPORTED)  # The first time this is called, as the server is started then.
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    inner = [sending for _, sending in pipes]
-    self._process: BaseProcess = context.Process(target=_run, args=([*arguments], str(cwd), dict(env), *inner))
-    self._process.start()
-    for sending in inner:
-      sending.close()
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    self._process = fork(arguments, cwd, env, *(sending for _, sending in pipes))
     self.stdout, self.stderr = (os.fdopen(os.dup(receiving.fileno()), encoding='utf-8') for receiving, _ in pipes)
 
   @property
@@ -64,6 +72,26 @@ class Command:
     assert self.returncode is not None, 'it has not ended in time'
     reader.join()
     return out, errors[0]
+
+
+class Point:
+  """The process of a point of a sweep, as `subprocess.Popen` starts it."""
+
+  def __init__(self, command: Sequence[str], *, stdout: IO[bytes], **_: object):
+    assert command[:4] == [sys.executable, '-m', 'praxis_lite', 'train']
+    outputs = (Connection(os.dup(stdout.fileno()), readable=False) for _ in range(2))
+    self._process = fork(command[3:], Path.cwd(), os.environ, *outputs)
+
+  def poll(self) -> int | None:
+    return self._process.exitcode
+
+  def send_signal(self, number: int) -> None:
+    assert self._process.pid is not None
+    os.kill(self._process.pid, number)
+
+
+# What `praxis_lite.runtime.sweep` takes of `subprocess`.
+POINTS = types.SimpleNamespace(Popen=Point, DEVNULL=subprocess.DEVNULL)
 
 
 def _run(arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
