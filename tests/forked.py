@@ -27,6 +27,13 @@ from praxis_lite.cli.main import run
 
 _IMPORTED = ['praxis_lite.cli.train', 'praxis_lite.explain', 'praxis_lite.runtime', 'praxis_lite.experiments.lm']
 
+# Variables that JAX reads when it is imported.
+_CACHE = {
+  'JAX_COMPILATION_CACHE_DIR': str,
+  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': float,
+  'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': int,
+}
+
 
 def fork(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], *to: Connection) -> BaseProcess:
   """Starts `praxis-lite` with these arguments, and what its stdout and stderr go to, which is closed here."""
@@ -40,10 +47,16 @@ def fork(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], *to: Conne
 
 
 class Command:
-  """A running `praxis-lite`, as `subprocess.Popen` has it: `stdout` and `stderr` are read as text."""
+  """A running `praxis-lite`, as `subprocess.Popen` has it: `stdout` and `stderr` are read as text.
 
-  def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]):
+  With `together`, both are written to `stdout`. Of several, one thread at a time may ask whether they have ended.
+  """
+
+  def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], together: bool = False):
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    if together:
+      pipes[1][1].close()
+      pipes[1] = pipes[1][0], Connection(os.dup(pipes[0][1].fileno()), readable=False)
     self._process = fork(arguments, cwd, env, *(sending for _, sending in pipes))
     self.stdout, self.stderr = (os.fdopen(os.dup(receiving.fileno()), encoding='utf-8') for receiving, _ in pipes)
 
@@ -52,12 +65,22 @@ class Command:
     """The exit code, as soon as it has ended; minus the number of the signal that killed it."""
     return self._process.exitcode
 
+  @property
+  def pid(self) -> int:
+    assert self._process.pid is not None
+    return self._process.pid
+
   def poll(self) -> int | None:
     return self.returncode
 
+  def wait(self, timeout: float | None = None) -> int:
+    self._process.join(timeout)
+    if self.returncode is None:
+      raise subprocess.TimeoutExpired('praxis-lite', timeout or 0)
+    return self.returncode
+
   def send_signal(self, number: int) -> None:
-    assert self._process.pid is not None
-    os.kill(self._process.pid, number)
+    os.kill(self.pid, number)
 
   def kill(self) -> None:
     self.send_signal(signal.SIGKILL)
@@ -68,8 +91,7 @@ class Command:
     reader = threading.Thread(target=lambda: errors.append(self.stderr.read()))
     reader.start()
     out = '' if self.stdout.closed else self.stdout.read()
-    self._process.join(timeout)
-    assert self.returncode is not None, 'it has not ended in time'
+    self.wait(timeout)
     reader.join()
     return out, errors[0]
 
@@ -105,8 +127,9 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], out: Connection, e
   os.environ.update(env)
   sys.argv = ['praxis-lite', *arguments]
   sys.stdout.reconfigure(line_buffering='PYTHONUNBUFFERED' in env)  # type: ignore[union-attr]
-  if directory := env.get('JAX_COMPILATION_CACHE_DIR'):  # JAX reads it when it is imported.
-    jax.config.update('jax_compilation_cache_dir', directory)
+  for name, kind in _CACHE.items():
+    if name in env:
+      jax.config.update(name.lower(), kind(env[name]))
   try:
     run()
   finally:
