@@ -213,12 +213,16 @@ def synthetic(directory, *arguments, steps=20, exp='lm.SyntheticLmTiny'):
 
 
 @functools.cache
-def state_arrays(directory, step=20):
-  """The train state in a checkpoint, without padding, by path."""
+def on_one_device():
   config = configure(registry.get('lm.SyntheticLmTiny'))
   apply_overrides(config.roots(), ['task.ici_mesh_shape=(1, 1, 1)'])
-  task = config.task.instantiate()
-  partitioned = PartitionedTask(task, config.datasets[0].instantiate().batch_struct())
+  return PartitionedTask(config.task.instantiate(), config.datasets[0].instantiate().batch_struct())
+
+
+@functools.cache
+def state_arrays(directory, step=20):
+  """The train state in a checkpoint, without padding, by path."""
+  partitioned = on_one_device()
   reader = Checkpointer(directory, read_only=True)
   state = reader.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes, step=step)
   reader.close()
