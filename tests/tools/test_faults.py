@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from forked import Command
 
-from praxis_lite.runtime.metrics import SummaryWriter
+from praxis_lite.records.metrics import SummaryWriter
 from tools.fault_campaign import campaign, prepare, table
 from tools.faults import processes
 from tools.faults.comparison import Results, _curves, _lines, differences
