@@ -8,6 +8,7 @@ Not for tests of what is imported, or of what Python does when it starts or ends
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ from typing import IO
 import jax
 
 from praxis_lite.cli.main import run
+
+THRESHOLDS = (200_000, 20, 100)  # As in conftest.py.
 
 _IMPORTED = ['praxis_lite.cli.train', 'praxis_lite.explain', 'praxis_lite.runtime', 'praxis_lite.experiments.lm']
 
@@ -126,6 +129,8 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], out: Connection, e
   os.environ.clear()
   os.environ.update(env)
   sys.argv = ['praxis-lite', *arguments]
+  gc.freeze()  # What is imported stays; nothing of it is garbage.
+  gc.set_threshold(*THRESHOLDS)
   sys.stdout.reconfigure(line_buffering='PYTHONUNBUFFERED' in env)  # type: ignore[union-attr]
   for name, kind in _CACHE.items():
     if name in env:
