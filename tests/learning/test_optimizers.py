@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_trees import LAYERS, SKIP, declarations, restacked, unrolled, values, weight
+from small_trees import LAYERS, declarations, restacked, unrolled, values, weight
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
