@@ -133,7 +133,7 @@ def prepare(*topologies: Topology) -> None:
   """Makes JAX ready to plan for some chips; before anything uses a device."""
   import jax
 
-  from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
+  from praxis_lite.hosts.devices import leave_accelerators_alone, simulate_cpu_devices
 
   if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
     os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # XLA's partitioner warns of what it does badly: the plan explains it.

@@ -34,8 +34,8 @@ from praxis_lite.partitioning.strategies import infer_sharding
 from praxis_lite.plan.calibration import calibrated
 from praxis_lite.plan.targets import find_target
 from praxis_lite.plan.topology import parse_topology
-from praxis_lite.runtime import record, runs
-from praxis_lite.runtime.metrics import SummaryWriter, read_results
+from praxis_lite.records import record, runs
+from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
 
