@@ -194,9 +194,9 @@ class SummaryWriter:
 
       register_writer_factory(_PATIENT, _PatientFiles())
       logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
-      # TensorBoard hides the entries of earlier files from purge_step on: those after the resumed step, and of that step
-      # itself where an evaluation is made again, since metrics.jsonl has lost it. File names contain whole seconds:
-      # without the suffix, a run that resumes at once would overwrite the previous file.
+      # TensorBoard hides the entries of earlier files from purge_step on: those after the resumed step, and those of
+      # that step itself where metrics.jsonl has lost an evaluation, which is made again. File names contain whole
+      # seconds: without the suffix, a run that resumes at once would overwrite the previous file.
       self._event_writers[split] = tensorboardX.SummaryWriter(
         f'{_PATIENT}:{self._directory / "summaries" / split}',
         purge_step=min(step, self._resumed_step + 1),
