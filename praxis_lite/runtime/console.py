@@ -215,7 +215,7 @@ class TrainLog:
     self._look_at_all_but(0)
 
   def restart_clock(self, step: int) -> None:
-    """Excludes the time since the last step, such as that of an evaluation, from the speeds; call after `drain`."""
+    """Excludes the time since the last step, of an evaluation or a save, from the speeds; call after `drain`."""
     self._throughput.restart(step)
 
   def _is_logged(self, step: int) -> bool:

@@ -362,7 +362,9 @@ def _run_train(
       if is_due(run.step, copies_every):
         make_copy()
       if is_due(run.step, settings.save_interval_steps):
+        log.drain()
         save()
+        log.restart_clock(run.step)
       intervals = settings.eval_interval_steps, settings.decode_interval_steps
       for group, interval in zip((evaluation, decoding), intervals):
         if is_due(run.step, interval):
