@@ -361,6 +361,7 @@ def _run_train(
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
       if is_due(run.step, copies_every):
         make_copy()
+        log.restart_clock(run.step)
       if is_due(run.step, settings.save_interval_steps):
         log.drain()
         save()
