@@ -74,7 +74,7 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
   layer = build(**fields)
   variables, x = drawn_variables(layer.abstract_init()), inputs()
   y, state = decoded(layer, variables, x)
-  assert state['key'].shape == (B, slots, layer.num_kv_heads, 4)
+  assert state['key'].shape == (B, layer.num_kv_heads, slots, 4)
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
 
 
@@ -102,7 +102,7 @@ def test_decoding_costs_what_was_written():
   variables, x = drawn_variables(layer.abstract_init()), inputs()
   _, side = layer.apply(variables, B, 64, method='init_decode_state')
   state = jax.tree.map(np.array, side.decode_state)
-  state['key'][:, 8:] = state['value'][:, 8:] = np.nan
+  state['key'][:, :, 8:] = state['value'][:, :, 8:] = np.nan
   pos = np.tile(np.arange(5), (B, 1))
   y, expected = jax.jit(
     lambda: (
@@ -111,6 +111,19 @@ def test_decoding_costs_what_was_written():
     )
   )()
   np.testing.assert_allclose(y, expected, atol=2e-6)
+
+
+def test_columns_that_are_padding_in_all_rows_take_no_slots():
+  layer = build()
+  variables, x = layer.init(jax.random.key(0)), inputs()
+  _, side = layer.apply(variables, B, 8, method='init_decode_state')
+  pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1)[None].repeat(B, 0)
+  _, side = layer.apply(variables, x[:, :8], pos, decode_state=side.decode_state, method='extend_step')
+  assert int(side.decode_state['slot']) == 5
+  pos = jnp.full((B, 1), 5)
+  y, side = layer.apply(variables, x[:, 5:6], pos, decode_state=side.decode_state, method='extend_step')
+  np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, 5:6], atol=2e-6)
+  np.testing.assert_array_equal(side.decode_state['pos'][0], [0, 1, 2, 3, 4, 5, -1, -1])
 
 
 def test_no_array_of_a_long_prompt_holds_prompt_times_cache():

@@ -127,6 +127,12 @@ def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_thei
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(staged), loss(repeated))
 
 
+def stacked(state):
+  """The caches that `Repeat` keeps for each layer, as one stack."""
+  in_turn = [state['layers'][str(i)] for i in range(len(state['layers']))]
+  return {'layers': jax.tree.map(lambda *x: jnp.stack(x), *in_turn)}
+
+
 def test_blocks_decode_through_the_stages():
   repeated, staged = blocks(RepeatedTransformer), blocks(PipelinedTransformer, num_stages=3, microbatch_size=1)
   variables, x = drawn_variables(repeated.abstract_init()), normal(2, 5, 8)
@@ -138,7 +144,8 @@ def test_blocks_decode_through_the_stages():
     second, side = layer.apply(variables, x[:, 4:], pos, decode_state=side.decode_state, method='extend_step')
     return first, second, side.decode_state
 
-  got, expected = jax.jit(lambda: (decoded(staged), decoded(repeated)))()
+  got, (first, second, caches) = jax.jit(lambda: (decoded(staged), decoded(repeated)))()
+  expected = first, second, stacked(caches)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
@@ -171,7 +178,7 @@ def test_caches_go_through_the_stages(R):
   for x_BD in x:
     (y, state), (y_repeat, expected) = extend(x_BD, state, expected)
     np.testing.assert_allclose(y, y_repeat, rtol=1e-5)
-  np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), expected['layers']['sum'], rtol=1e-5)
+  np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), stacked(expected)['layers']['sum'], rtol=1e-5)
 
 
 def test_what_is_kept_for_the_backward_pass():

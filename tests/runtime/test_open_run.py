@@ -179,6 +179,12 @@ def test_texts_in_and_texts_out(lm):
     assert row == after[len(prompt) - 1 :][:6].tolist()
   first = bytes(tokens[0][:1]).decode()
   assert model.decode(ids, temperature=0, max_tokens=6, stop=[first])[0] == tokens[0][:1]
+  # Other lengths take the same program, and change nothing.
+  programs = len(model._tasks_by_sampler)
+  assert model.decode(ids, temperature=0, max_tokens=3) == [row[:3] for row in tokens]
+  longer = model.decode([ids[0] + tokens[0][:5]], temperature=0, max_tokens=1)
+  assert longer == [tokens[0][5:6]]
+  assert len(model._tasks_by_sampler) == programs
   # The command line does the same.
   config = lm.config
   config.task.model.decoder_tpl.set(temperature=0, max_decode_steps=6)
