@@ -140,8 +140,14 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 
 
 def usual_chunk_size(part_size: int) -> int:
-  """Returns the size of the chunks of 'auto': large enough for a matrix unit, small enough to save memory."""
+  """Returns the size of the chunks of 'auto': large enough for a matrix unit, small enough to save memory.
+
+  One that divides the classes is better than a rounder one: no last chunk then repeats some, which would have to be
+  told apart in each of them.
+  """
   size = -(-part_size // _AUTO_CHUNKS)
+  if part_size % _AUTO_CHUNKS == 0 and size % 8 == 0 and size >= _AUTO_LEAST:
+    return size
   return max(_AUTO_LEAST, -(-size // 128) * 128)
 
 

@@ -5,8 +5,8 @@ A rematerialisation policy names what of a layer's forward pass is kept for its 
     auto                               'products' on GPUs, 'none' elsewhere
     none                               everything that the backward pass reads, except weights gathered by explicit
                                        collectives; the most memory, the least work
-    products                           results of matrix products and of attention; norms, activations and the like are
-                                       computed again
+    products                           results of matrix products, and what attention takes and gives; norms,
+                                       activations and the like are computed again
     full                               only the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
     dots_with_no_batch_dims_saveable   results of products with weights, not those of attention
@@ -44,11 +44,13 @@ T = TypeVar('T')
 
 # The results of a fused kernel for attention are not tagged: one of them, which its backward pass reads, has no name.
 _FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
+# What attention reads again in its backward pass is kept as it reads it, rotated or normalized.
+_OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
 
 
 def _products_saveable(primitive: Primitive, *args: Any, **params: Any) -> bool:
-  return primitive.name in _PRODUCTS or _tag(primitive, params) == _CONTEXT
+  return primitive.name in _PRODUCTS or _tag(primitive, params) in _OF_ATTENTION
 
 
 def _tag(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
