@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.runtime.distributed import simulate_cpu_devices
+from praxis_lite.hosts.devices import simulate_cpu_devices
 
 # From the one that keeps most to the one that keeps least; a policy, and the tags that it keeps in addition.
 POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {

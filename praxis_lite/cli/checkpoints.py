@@ -48,7 +48,7 @@ def _newest(directory: str, step: int | None) -> StoredCheckpoint:
 
 def _list(values: flags.FlagValues) -> int:
   from praxis_lite.checkpoints.stored import best_step, checkpoints_at
-  from praxis_lite.runtime.runs import format_age
+  from praxis_lite.records.figures import duration
 
   rows = [('step', 'age', 'size', 'mesh', 'state')]
   for directory in values.dirs:
@@ -58,7 +58,7 @@ def _list(values: flags.FlagValues) -> int:
       age = mesh = '-'
       try:
         about = checkpoint.about()
-        age = format_age(time.time() - about['saved_at']) if 'saved_at' in about else '-'
+        age = duration(time.time() - about['saved_at']) if 'saved_at' in about else '-'
         mesh = _mesh(about)
       except CheckpointError:
         state.append('damaged')

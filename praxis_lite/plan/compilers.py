@@ -109,7 +109,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     if len(devices) < count:
       raise ConfigError(
         f'topology {topology.name}: there are {len(devices)} CPU devices; call simulate_cpu_devices({count}) of '
-        'praxis_lite.runtime.distributed before anything uses a device'
+        'praxis_lite.hosts.distributed before anything uses a device'
       )
     return devices[:count]
   for name, value in _ENVIRONMENT.items():

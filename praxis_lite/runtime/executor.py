@@ -22,25 +22,17 @@ import numpy as np
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.preemption import preemptible
+from praxis_lite.hosts.stop_signals import StopSignals
+from praxis_lite.hosts.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runtime.console import TrainLog, make_console
-from praxis_lite.runtime.determinism import step_twice
-from praxis_lite.runtime.distributed import StopSignals, is_primary_process
-from praxis_lite.runtime.elastic import fitted
-from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
-from praxis_lite.runtime.improvement import own_hooks, watched_metrics
-from praxis_lite.runtime.init_from import WarmStart
-from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
-from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
-from praxis_lite.runtime.preemption import preemptible
-from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
-from praxis_lite.runtime.record import changes_named, write_record
-from praxis_lite.runtime.replay import check_finite
-from praxis_lite.runtime.run_config import (
+from praxis_lite.records.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
+from praxis_lite.records.record import changes_named, write_record
+from praxis_lite.records.run_config import (
   build_datasets,
   check_all_take_part,
   check_intervals,
@@ -49,12 +41,21 @@ from praxis_lite.runtime.run_config import (
   job_directory,
   run_keys,
 )
+from praxis_lite.runtime.console import TrainLog, make_console
+from praxis_lite.runtime.determinism import step_twice
+from praxis_lite.runtime.elastic import fitted
+from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
+from praxis_lite.runtime.improvement import own_hooks, watched_metrics
+from praxis_lite.runtime.init_from import WarmStart
+from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
+from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
+from praxis_lite.runtime.replay import check_finite
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.runtime.watch import BadRecordLines, Watch
-from praxis_lite.runtime.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -116,7 +117,7 @@ def run_train(
       'fail' raises.
     debug_nans: wait for each step, and after one that is not finite end with an error that names the layer.
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
-    grace_s, preemption_notice: see `praxis_lite.runtime.preemption`.
+    grace_s, preemption_notice: see `praxis_lite.hosts.preemption`.
     elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
 
   Raises:
@@ -329,7 +330,9 @@ def _run_train(
     def do_what_is_due() -> None:
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
       if is_due(run.step, settings.save_interval_steps):
+        log.drain()
         save()
+        log.restart_clock(run.step)
       intervals = settings.eval_interval_steps, settings.decode_interval_steps
       for group, interval in zip((evaluation, decoding), intervals):
         if is_due(run.step, interval):

@@ -28,7 +28,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.retention import take_away
 from praxis_lite.errors import UserError
 from praxis_lite.files import parse_json, replace_file
-from praxis_lite.runtime.distributed import is_primary_process
+from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.task import LossSpikeParams, TrainParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'

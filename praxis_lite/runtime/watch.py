@@ -12,11 +12,11 @@ import jax
 
 from praxis_lite.errors import first_line
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.runtime.goodput import Goodput, SlowSteps, goodput_line, shares
-from praxis_lite.runtime.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.records.goodput import Goodput, SlowSteps, goodput_line, shares
+from praxis_lite.records.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.records.metrics import DeviceMetrics
+from praxis_lite.records.record import has_record
 from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.metrics import DeviceMetrics
-from praxis_lite.runtime.record import has_record
 
 _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 0.2

@@ -15,8 +15,8 @@ from quick_xla import xla_flags
 
 from praxis_lite.cli import run_table
 from praxis_lite.cli.main import main
-from praxis_lite.runtime.curves import read_metrics
-from praxis_lite.runtime.record import read_record
+from praxis_lite.records.curves import read_metrics
+from praxis_lite.records.record import read_record
 
 EXP = f'--exp={pathlib.Path(__file__).parent / "tiny_experiment.py"}:Tiny'
 RATE = 'task.train.learner.learning_rate'

@@ -15,8 +15,8 @@ from tiny_runs import ArrayInput, Config, examples, expected_loss, open_gate, ti
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import config_values
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
+from praxis_lite.records.record import read_record
 from praxis_lite.runtime import NonFiniteError, executor, run_decode, run_eval, run_train
-from praxis_lite.runtime.record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 

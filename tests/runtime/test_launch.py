@@ -15,8 +15,9 @@ from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
 
 from praxis_lite.errors import UserError
-from praxis_lite.runtime import launch, run_train
-from praxis_lite.runtime.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.hosts import launch
+from praxis_lite.hosts.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.runtime import run_train
 
 HERE = pathlib.Path(__file__).parent
 
@@ -134,8 +135,9 @@ def test_what_cannot_be_launched_is_a_mistake(arguments, devices, message):
 LOOP = """
 import os, sys, time, pathlib
 import jax, numpy as np
-from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.watchdog import doing, watched_by_others
+from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.hosts.distributed import initialize_distributed
+from praxis_lite.hosts.watchdog import doing, watched_by_others
 simulate_cpu_devices(1)
 job = initialize_distributed(hang_timeout_s=float(sys.argv[2]))
 from jax.experimental import multihost_utils

@@ -11,9 +11,9 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.hosts.clusters import LAUNCHER
+from praxis_lite.hosts.preemption import _is_noticed
 from praxis_lite.runtime import Hook, run_train
-from praxis_lite.runtime.clusters import LAUNCHER
-from praxis_lite.runtime.preemption import _is_noticed
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

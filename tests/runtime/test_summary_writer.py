@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.call import Summary
-from praxis_lite.runtime.metrics import SummaryWriter, expand_scalars
+from praxis_lite.records.metrics import SummaryWriter, expand_scalars
 
 
 def read_jsonl(directory):

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from praxis_lite.runtime.metrics import SummaryWriter
+from praxis_lite.records.metrics import SummaryWriter
 from tools.fault_campaign import campaign, prepare, table
 from tools.faults.comparison import Results, _curves, _lines, differences
 from tools.faults.faults import checkpoint_flipped, events_damaged, killed, terminated

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from praxis_lite.records.figures import duration
+
 # What they are called on the console and in the command `status`.
 ACTIVITIES = {
   'productive': 'training',
@@ -125,15 +127,6 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
   )
   good = f'goodput {shares(seconds).get("productive", 0.0):.0%} of {duration(sum(seconds.values()))}'
   return f'{good}: {rest}' if rest else good
-
-
-def duration(seconds: float) -> str:
-  """'12 s', '5 min', '3.0 h', '8.2 d'."""
-  if seconds < 120:
-    return f'{seconds:.1f} s' if seconds < 10 else f'{seconds:.0f} s'
-  if seconds < 7200:
-    return f'{seconds / 60:.0f} min'
-  return f'{seconds / 3600:.1f} h' if seconds < 48 * 3600 else f'{seconds / 86400:.1f} d'
 
 
 class SlowSteps:
