@@ -433,8 +433,8 @@ class MultiHeadAttention(Layer):
         implementation=name,
         **options,
       )
-    # Blockwise attention tags what it keeps itself.
-    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
+    # Blockwise attention tags what it keeps itself; of the fused kernel, see `remat.py`.
+    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
 
   def _output(
     self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False

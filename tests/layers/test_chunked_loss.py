@@ -17,6 +17,7 @@ from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.layers import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.chunked_loss import usual_chunk_size
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import parse
@@ -312,3 +313,10 @@ def test_a_language_model_trains_and_evaluates_as_with_whole_logits_on_one_devic
   actual = trained(mesh, 5, **fields)
   assert_close(actual, with_whole_logits, 2e-5)
   assert with_whole_logits[2]['accuracy'][1] == 5 * 6
+
+
+@pytest.mark.parametrize(
+  'classes, size', [(50_304, 3_144), (128_256, 8_016), (50_257, 3_200), (8_192, 1_024), (96, 1_024)]
+)
+def test_chunks_are_equal_where_sixteen_divide_the_classes(classes, size):
+  assert usual_chunk_size(classes) == size

@@ -103,7 +103,7 @@ def test_repetitions_start_from_different_weights():
   assert all(not np.allclose(w[0], w[i]) for i in range(1, LAYERS))
 
 
-@pytest.mark.parametrize('unroll', [1, 2])
+@pytest.mark.parametrize('unroll', [1, 2, LAYERS])
 def test_side_outputs_are_stacked_and_auxiliary_losses_add_up(unroll):
   layer = Config(Root, repeat_tpl=repeat({'aux': True}, unroll=unroll)).instantiate()
   variables = drawn_variables(layer.abstract_init())
@@ -318,14 +318,15 @@ def test_remat_policies_keep_what_they_say():
     ({'num_layers': 0}, ConfigError, 'num_layers: expected at least 1'),
     ({'remat': 'dots_savable'}, ConfigError, "Did you mean 'dots_saveable'"),
     ({'remat': 'save_names'}, ConfigError, 'needs the names'),
-    ({'remat_save_names': ('hidden',)}, ConfigError, "policy 'none' does not rematerialise"),
-    ({'remat_offload_names': ('hidden',)}, ConfigError, "remat_offload_names is set, but policy 'none'"),
+    ({'remat_save_names': ('hidden',)}, ConfigError, "policy 'auto' does not take names"),
+    ({'remat': 'none', 'remat_offload_names': ('hidden',)}, ConfigError, "offload_names is set, but policy 'none'"),
     ({'remat': ('full', 'none')}, ConfigError, r'remat: 2 policies for a pattern of 1 layer\(s\); give one, or'),
     (
       {'remat': 'full', 'remat_save_names': ('hidden',), 'remat_offload_names': ('hidden',)},
       ConfigError,
       "remat_offload_names: 'hidden' is in remat_save_names too",
     ),
+    ({'unroll': 0}, ConfigError, "unroll: expected a number of repetitions, or 'auto', got 0"),
     ({'layers_tpl': ()}, ConfigError, 'layers_tpl: an empty pattern'),
   ],
 )
