@@ -27,8 +27,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import optax
@@ -70,6 +70,15 @@ class GroupedOptimizer:
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
     self._config, self._weights, self._per_layer, self._moments = config, weights, per_layer, moments
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
+
+  def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
+    """Whether it was made of these arguments, or of equal ones."""
+    if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
+      return False
+    try:
+      return bool(self._config == config)
+    except ValueError:  # Arrays in configs have no one truth value.
+      return False
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
     """Returns the first state; `learning_rate`, a scalar, is that of the first step."""
@@ -135,7 +144,7 @@ class GroupedOptimizer:
     prefixes = sorted({weight.repeat_prefix for weight in weights.values()})
     apart = self._per_layer
     if apart is None:
-      apart = any(prefixes) and not self._is_stackable()
+      apart = any(prefixes) and not is_stackable(self._build, self._weights)
     if not apart:
       return {'all': (set(weights), 0)}
     if self._per_layer is None:
@@ -145,19 +154,6 @@ class GroupedOptimizer:
       name: ({path for path, weight in weights.items() if weight.repeat_prefix == prefix}, len(prefix))
       for name, prefix in zip(names, prefixes)
     }
-
-  def _is_stackable(self) -> bool:
-    """As `is_stackable`, which takes a tenth of a second, of optimizers that were not asked about before."""
-    declared = {
-      path: (w.shape, w.repeat_prefix, w.as_struct().dtype) for path, w in leaves_by_path(self._weights).items()
-    }
-    asked = _Asked(self._config.clone(), self._moments, declared, self._regularized)
-    for known, answer in _KNOWN:
-      if _equal(known, asked):
-        return answer
-    answer = is_stackable(self._build, self._weights)
-    _KNOWN.append((asked, answer))
-    return answer
 
   def _check_looks_at_each(self) -> None:
     for name, build in self._factories():
@@ -247,24 +243,28 @@ class GroupedOptimizer:
           )
 
 
-class _Asked(NamedTuple):
-  """All that decides whether an optimizer may be given stacks of layers."""
-
-  config: Config
-  moments: str
-  declared: Mapping[Path, tuple[object, ...]]
-  regularized: Mapping[Path, bool]
+_RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
 
 
-# The last answers: several tasks of a process often train the same model by the same optimizer.
-_KNOWN: collections.deque[tuple[_Asked, bool]] = collections.deque(maxlen=16)
+def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
+  """Returns the `GroupedOptimizer` of these arguments, which may be one that was made of equal arguments before.
+
+  It keeps what it reads from the programs of its optimizer, however a mesh splits the variables: a search over meshes,
+  or a comparison of a mesh with one device, then traces them once.
+  """
+  declared = jax.tree.map(_without_split, weights)
+  for known in _RECENT:
+    if known.is_of(config, declared, per_layer, moments):
+      return known
+  _RECENT.append(GroupedOptimizer(config.clone(), declared, per_layer, moments))
+  return _RECENT[-1]
 
 
-def _equal(one: _Asked, other: _Asked) -> bool:
-  try:
-    return one == other
-  except (TypeError, ValueError):  # An array in a config has no one answer.
-    return False
+def _without_split(weight: WeightHParams) -> WeightHParams:
+  """What an optimizer can know of a variable."""
+  return WeightHParams(
+    weight.shape, dtype=weight.dtype, repeat_prefix=weight.repeat_prefix, collections=weight.collections
+  )
 
 
 def is_regularized(weight: WeightHParams) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_trees import LAYERS, SKIP, declarations, restacked, unrolled, values, weight
+from small_trees import LAYERS, declarations, restacked, unrolled, values, weight
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning import Learner
-from praxis_lite.learning import optimizer as grouping
+from praxis_lite.learning import optimizer as optimizer_module
 
 pytestmark = pytest.mark.slow
 
@@ -184,24 +184,6 @@ def test_slots_of_mapped_optimizers_are_stacked_and_counts_are_not() -> None:
   assert not any('.ff.' in name for name in shapes if name.startswith('single'))
 
 
-def test_the_same_optimizer_of_the_same_variables_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-  read: list[Any] = []
-  monkeypatch.setattr(grouping, '_KNOWN', collections.deque(maxlen=4))
-  monkeypatch.setattr(grouping, 'is_stackable', lambda build, weights: bool(read.append(weights)) or len(read) < 2)
-
-  def groups(weights: Any, **fields: Any) -> set[str]:
-    config = Config(optax.adamw, **{'mask': jnp.ones(3), **fields} if fields else {})
-    return set(grouping.GroupedOptimizer(config, weights)._groups)
-
-  first = declarations()
-  assert groups(first) == groups(declarations()) == {'all'} and len(read) == 1
-  larger = {'lm': {**first['lm'], 'emb': {'w': weight(7, 4)}}}
-  marked = {'lm': {**first['lm'], 'emb': {'w': weight(6, 4, marks=(SKIP,))}}}
-  for weights, fields in ((larger, {}), (marked, {}), (first, {'b1': 0.5}), (first, {'b1': 0.5})):
-    before = len(read)  # An array, such as of `mask`, is not compared.
-    assert groups(weights, **fields) != {'all'} and len(read) == before + 1
-
-
 def scale_by_own_history(learning_rate: float) -> optax.GradientTransformation:
   """Keeps a number that depends on the gradients but carries no variable's name."""
 
@@ -361,3 +343,20 @@ def test_optimizers_get_the_value_of_the_schedule_at_the_step_of_the_state() -> 
     out = learner.update({'w': jnp.ones(2)}, jnp.float32(0), params, state, None, jnp.int32(step))
     np.testing.assert_allclose(out.mdl_vars['w'], -rate)
     assert float(out.stats['learning_rate']) == rate
+
+
+def test_what_is_read_from_an_optimizer_is_kept_for_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of another task, whose mesh splits the variables in another way; and not of one that differs, or has changed."""
+  asked = []
+  monkeypatch.setattr(optimizer_module, 'is_stackable', lambda *args: not asked.append(args))
+
+  def groups(config: Config, weights: Any) -> int:
+    Config(Learner, optimizer=config).instantiate().bind(weights).init(values(weights))
+    return len(asked)
+
+  weights, config = {'w': weight(2, 3, repeat=(2,))}, Config(optax.adamw, b1=0.123)
+  split = {'w': dataclasses.replace(weights['w'], tensor_split_dims_mapping=('data', None))}
+  assert [groups(config, weights), groups(config.clone(), weights), groups(config, split)] == [1, 1, 1]
+  assert groups(config, {'w': weight(2, 3, repeat=(3,))}) == 2
+  config.b1 = 0.124
+  assert [groups(config, weights), groups(Config(optax.adamw, b1=np.array([0.1, 0.2])), weights)] == [3, 4]

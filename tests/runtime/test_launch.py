@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
+from warm_python import WarmPopen
 
 from praxis_lite.errors import UserError
 from praxis_lite.hosts import launch
@@ -20,6 +22,11 @@ from praxis_lite.hosts.launch import Ended, Launcher, launched_command, the_verd
 from praxis_lite.runtime import run_train
 
 HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def warm_hosts(monkeypatch):
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
 
 
 class Watched:
@@ -198,7 +205,7 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_one_proc
   assert 'exit code 75: started again, the run continues from its last checkpoint' in job.text
   assert 'Current thread' in (tmp_path / 'two' / 'stacks' / 'host_1.txt').read_text()
   together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
-  alone = run_train(tiny_run(4, noise=0.0), tmp_path / 'one')
+  alone = run_train(tiny_run(4, noise=0.0, save_interval_steps=100), tmp_path / 'one')
   assert together.step == alone.step == 20
   for a, b in zip(together.state.mdl_vars.values(), alone.state.mdl_vars.values()):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())
