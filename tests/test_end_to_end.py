@@ -153,6 +153,8 @@ class Line(BaseModel):
 
 @registry.register
 class MyExperiment(BaseExperiment):
+  'A line.'
+
   mesh_axis_names = ('data',)
   ici_mesh_shape = (3,)
 

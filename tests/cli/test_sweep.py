@@ -77,7 +77,7 @@ def test_runs_prints_the_table_of_a_sweep(swept, capsys):
   assert header.split() == ['run', 'step', 'age', 'loss', 'best', 'differs', 'in']
   assert rows.pop() == 'best: eval/valid/loss, lower is better, @ its step'
   assert len(rows) == 2  # The others have written nothing.
-  assert any(re.search(r'hidden=5 +2/2 +\d+ s +[\d.]+ +[\d.]+ @2  learning_rate=0.001', row) for row in rows), rows
+  assert any(re.search(r'hidden=5 +2/2 +[\d.]+ s +[\d.]+ +[\d.]+ @2  learning_rate=0.001', row) for row in rows), rows
   assert main(['runs', str(folder), '--metric=nothing']) == 2
   assert '--metric=nothing: no run has it' in capsys.readouterr().err
 
