@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 _DIRECTORY = 'checkpoints'
 # Bytes that a disk must have room for before a save begins.
 _LEAST_ROOM = 1 << 14
+# What processes tell each other of a checkpoint that is not there any more.
+_GONE = 'gone'
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -351,17 +353,20 @@ class Checkpointer:
     if self._being_saved:  # By this process: what it saved last is the newest.
       self.wait_until_complete()
     while True:
-      number, error = self.existing_step(step), None
+      number, error, said = self.existing_step(step), None, ''
       try:
         with being_read(self.folder(number)):
           out = read(number)
       except (DamagedError, RemovedError) as caught:
-        error = caught
-      damage = by_host(told_by_all('' if error is None else str(error).partition('; ')[0]))
+        # Who trains may have removed it before it was locked, or where there are no locks.
+        is_gone = step is None and number not in steps_in(self.directory)
+        error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
+      of_all = told_by_all(said)
+      damage = by_host(of_all)
       if not damage:
         return out
-      if step is None and number not in steps_in(self.directory):
-        continue  # Removed by who trains, before it was locked or where there are no locks.
+      if _GONE in of_all:
+        continue
       error = error or DamagedError(damage)
       if step is not None or self._on_damage == 'fail' or self.all_steps() == [number]:
         raise error

@@ -92,7 +92,7 @@ def both(run_python, code, directory):
   env = {'COPIES': str(directory.parent / 'copies')}
   started = [run_python(START + code, address, str(i), str(directory), env=env) for i in range(2)]
   outputs = [process.communicate(timeout=500) for process in started]
-  assert [process.returncode for process in started] == [0, 0], "\n\n".join(out + err for out, err in outputs)
+  assert [process.returncode for process in started] == [0, 0], '\n\n'.join(out + err for out, err in outputs)
   return outputs
 
 
