@@ -46,6 +46,7 @@ from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_li
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
+from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import local_path
@@ -56,8 +57,6 @@ from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path,
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
-
-  from praxis_lite.checkpoints.save_barrier import SaveBarrier
 
 _DIRECTORY = 'checkpoints'
 # Bytes that a disk must have room for before a save begins.
@@ -444,11 +443,12 @@ def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
 
 def _barrier() -> SaveBarrier | None:
   """Returns how processes wait for each other; None if this one is alone."""
-  if jax.process_count() == 1 or not jax.distributed.is_initialized():
+  if jax.process_count() == 1:
     return None
-  from praxis_lite.checkpoints.save_barrier import SaveBarrier
+  from jax._src import distributed  # The service has no public name.
 
-  return SaveBarrier()
+  client = distributed.global_state.client
+  return None if client is None else SaveBarrier(client)
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
