@@ -13,13 +13,12 @@ import os
 import random
 import shutil
 import signal
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from forked import Command
 from quick_xla import xla_flags
+from warm_python import started
 
 from praxis_lite import registry
 from praxis_lite.checkpoints import Checkpointer
@@ -41,7 +40,7 @@ def start(shared_programs):
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     env |= {'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir, 'PYTHONUNBUFFERED': '1'}
     env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
-    return Command([*map(str, arguments)], cwd or Path.cwd(), env)
+    return started(*arguments, cwd=cwd, env=env)
 
   return start
 

@@ -36,6 +36,7 @@ from typing import Any
 MODULES = (
   *('jax', 'jax.experimental.multihost_utils', 'optax', 'orbax.checkpoint', 'tensorboardX', 'multiprocessing.queues'),
   *('praxis_lite.cli.main', 'praxis_lite.runtime.executor', 'praxis_lite.checkpoints.streamed_writes'),
+  *('praxis_lite.cli.train', 'praxis_lite.explain', 'praxis_lite.experiments.lm'),
 )
 SERVE = 'import warm_python; warm_python.serve()'
 SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans among the descendants of the process become its children
@@ -57,6 +58,12 @@ class WarmPopen(subprocess.Popen):
     self.pid = forked(wanted, streams)
     self._child_created = True
     self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def started(*arguments: object, **fields: Any) -> WarmPopen:
+  """A running `praxis-lite`; what it writes is read as text."""
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  return WarmPopen([sys.executable, '-m', 'praxis_lite', *map(str, arguments)], **pipes | fields)
 
 
 def forked(wanted: dict[str, Any], streams: list[int]) -> int:

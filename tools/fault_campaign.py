@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   baseline = prepare(
     folder,
     np.random.default_rng(values.seed),
-    hosts=bool(needed & {'one_host_killed', 'one_host_stopped'}),
+    hosts=bool(needed & {'one_host_killed', 'one_host_stopped', 'one_host_cannot_write'}),
     records='data_damaged' in needed,
   )
   print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)

@@ -46,6 +46,7 @@ from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_li
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
+from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import local_path
@@ -57,11 +58,11 @@ from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path,
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
-  from praxis_lite.checkpoints.save_barrier import SaveBarrier
-
 _DIRECTORY = 'checkpoints'
 # Bytes that a disk must have room for before a save begins.
 _LEAST_ROOM = 1 << 14
+# What processes tell each other of a checkpoint that is not there any more.
+_GONE = 'gone'
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -351,17 +352,20 @@ class Checkpointer:
     if self._being_saved:  # By this process: what it saved last is the newest.
       self.wait_until_complete()
     while True:
-      number, error = self.existing_step(step), None
+      number, error, said = self.existing_step(step), None, ''
       try:
         with being_read(self.folder(number)):
           out = read(number)
       except (DamagedError, RemovedError) as caught:
-        error = caught
-      damage = by_host(told_by_all('' if error is None else str(error).partition('; ')[0]))
+        # Who trains may have removed it before it was locked, or where there are no locks.
+        is_gone = step is None and number not in steps_in(self.directory)
+        error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
+      of_all = told_by_all(said)
+      damage = by_host(of_all)
       if not damage:
         return out
-      if step is None and number not in steps_in(self.directory):
-        continue  # Removed by who trains, before it was locked or where there are no locks.
+      if _GONE in of_all:
+        continue
       error = error or DamagedError(damage)
       if step is not None or self._on_damage == 'fail' or self.all_steps() == [number]:
         raise error
@@ -439,11 +443,12 @@ def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
 
 def _barrier() -> SaveBarrier | None:
   """Returns how processes wait for each other; None if this one is alone."""
-  if jax.process_count() == 1 or not jax.distributed.is_initialized():
+  if jax.process_count() == 1:
     return None
-  from praxis_lite.checkpoints.save_barrier import SaveBarrier
+  from jax._src import distributed  # The service has no public name.
 
-  return SaveBarrier()
+  client = distributed.global_state.client
+  return None if client is None else SaveBarrier(client)
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:

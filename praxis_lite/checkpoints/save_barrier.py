@@ -16,22 +16,25 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import jax
-from jax._src import distributed  # The store has no public name.
 
 from praxis_lite.checkpoints.failures import first_line
 from praxis_lite.errors import CheckpointError
+
+if TYPE_CHECKING:
+  from jax._src.lib import _jax
 
 _KEY = 'praxis_lite/saves'
 _numbers = itertools.count(1)  # Of the saves of this process; the same in all.
 
 
 class SaveBarrier:
-  """Orbax's `barrier_sync_fn`; call `begin` before each save, in all processes."""
+  """Orbax's `barrier_sync_fn`; call `begin` before each save, in all processes. `client` is of JAX's service."""
 
-  def __init__(self) -> None:
-    self._client = distributed.global_state.client
+  def __init__(self, client: _jax.DistributedRuntimeClient):
+    self._client = client
     self._save = 0
     self._meetings = 0
     self._has_failed = False
@@ -49,7 +52,7 @@ class SaveBarrier:
     """
     error = sys.exc_info()[1]  # Orbax calls this while it handles an error.
     in_background = threading.current_thread() is not threading.main_thread()
-    if in_background and error is not None and not self._has_failed:
+    if in_background and isinstance(error, Exception) and not self._has_failed:
       self._has_failed = True
       # To the meeting that this process would leave out.
       self._client.key_value_set(f'{self._next()}/failed/{jax.process_index()}', first_line(error))

@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
-from forked import Command
 from quick_xla import xla_flags
+from warm_python import started
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def environment(cwd):
 
 
 def run(*arguments, cwd):
-  command = Command(arguments, cwd, environment(cwd))
+  command = started(*arguments, cwd=cwd, env=environment(cwd))
   out, err = command.communicate()
   return subprocess.CompletedProcess(arguments, command.returncode, out, err)
 
@@ -139,7 +139,7 @@ def test_a_prompt_of_stray_bytes_is_told(tmp_path):
 
 def ended_after_a_line(*arguments, cwd):
   """As in `praxis-lite ... | head -n 1`: the line, the exit code, and what is on stderr."""
-  command = Command(arguments, cwd, environment(cwd))
+  command = started(*arguments, cwd=cwd, env=environment(cwd))
   line = command.stdout.readline()
   command.stdout.close()
   _, err = command.communicate()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pathlib
 import re
 import signal
+import subprocess
 import time
 
 import pytest
-from forked import POINTS, Command
 from quick_xla import xla_flags
+from warm_python import WarmPopen, started
 
 from praxis_lite.cli import run_table
 from praxis_lite.cli.main import main
@@ -27,7 +27,7 @@ def sweep(folder, *arguments):
   """Its exit code, and what it prints; each point is a process of its own."""
   with contextlib.ExitStack() as stack:
     patched = stack.enter_context(pytest.MonkeyPatch.context())
-    patched.setattr('praxis_lite.runtime.sweep.subprocess', POINTS)
+    patched.setattr(subprocess, 'Popen', WarmPopen)
     patched.chdir(folder.parent)
     for name, value in {'XLA_FLAGS': xla_flags(), 'XDG_CACHE_HOME': str(folder.parent / 'cache')}.items():
       patched.setenv(name, value)
@@ -108,7 +108,7 @@ def test_a_sweep_in_the_directory_of_a_run_is_refused(tmp_path, capsys):
 @pytest.mark.slow
 def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
   sets = ['--set=task.train.num_train_steps=100000000', '--set=task.model.hidden=3,4']
-  process = Command(['sweep', EXP, f'--job_log_dir={tmp_path}', *sets], tmp_path, os.environ)
+  process = started('sweep', EXP, f'--job_log_dir={tmp_path}', *sets, cwd=tmp_path)
   metrics = tmp_path / 'hidden=3' / 'metrics.jsonl'
   while not (metrics.exists() and metrics.stat().st_size):  # It has taken steps.
     assert process.poll() is None

@@ -12,8 +12,8 @@ import sys
 
 import jax
 import pytest
-from forked import Command
 from quick_xla import xla_flags
+from warm_python import started
 
 from praxis_lite.cli.main import main
 
@@ -54,7 +54,7 @@ def flags(tmp_path):
 def test_a_run_that_a_signal_ends_is_saved_and_exits_as_shells_expect(tmp_path, flags, name):
   gate = tmp_path / 'gate'
   gate.write_text('6')
-  process = Command(['train', *flags], tmp_path, ENVIRONMENT | {'GATE': str(gate)})
+  process = started('train', *flags, cwd=tmp_path, env=ENVIRONMENT | {'GATE': str(gate)})
   assert any(line.startswith('step 3/') for line in process.stdout), process.stderr.read()
   process.send_signal(signal.Signals[name])
   assert process.stderr.readline().startswith(name)

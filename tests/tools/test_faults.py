@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
-import types
 
 import numpy as np
 import pytest
-from forked import Command
+from warm_python import WarmPopen
 
 from praxis_lite.records.metrics import SummaryWriter
 from tools.fault_campaign import campaign, prepare, table
-from tools.faults import processes
 from tools.faults.comparison import Results, _curves, _lines, differences
 from tools.faults.faults import checkpoint_flipped, events_damaged, killed, terminated
-
-
-def start(command, *, env, cwd, **pipes):
-  """In place of `subprocess.Popen`."""
-  assert command[:3] == [sys.executable, '-m', 'praxis_lite'] and pipes['stderr'] is subprocess.STDOUT
-  return Command(command[3:], cwd, env, together=True)
 
 
 @pytest.mark.slow
 def test_training_survives_faults(tmp_path, monkeypatch):
   """Each of these four is a process that is disturbed, or files that are, and one that goes on."""
-  monkeypatch.setattr(processes, 'subprocess', types.SimpleNamespace(**{**vars(subprocess), 'Popen': start}))
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
   baseline = prepare(tmp_path, np.random.default_rng(0), hosts=False, records=False, interrupted=1)
   faults = killed, terminated, checkpoint_flipped, events_damaged
   end = time.monotonic() + 1000

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -303,6 +305,25 @@ def _one_host(lab: Lab, number: int) -> None:
   lab.compare()
 
 
+def one_host_cannot_write(lab: Lab) -> None:
+  """one host of two cannot write"""
+  lab.hosts = 2
+  host, step, limit = int(lab.rng.integers(2)), int(lab.rng.integers(1, NUM_STEPS)), int(lab.rng.integers(3000))
+  is_for_a_while = lab.rng.random() < 0.5
+  lab.seen.where = f'host {host}, step {step}, no file above {limit} bytes{", for a while" * is_for_a_while}'
+  run = lab.start()
+  if run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2):
+    pid = children(run.process.pid)[host]
+    with contextlib.suppress(ProcessLookupError):
+      _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+      resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
+      if is_for_a_while and run.wait_for(lambda: run.last_step >= min(step + 6, NUM_STEPS)):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+  _ended_as_promised(run)
+  is_told = any('error: metrics cannot be written' in line for line in run.lines)
+  lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
+
+
 # ---- disks
 
 
@@ -549,6 +570,7 @@ FAULTS: dict[Callable[[Lab], None], int] = {
   two_at_once: 4,
   one_host_killed: 3,
   one_host_stopped: 1,
+  one_host_cannot_write: 3,
   disk_full: 5,
   permission_lost: 4,
   checkpoint_truncated: 5,
