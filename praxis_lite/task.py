@@ -66,6 +66,28 @@ class LossSpikeParams(Configurable):
         raise ConfigError(f'{where}.{name}: expected at least {least}, got {getattr(self, name)}')
 
 
+class EmergencyCopiesParams(Configurable):
+  """Copies of the train state that each host keeps in a folder of its own, beside the checkpoints.
+
+  A run that is started again uses the newest that is whole on all hosts, if it is newer than the newest checkpoint.
+
+  Attributes:
+    every_n_steps: steps between copies; None: there are none. A killed process loses less than twice as many steps.
+    directories: of each host, where its copies are: the memory of a RAM disk, or a disk. Each gets all copies, and the
+      first that has one whole is read; so one of them may be on another host.
+  """
+
+  every_n_steps: int | None = None
+  directories: tuple[str, ...] = ('/dev/shm',)
+
+  def __post_init__(self) -> None:
+    where = 'task.train.emergency_copies'
+    if self.every_n_steps is not None and self.every_n_steps < 1:
+      raise ConfigError(f'{where}.every_n_steps: expected at least 1 step, or None, got {self.every_n_steps}')
+    if isinstance(self.directories, str) or not self.directories:
+      raise ConfigError(f'{where}.directories: expected paths, as in ("/dev/shm",), got {self.directories!r}')
+
+
 class InitFromParams(Configurable):
   """A checkpoint of another run that the variables of a new run start from. A run that resumes does not look at it.
 
@@ -121,7 +143,7 @@ class TrainParams(Configurable):
       or None: any number is skipped.
     slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
     max_rollbacks: number of times that a run may go back, for a step that is not finite or a jump of the loss.
-    loss_spike, early_stopping, init_from: see the classes.
+    loss_spike, early_stopping, emergency_copies, init_from: see the classes.
   """
 
   learner: Config = template(Learner)
@@ -141,6 +163,7 @@ class TrainParams(Configurable):
   max_rollbacks: int = 10
   loss_spike: LossSpikeParams = template(LossSpikeParams)
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
+  emergency_copies: EmergencyCopiesParams = template(EmergencyCopiesParams)
   init_from: InitFromParams = template(InitFromParams)
 
   def __post_init__(self) -> None:
@@ -150,7 +173,7 @@ class TrainParams(Configurable):
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
     if self.slow_step_factor is not None and not self.slow_step_factor > 1:
       raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
-    for section in ('loss_spike', 'early_stopping', 'init_from'):
+    for section in ('loss_spike', 'early_stopping', 'emergency_copies', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')

@@ -40,6 +40,14 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
   return {**record, 'checksum': _checksum(record)}
 
 
+def unsealed(record: dict[str, Any], what: str) -> dict[str, Any]:
+  """Returns a record without its checksum; raises ValueError if that is not the one that `sealed` has given it."""
+  content = {name: value for name, value in record.items() if name != 'checksum'}
+  if record.get('checksum') != _checksum(content):
+    raise ValueError(f'the checksum of {what} differs')
+  return content
+
+
 def read_record(folder: Path, item: str) -> dict[str, Any]:
   """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Those of the first format have no checksum.
 
@@ -49,10 +57,8 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
   """
   try:
     record = parse_json((folder / item / 'metadata').read_bytes())
-    content = {name: value for name, value in record.items() if name != 'checksum'}
     is_old = 'checksum' not in record and record.get('format', 1) == 1
-    if not is_old and record.get('checksum') != _checksum(content):
-      raise ValueError(f'the checksum of {item} differs')
+    content = record if is_old else unsealed(record, item)
     _check_content(content, item)
   except (OSError, ValueError, AttributeError) as error:
     raise unreadable(folder, error) from error

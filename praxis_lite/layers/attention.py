@@ -326,7 +326,10 @@ class MultiHeadAttention(Layer):
   def _keep(self, cache: KVCache) -> None:
     for name, array in cache._asdict().items():
       if array is not None:
-        self.update_decode_state(name, self.shard(array, 'blkh') if name in ('key', 'value') else array)
+        # A cache holds vectors as [B, K, S, H].
+        split = name in ('key', 'value')
+        array = jnp.swapaxes(self.shard(jnp.swapaxes(array, 1, 2), 'blkh'), 1, 2) if split else array
+        self.update_decode_state(name, array)
 
   # ---------------------------------------------------------------- parts
 

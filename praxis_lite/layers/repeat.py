@@ -39,6 +39,7 @@ from praxis_lite.weights import SplitDimsMapping
 
 T = TypeVar('T')
 
+_MOST_IN_LINE = 16  # Layers that decoding has in line: a program of more takes long to compile.
 _MOST_UNROLLED = 48  # Layers.
 
 
@@ -76,7 +77,9 @@ class Repeat(Layer):
   `first_0`, ...
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
-  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
+  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. Up to 16 layers, and
+  more if they are unrolled, decode one after the other, each with a decode state of its own, by its number: a step
+  writes to it in place, where a scan would copy the stack.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
@@ -155,11 +158,38 @@ class Repeat(Layer):
 
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
-    self._scan('init_decode_state', None, *args)
+    (self._in_line if self._decodes_in_line else self._scan)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
     """As `__call__`, with the repeated layer's `extend_step` and caches."""
-    return self._scan('extend_step', x, *args, **kwargs)
+    return (self._in_line if self._decodes_in_line else self._scan)('extend_step', x, *args, **kwargs)
+
+  @property
+  def _decodes_in_line(self) -> bool:
+    return self.num_layers <= _MOST_IN_LINE or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
+
+  def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
+    """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""
+    key = self.next_prng_key() if self.has_prng_key() else None
+    sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self._first, *self._blocks, *self._left)}
+    for number, layer in enumerate(self.in_turn()):
+      turn = len(sides[layer])
+      variables, state = layer.variables, layer.decode_state
+      if layer in self._blocks:
+        variables, state = jax.tree.map(lambda x, turn=turn: x[turn], variables), state.get(str(turn), {})
+      inputs = () if carry is None else (carry,)
+      layer_key = None if key is None else jax.random.fold_in(key, number)
+      carry, side = layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
+      sides[layer].append(side)
+    for layer, of_layer in sides.items():
+      if layer not in self._blocks:
+        layer.absorb(*of_layer)
+        continue
+      states = {str(turn): side.decode_state for turn, side in enumerate(of_layer)}
+      stacked = jax.tree.map(lambda *x: jnp.stack(x), *(side._replace(decode_state={}) for side in of_layer))
+      aux_losses = {k: mean_of_means(*v) for k, v in stacked.aux_losses.items()}
+      layer.absorb(stacked._replace(aux_losses=aux_losses, decode_state=states))
+    return carry
 
   def _scan(self, method: str, carry: T, *args: object, remat: Remat | None = None, **kwargs: Any) -> T:
     key = self.next_prng_key() if self.has_prng_key() else None

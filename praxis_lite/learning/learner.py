@@ -19,7 +19,7 @@ import optax
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, check_choice, did_you_mean
 from praxis_lite.learning.moments import MOMENTS
-from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
+from praxis_lite.learning.optimizer import States, grouped_optimizer, is_regularized
 from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
 from praxis_lite.partitioning.mesh import platform
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
@@ -159,7 +159,9 @@ class BoundLearner:
           'create_variable(..., trainable=False)'
         )
     self._declared = self.trained(weights)
-    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments)
+    self._optimizer = grouped_optimizer(
+      learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments
+    )
 
   # ---------------------------------------------------------------- which variables
 
