@@ -16,7 +16,7 @@ from tools.faults.faults import checkpoint_flipped, events_damaged, killed, term
 @pytest.mark.slow
 def test_training_survives_faults(tmp_path):
   """Each of these four is a process that is disturbed, or files that are, and one that goes on."""
-  baseline = prepare(tmp_path, np.random.default_rng(0), hosts=False, records=False, interrupted=1)
+  baseline = prepare(tmp_path, np.random.default_rng(0), hosts=1, records=False, interrupted=1)
   faults = killed, terminated, checkpoint_flipped, events_damaged
   end = time.monotonic() + 1000
   reports = list(campaign(faults, range(4), 0, tmp_path, baseline, jobs=2, end=end))
