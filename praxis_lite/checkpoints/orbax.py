@@ -22,8 +22,8 @@ def orbax_checkpoint() -> ModuleType:
 
   folder = f'{os.sep}orbax{os.sep}'
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # asyncio names the coroutine whose exception was never retrieved, and its file, or TensorStore's.
-  theirs = (folder, 'tensorstore/')
+  # asyncio names the coroutine whose exception was never retrieved, and its file, or TensorStore's request.
+  theirs = (folder, 'tensorstore/', 'tensorstore_spec')
   logging.getLogger('asyncio').addFilter(lambda record: not any(name in record.getMessage() for name in theirs))
   report = sys.unraisablehook
 
