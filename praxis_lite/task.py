@@ -13,6 +13,7 @@ from praxis_lite.errors import ConfigError, check_choice, located
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
+from praxis_lite.partitioning.xla_flags import Flag, check_xla_flags
 
 
 class EarlyStoppingParams(Configurable):
@@ -211,6 +212,9 @@ class SingleTask(Configurable):
       no mapping.
     partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
       device computes its own rows, gathers weights before it uses them, and averages gradients.
+    xla_flags: values, by name, of XLA flags that the steps are compiled with, such as
+      {'xla_gpu_enable_triton_gemm': False}; None as a value leaves a flag to XLA. XLA_FLAGS wins.
+    default_xla_flags: whether those that `xla_flags.py` has for the platform count as well.
     train, evaluate, decode: see the classes.
   """
 
@@ -224,12 +228,15 @@ class SingleTask(Configurable):
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
   strategy: list[tuple[str, str]] | None = None
   partitioning: str = 'auto'
+  xla_flags: dict[str, Flag | None] | None = None
+  default_xla_flags: bool = True
   train: TrainParams = template(TrainParams)
   evaluate: EvalParams = template(EvalParams)
   decode: DecodeParams = template(DecodeParams)
 
   def __post_init__(self) -> None:
     check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
+    check_xla_flags('task.xla_flags', self.xla_flags)
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       names = ('replica', 'data', 'mdl')[-len(self.ici_mesh_shape) :] if len(self.ici_mesh_shape) > 1 else ('data',)
       raise ConfigError(

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import threading
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
+from warm_python import WarmPopen
 
 from praxis_lite.errors import UserError
 from praxis_lite.hosts import launch
@@ -21,6 +23,11 @@ from praxis_lite.hosts.launch import Ended, Launcher, launched_command, the_verd
 from praxis_lite.runtime import run_train
 
 HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def warm_hosts(monkeypatch):
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
 
 
 class Watched:
@@ -203,6 +210,8 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_with_the_sa
   assert 'host 0 was ended by SIGKILL' in job.text and "has ended, or JAX's service there has failed" in job.text
   assert 'exit code 75: started again, the run continues from its last checkpoint' in job.text
   assert 'Current thread' in (tmp_path / 'two' / 'stacks' / 'host_1.txt').read_text()
+  together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
+  alone = run_train(tiny_run(4, noise=0.0, save_interval_steps=100), tmp_path / 'one')
   assert re.search('restored step [468] of 20 from emergency copies, newer than the checkpoints', job.text)
   whole = started('whole')
   assert whole.run() == 0, whole.text
