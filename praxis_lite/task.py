@@ -14,6 +14,7 @@ from praxis_lite.files import is_url
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
+from praxis_lite.partitioning.xla_flags import Flag, check_xla_flags
 
 
 class EarlyStoppingParams(Configurable):
@@ -64,6 +65,28 @@ class LossSpikeParams(Configurable):
     for name, least in (('steps', 1), ('window', 2)):
       if getattr(self, name) < least:
         raise ConfigError(f'{where}.{name}: expected at least {least}, got {getattr(self, name)}')
+
+
+class EmergencyCopiesParams(Configurable):
+  """Copies of the train state that each host keeps in a folder of its own, beside the checkpoints.
+
+  A run that is started again uses the newest that is whole on all hosts, if it is newer than the newest checkpoint.
+
+  Attributes:
+    every_n_steps: steps between copies; None: there are none. A killed process loses less than twice as many steps.
+    directories: of each host, where its copies are: the memory of a RAM disk, or a disk. Each gets all copies, and the
+      first that has one whole is read; so one of them may be on another host.
+  """
+
+  every_n_steps: int | None = None
+  directories: tuple[str, ...] = ('/dev/shm',)
+
+  def __post_init__(self) -> None:
+    where = 'task.train.emergency_copies'
+    if self.every_n_steps is not None and self.every_n_steps < 1:
+      raise ConfigError(f'{where}.every_n_steps: expected at least 1 step, or None, got {self.every_n_steps}')
+    if isinstance(self.directories, str) or not self.directories:
+      raise ConfigError(f'{where}.directories: expected paths, as in ("/dev/shm",), got {self.directories!r}')
 
 
 class InitFromParams(Configurable):
@@ -124,7 +147,7 @@ class TrainParams(Configurable):
       or None: any number is skipped.
     slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
     max_rollbacks: number of times that a run may go back, for a step that is not finite or a jump of the loss.
-    loss_spike, early_stopping, init_from: see the classes.
+    loss_spike, early_stopping, emergency_copies, init_from: see the classes.
   """
 
   learner: Config = template(Learner)
@@ -145,6 +168,7 @@ class TrainParams(Configurable):
   max_rollbacks: int = 10
   loss_spike: LossSpikeParams = template(LossSpikeParams)
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
+  emergency_copies: EmergencyCopiesParams = template(EmergencyCopiesParams)
   init_from: InitFromParams = template(InitFromParams)
 
   def __post_init__(self) -> None:
@@ -159,7 +183,7 @@ class TrainParams(Configurable):
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
     if self.slow_step_factor is not None and not self.slow_step_factor > 1:
       raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
-    for section in ('loss_spike', 'early_stopping', 'init_from'):
+    for section in ('loss_spike', 'early_stopping', 'emergency_copies', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
@@ -198,6 +222,9 @@ class SingleTask(Configurable):
       no mapping.
     partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
       device computes its own rows, gathers weights before it uses them, and averages gradients.
+    xla_flags: values, by name, of XLA flags that the steps are compiled with, such as
+      {'xla_gpu_enable_triton_gemm': False}; None as a value leaves a flag to XLA. XLA_FLAGS wins.
+    default_xla_flags: whether those that `xla_flags.py` has for the platform count as well.
     train, evaluate, decode: see the classes.
   """
 
@@ -211,12 +238,15 @@ class SingleTask(Configurable):
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
   strategy: list[tuple[str, str]] | None = None
   partitioning: str = 'auto'
+  xla_flags: dict[str, Flag | None] | None = None
+  default_xla_flags: bool = True
   train: TrainParams = template(TrainParams)
   evaluate: EvalParams = template(EvalParams)
   decode: DecodeParams = template(DecodeParams)
 
   def __post_init__(self) -> None:
     check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
+    check_xla_flags('task.xla_flags', self.xla_flags)
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       names = ('replica', 'data', 'mdl')[-len(self.ici_mesh_shape) :] if len(self.ici_mesh_shape) > 1 else ('data',)
       raise ConfigError(

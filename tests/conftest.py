@@ -32,6 +32,7 @@ def shared_programs(tmp_path_factory):
       jax.config.update(name, value)
 
   wanted = {
+    'jax_enable_compilation_cache': True,  # A command that was run with --nocompilation_cache has turned it off.
     'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('programs')),
     'jax_persistent_cache_min_compile_time_secs': 0,
     'jax_persistent_cache_min_entry_size_bytes': 0,

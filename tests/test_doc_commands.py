@@ -12,9 +12,11 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 
 import pytest
+from warm_python import WarmPopen
 
 from praxis_lite.cli.main import main
 
@@ -156,6 +158,7 @@ def test_commands_run(walk, printed, shared_programs, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', list(sys.path))
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', jax.config.jax_compilation_cache_dir)  # For those that it starts.
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
   own = '\n\n'.join(map(definitions, guides))
   for name in ('my_experiments', 'char_lm'):
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -96,7 +96,8 @@ def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Base
   """Lets one fault happen; its directory is removed if it was survived."""
   start, where = time.monotonic(), folder / f'fault-{number}'
   where.mkdir()
-  lab = Lab(where / 'run', np.random.default_rng([seed, number]), baseline)
+  rng = np.random.default_rng([seed, number])
+  lab = Lab(where / 'run', rng, baseline, copies=bool(rng.random() < 0.5))
   problem = ''
   try:
     fault(lab)
@@ -140,16 +141,22 @@ def campaign(
 
 
 def table(reports: Sequence[Report]) -> str:
-  """Returns a line for each fault: times, survived, the most steps lost, and too late where the run had ended."""
+  """Returns a line for each fault: times, survived, the most steps lost, and too late where the run had ended.
+
+  Steps lost are those without emergency copies, and those with them.
+  """
   kinds: dict[str, list[Report]] = collections.defaultdict(list)
   for report in reports:
     kinds[report.fault].append(report)
   width = max(map(len, kinds), default=5)
-  lines = [f'{"fault":<{width}}  times  survived  most steps lost  came too late']
+  lines = [f'{"fault":<{width}}  times  survived  most steps lost  with copies  came too late']
   for kind, group in [*kinds.items(), ('all', list(reports))]:
-    lost = max((r.seen.lost for r in group if r.seen.lost is not None), default=0)
+    lost = [
+      max((r.seen.lost for r in group if r.seen.lost is not None and r.seen.copies == copies), default=0)
+      for copies in (False, True)
+    ]
     survived, late = sum(not r.problem for r in group), sum(r.seen.too_late for r in group)
-    lines.append(f'{kind:<{width}}  {len(group):5}  {survived:8}  {lost:15}  {late:13}')
+    lines.append(f'{kind:<{width}}  {len(group):5}  {survived:8}  {lost[0]:15}  {lost[1]:11}  {late:13}')
   return '\n'.join(lines)
 
 
@@ -172,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   baseline = prepare(
     folder,
     np.random.default_rng(values.seed),
-    hosts=bool(needed & {'one_host_killed', 'one_host_stopped'}),
+    hosts=bool(needed & {'one_host_killed', 'one_host_stopped', 'one_host_cannot_write'}),
     records='data_damaged' in needed,
   )
   print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)
@@ -181,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   for report in campaign(faults, numbers, values.seed, folder, baseline, jobs=values.jobs, end=end):
     reports.append(report)
     problem = f': NOT SURVIVED: {report.problem}' if report.problem else ''
-    print(f'{report.number:4} {report.seconds:5.1f} s {report.fault}, {report.seen.where}{problem}', flush=True)
+    copies = ' (with emergency copies)' if report.seen.copies else ''
+    where = f'{report.seen.where}{copies}'
+    print(f'{report.number:4} {report.seconds:5.1f} s {report.fault}, {where}{problem}', flush=True)
   wall, cpu = time.monotonic() - begun, _cpu_seconds() - before
   print(f'\n{table(reports)}\n')
   per = max(len(reports), 1)

@@ -1,3 +1,4 @@
 """Decoding: from a model that predicts the next token to whole sequences."""
 
+from praxis_lite.decoding.buckets import Bucket, chunk_of
 from praxis_lite.decoding.sampler import Decoded, ExtendStep, Sampler, prompt_step, sample_tokens

@@ -7,6 +7,9 @@ B batch, P length of the prompts, M maximum number of tokens to decode, T tokens
     token 0 = sample(logits)
     for i = 1 ... M - 1, while a row continues:   token i = sample(step(token i - 1))
 
+What differs from call to call is no part of the program: lengths of prompts, and numbers of tokens, are arrays. Prompts
+may be read in chunks, as many as the longest one has, so that arrays much wider than the prompts cost nothing.
+
 A model may see only so many tokens, its context. Where prompts and continuations are longer, each token that the caches
 have no room for is sampled after one pass over the last tokens of its row, at positions from 0 on, with empty caches.
 
@@ -15,8 +18,7 @@ It is a pure function that runs inside jit; the model is in the program twice, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +67,20 @@ def sample_tokens(
   return jnp.take_along_axis(ids_BC, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def prompt_step(prompt_ids_BP: jax.Array, prompt_lengths_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the first three arguments of the `ExtendStep` over whole prompts, padded on the right with any ids."""
-  column_P = jnp.arange(prompt_ids_BP.shape[1], dtype=jnp.int32)
-  pos_BP = jnp.where(column_P < prompt_lengths_B[:, None], column_P, -1)
-  known_BP = jnp.where(pos_BP < 0, 0, prompt_ids_BP)  # Padding may be no token: vectors of such ids are NaN.
-  return known_BP, pos_BP, jnp.maximum(prompt_lengths_B - 1, 0)
+def prompt_step(
+  ids_BT: jax.Array, lengths_B: jax.Array, start: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the first three arguments of the `ExtendStep` over prompts, or a chunk of them.
+
+  Args:
+    ids_BT: tokens; those after the end of a prompt may be any.
+    lengths_B: int32 lengths of the prompts.
+    start: position of the first of these tokens.
+  """
+  column_T = start + jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+  pos_BT = jnp.where(column_T < lengths_B[:, None], column_T, -1)
+  known_BT = jnp.where(pos_BT < 0, 0, ids_BT)  # Padding may be no token: vectors of such ids are NaN.
+  return known_BT, pos_BT, jnp.clip(lengths_B - 1 - start, 0, ids_BT.shape[1] - 1)
 
 
 class ExtendStep(Protocol[Caches]):
@@ -104,7 +114,20 @@ class Decoded(NamedTuple):
   log_probs: jax.Array
 
 
-_Carry = tuple[jax.Array, Caches, jax.Array, Decoded, jax.Array]  # next index, caches, last ids, decoded, done
+class _Seen(NamedTuple):
+  """What is known of the rows, beside their caches.
+
+  Attributes:
+    number: int32, of the next token.
+    last_ids_B: int32, the tokens before it.
+    decoded: the continuations so far.
+    done_B: bool, which of them have ended.
+  """
+
+  number: jax.Array
+  last_ids_B: jax.Array
+  decoded: Decoded
+  done_B: jax.Array
 
 
 class Sampler(Configurable):
@@ -154,6 +177,8 @@ class Sampler(Configurable):
     prompt_lengths_B: jax.Array,
     key: jax.Array | None,
     context: int | None = None,
+    max_tokens_B: jax.Array | None = None,
+    chunk: int | None = None,
   ) -> Decoded:
     """Continues prompts. Each row has keys of its own, so its tokens do not depend on the number of rows.
 
@@ -164,65 +189,83 @@ class Sampler(Configurable):
       prompt_lengths_B: int32 lengths of the prompts; a row of length 0 is padding and gets no tokens.
       key: PRNG key; may be None if the temperature is 0.
       context: how many tokens the model sees at once; None: all.
+      max_tokens_B: int32, the most tokens after each prompt; None: `max_decode_steps`, which limits them all.
+      chunk: tokens of a prompt that are read at once, a divisor of the slots: reading costs what the longest prompt
+        holds, rounded up, whatever P; None: all P.
     """
     num_rows, prompt_length = prompt_ids_BP.shape
+    slots = self.cache_length(prompt_length, context)
+    # Texts of this length end within the caches: no row is read again.
+    fits = slots == self.cache_length(prompt_length)
+    chunk = chunk or (prompt_length if fits else slots)
+    limits_B = jnp.minimum(self.max_decode_steps if max_tokens_B is None else max_tokens_B, self.max_decode_steps)
 
-    def keys(index: jax.Array | int) -> jax.Array | None:
-      """Keys of token `index` of each row."""
+    def keys(number: jax.Array) -> jax.Array | None:
+      """Keys of token `number` of each row."""
       if key is None:
         return None
-      at_index = jax.random.fold_in(key, index)
-      return jax.vmap(lambda row: jax.random.fold_in(at_index, row))(jnp.arange(num_rows))
+      of_token = jax.random.fold_in(key, number)
+      return jax.vmap(lambda row: jax.random.fold_in(of_token, row))(jnp.arange(num_rows))
 
-    def choose(
-      logits_BV: jax.Array, index: jax.Array | int, decoded: Decoded, done_B: jax.Array
-    ) -> tuple[jax.Array, Decoded, jax.Array]:
-      """Draws token `index` of each row that is not done."""
-      ids_B = sample_tokens(logits_BV, keys(index), temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+    def choose(logits_BV: jax.Array, seen: _Seen) -> _Seen:
+      """Draws the next token of each row that is not done."""
+      number, _, (ids_BM, lengths_B, log_probs_BM), done_B = seen
+      ids_B = sample_tokens(logits_BV, keys(number), temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
       log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
       log_probs_B = jnp.take_along_axis(log_probs_BV, ids_B[:, None], axis=-1)[:, 0]
       decoded = Decoded(
-        decoded.ids.at[:, index].set(jnp.where(done_B, 0, ids_B)),
-        decoded.lengths + ~done_B,
-        decoded.log_probs.at[:, index].set(jnp.where(done_B, 0.0, log_probs_B)),
+        ids_BM.at[:, number].set(jnp.where(done_B, 0, ids_B)),
+        lengths_B + ~done_B,
+        log_probs_BM.at[:, number].set(jnp.where(done_B, 0.0, log_probs_B)),
       )
-      return ids_B, decoded, done_B | jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32))
+      done_B |= jnp.isin(ids_B, jnp.array(self.stop_ids, jnp.int32)) | (decoded.lengths >= limits_B)
+      return _Seen(number + 1, ids_B, decoded, done_B)
 
-    def last_tokens(width: int, decoded: Decoded, index: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-      """Returns, for `step`, the last `width` tokens of each row before token `index`."""
-      seen_B = jnp.where(prompt_lengths_B > 0, prompt_lengths_B + index, 0)
-      kept_B = jnp.minimum(seen_B, width)
-      place_BT = (seen_B - kept_B)[:, None] + jnp.arange(width, dtype=jnp.int32)
-      in_prompt_BT = jnp.take_along_axis(prompt_ids_BP, place_BT, axis=1, mode='clip')
-      after_BT = jnp.take_along_axis(decoded.ids, place_BT - prompt_lengths_B[:, None], axis=1, mode='clip')
-      return prompt_step(jnp.where(place_BT < prompt_lengths_B[:, None], in_prompt_BT, after_BT), kept_B)
+    def read(seen: _Seen) -> tuple[jax.Array, Caches, jax.Array]:
+      """Reads the last tokens of each row, as many as there are slots; returns logits, caches, and the slots taken."""
+      length_B = jnp.where(seen.done_B, 0, prompt_lengths_B + seen.number)
+      kept_B = jnp.minimum(length_B, slots)
 
-    def unfinished(steps: int) -> Callable[[tuple[Any, ...]], jax.Array]:
-      return lambda carry: (carry[0] < steps) & ~jnp.all(carry[-1])
+      def read_chunk(start: jax.Array | int, caches: Caches) -> tuple[jax.Array, Caches]:
+        place_BT = (length_B - kept_B)[:, None] + start + jnp.arange(chunk, dtype=jnp.int32)
+        ids_BT = jnp.take_along_axis(prompt_ids_BP, place_BT, axis=1, mode='clip')
+        if not fits:
+          after_BT = jnp.take_along_axis(seen.decoded.ids, place_BT - prompt_lengths_B[:, None], axis=1, mode='clip')
+          ids_BT = jnp.where(place_BT < prompt_lengths_B[:, None], ids_BT, after_BT)
+        return step(*prompt_step(ids_BT, kept_B, start), caches)
 
-    def extend(carry: _Carry[Caches]) -> _Carry[Caches]:
-      index, caches, ids_B, decoded, done_B = carry
-      pos_B = prompt_lengths_B + index - 1
-      logits_BV, caches = step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B), caches)
-      return index + 1, caches, *choose(logits_BV, index, decoded, done_B)
+      def next_chunk(carry: tuple[jax.Array, jax.Array, Caches]) -> tuple[jax.Array, jax.Array, Caches]:
+        start, logits_BV, caches = carry
+        new_BV, caches = read_chunk(start, caches)
+        is_last_B = (start < kept_B) & (kept_B <= start + chunk)
+        return start + chunk, jnp.where(is_last_B[:, None], new_BV, logits_BV), caches
 
-    def start_again(carry: _Carry[None]) -> _Carry[None]:
-      assert context is not None
-      index, _, _, decoded, done_B = carry
-      logits_BV, _ = step(*last_tokens(context, decoded, index), state)
-      return index + 1, None, *choose(logits_BV, index, decoded, done_B)
+      taken = jnp.max(kept_B)
+      if chunk >= (prompt_length if fits else slots):
+        return *read_chunk(0, state), taken
+      shape = jax.eval_shape(read_chunk, 0, state)[0]
+      first = jnp.int32(0), jnp.zeros(shape.shape, shape.dtype), state
+      _, logits_BV, caches = jax.lax.while_loop(lambda carry: carry[0] < taken, next_chunk, first)
+      return logits_BV, caches, taken
+
+    def extend(carry: tuple[jax.Array, Caches, _Seen]) -> tuple[jax.Array, Caches, _Seen]:
+      taken, caches, seen = carry
+      pos_B = prompt_lengths_B + seen.number - 1
+      logits_BV, caches = step(seen.last_ids_B[:, None], pos_B[:, None], jnp.zeros_like(seen.last_ids_B), caches)
+      return taken + 1, caches, choose(logits_BV, seen)
+
+    def read_and_extend(seen: _Seen) -> _Seen:
+      """Continues the rows until they are done, or the caches are full."""
+      logits_BV, caches, taken = read(seen)
+      carry = taken, caches, choose(logits_BV, seen)
+      return jax.lax.while_loop(lambda carry: (carry[0] < slots) & unfinished(carry[-1]), extend, carry)[-1]
+
+    def unfinished(seen: _Seen) -> jax.Array:
+      return ~jnp.all(seen.done_B)
 
     empty_BM = jnp.zeros((num_rows, self.max_decode_steps))
-    decoded = Decoded(empty_BM.astype(jnp.int32), jnp.zeros(num_rows, jnp.int32), empty_BM)
-    width = prompt_length if context is None else min(prompt_length, context)
-    whole = width == prompt_length
-    seen = prompt_step(prompt_ids_BP, prompt_lengths_B) if whole else last_tokens(width, decoded, 0)
-    logits_BV, caches = step(*seen, state)
-    carry = jnp.int32(1), caches, *choose(logits_BV, 0, decoded, prompt_lengths_B == 0)
-    # The caches have room for the tokens before this one.
-    cached_steps = min(self.max_decode_steps, self.cache_length(prompt_length, context) - width + 1)
-    index, _, ids_B, decoded, done_B = jax.lax.while_loop(unfinished(cached_steps), extend, carry)
-    if cached_steps < self.max_decode_steps:
-      again = index, None, ids_B, decoded, done_B
-      *_, decoded, _ = jax.lax.while_loop(unfinished(self.max_decode_steps), start_again, again)
-    return decoded
+    none_B = jnp.zeros(num_rows, jnp.int32)
+    decoded = Decoded(empty_BM.astype(jnp.int32), none_B, empty_BM)
+    seen = _Seen(jnp.int32(0), none_B, decoded, (prompt_lengths_B == 0) | (limits_B <= 0))
+    seen = read_and_extend(seen) if fits else jax.lax.while_loop(unfinished, read_and_extend, seen)
+    return seen.decoded

@@ -321,7 +321,10 @@ class MultiHeadAttention(Layer):
   def _keep(self, cache: KVCache) -> None:
     for name, array in cache._asdict().items():
       if array is not None:
-        self.update_decode_state(name, self.shard(array, 'blkh') if name in ('key', 'value') else array)
+        # A cache holds vectors as [B, K, S, H].
+        split = name in ('key', 'value')
+        array = jnp.swapaxes(self.shard(jnp.swapaxes(array, 1, 2), 'blkh'), 1, 2) if split else array
+        self.update_decode_state(name, array)
 
   # ---------------------------------------------------------------- parts
 
@@ -430,8 +433,8 @@ class MultiHeadAttention(Layer):
         implementation=name,
         **options,
       )
-    # Blockwise attention tags what it keeps itself.
-    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name == 'blockwise')
+    # Blockwise attention tags what it keeps itself; of the fused kernel, see `remat.py`.
+    return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
 
   def _output(
     self, context_BTNH: jax.Array, split: SequenceSplit | None = None, *, remark: str = '', tagged: bool = False

@@ -1,6 +1,7 @@
 """KV caches: keys and values of the tokens so far, and attention to them, for decoding.
 
-    growing   every row takes the next T slots; a row's padding leaves its slots empty
+    growing   every row takes the next T slots; a row's padding leaves its slots empty, and the next tokens take those
+              that are empty in all rows
     ring      W slots, for a sliding window of W: the token at position p is in slot p mod W of its row
 
 Two things keep the cost that of what was written, not that of the longest text there is room for. A growing cache is
@@ -34,11 +35,14 @@ Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and k
 class KVCache(NamedTuple):
   """Slots of a cache, or tokens on their way into one.
 
+  A head's slots lie next to each other, as the products of attention read them; tokens on their way are laid out as the
+  layer computes them, [B, T, K, H], until they are written.
+
   Attributes:
-    key, value: [B, S, K, H], in the dtype of the cache.
+    key, value: [B, K, S, H], in the dtype of the cache.
     pos: [B, S] int32 position of the token in each slot; -1 where there is none.
     slot: the number of slots taken, in a growing cache; None for tokens on their way.
-    key_scale, value_scale: [B, S, K] float32, factors of int8 entries; None for other dtypes.
+    key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
   """
 
   key: jax.Array
@@ -49,13 +53,15 @@ class KVCache(NamedTuple):
   value_scale: jax.Array | None = None
 
   def read(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns keys and values [B, S, K, H] in `dtype`."""
-    if self.key_scale is None or self.value_scale is None:
-      return self.key.astype(dtype), self.value.astype(dtype)
-    return (
-      (self.key * self.key_scale[..., None]).astype(dtype),
-      (self.value * self.value_scale[..., None]).astype(dtype),
-    )
+    """Returns the keys and values of slots, [B, S, K, H], in `dtype`."""
+    key, value = self.key, self.value
+    if self.key_scale is not None and self.value_scale is not None:
+      key, value = key * self.key_scale[..., None], value * self.value_scale[..., None]
+    return jnp.swapaxes(key.astype(dtype), 1, 2), jnp.swapaxes(value.astype(dtype), 1, 2)
+
+  @property
+  def num_slots(self) -> int:
+    return self.pos.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +92,7 @@ class CachedAttention:
       slots = -(-max_len // self.page_size) * self.page_size
     vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
     no_token = jnp.full((batch_size, slots), -1, jnp.int32)
-    return self._stored(vectors, vectors, no_token)._replace(slot=jnp.zeros((), jnp.int32))
+    return _in_slots(self._stored(vectors, vectors, no_token))._replace(slot=jnp.zeros((), jnp.int32))
 
   def extend(
     self,
@@ -133,7 +139,7 @@ class CachedAttention:
       return self._attend(query_BTNH, new.pos, cache, prefix_B), cache
     # In a ring, the first of several new tokens may still see what the last of them overwrites.
     after = _put_in_ring(cache, new)
-    seen = after if new.pos.shape[1] == 1 else jax.tree.map(_joined, cache._replace(slot=None), new)
+    seen = after if new.num_slots == 1 else jax.tree.map(_joined, cache._replace(slot=None), _in_slots(new))
     return self._attend_at_once(query_BTNH, new.pos, seen, prefix_B), after
 
   def _stored(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
@@ -144,7 +150,7 @@ class CachedAttention:
     return KVCache(key, value, pos_BT, key_scale=key_scale, value_scale=value_scale)
 
   def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None) -> jax.Array:
-    if self.page_size is None or cache.key.shape[1] <= self.page_size:
+    if self.page_size is None or cache.num_slots <= self.page_size:
       return self._attend_at_once(query_BTNH, pos_BT, cache, prefix_B)
     return self._attend_by_page(query_BTNH, pos_BT, cache, prefix_B, self.page_size)
 
@@ -165,14 +171,15 @@ class CachedAttention:
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None, page_size: int
   ) -> jax.Array:
     """Attention with an online softmax over the pages that hold tokens."""
-    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[2]
+    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[1]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale = H**-0.5 if self.scale is None else self.scale
     taken, slots = cache.slot, cache._replace(slot=None)
     assert taken is not None
 
     def add_page(index: jax.Array, sums: Sums) -> Sums:
-      page = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * page_size, page_size, axis=1), slots)
+      start = index * page_size
+      page = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, page_size, _slot_axis(x)), slots)
       key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
       logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
       if self.logit_soft_cap is not None:
@@ -182,7 +189,7 @@ class CachedAttention:
       mask = by_kv_head(cache_mask(pos_BT, page.pos, prefix_B=prefix_B), K)
       return blocks.add_keys(sums, jnp.where(mask, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
 
-    num_pages = jnp.minimum(-(-taken // page_size), cache.key.shape[1] // page_size)
+    num_pages = jnp.minimum(-(-taken // page_size), cache.num_slots // page_size)
     sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.no_sums((B, K, N // K, T, H)))
     context_BKGTH, _ = blocks.normalized(sums)
     return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
@@ -213,29 +220,43 @@ def _quantized(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jnp.round(x_BTKH / jnp.maximum(scale_BTK, 1e-30)[..., None]).astype(jnp.int8), scale_BTK
 
 
+def _slot_axis(x: jax.Array) -> int:
+  """The dimension of slots in an array of a cache: positions [B, S], scales [B, K, S], vectors [B, K, S, H]."""
+  return min(x.ndim - 1, 2)
+
+
+def _in_slots(new: KVCache) -> KVCache:
+  """Tokens on their way, [B, T, K, ...], laid out as slots."""
+  return jax.tree.map(lambda x: x if x.ndim == 2 else jnp.swapaxes(x, 1, 2), new)
+
+
 def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.concatenate([a, b], axis=1)
+  return jnp.concatenate([a, b], axis=_slot_axis(a))
 
 
 def _appended(cache: KVCache, new: KVCache) -> KVCache:
-  """Writes tokens to the next slots of a growing cache."""
-  slot = cache.slot
+  """Writes tokens to the next slots of a growing cache; columns of padding at the end take none."""
+  slot, columns = cache.slot, new.num_slots
   assert slot is not None
+  taken: jax.Array | int = 1
+  if columns > 1:
+    taken = jnp.max(jnp.where(new.pos >= 0, jnp.arange(1, columns + 1, dtype=jnp.int32), 0))
 
   def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(slots, tokens, slot, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(slots, tokens, slot, _slot_axis(slots))
 
-  return jax.tree.map(write, cache._replace(slot=None), new)._replace(slot=slot + new.pos.shape[1])
+  return jax.tree.map(write, cache._replace(slot=None), _in_slots(new))._replace(slot=slot + taken)
 
 
 def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:
   """Writes the last tokens of each row to their slots; padding, and what a later token overwrites, is left out."""
-  num_slots = cache.pos.shape[1]
+  num_slots = cache.num_slots
   last_B1 = jnp.max(new.pos, axis=1, keepdims=True)
   stays_BT = (new.pos >= 0) & (new.pos > last_B1 - num_slots)
   slot_BT = jnp.where(stays_BT, new.pos % num_slots, num_slots)
 
   def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jax.vmap(lambda row, at, values: row.at[at].set(values, mode='drop'))(slots, slot_BT, tokens)
+    before = (slice(None),) * (_slot_axis(slots) - 1)
+    return jax.vmap(lambda row, at, values: row.at[*before, at].set(values, mode='drop'))(slots, slot_BT, tokens)
 
-  return jax.tree.map(write, cache._replace(slot=None), new)._replace(slot=cache.slot)
+  return jax.tree.map(write, cache._replace(slot=None), _in_slots(new))._replace(slot=cache.slot)

@@ -32,11 +32,15 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.remat import Remat
+from praxis_lite.partitioning.mesh import platform
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import SplitDimsMapping
 
 T = TypeVar('T')
+
+_MOST_IN_LINE = 16  # Layers that decoding has in line: a program of more takes long to compile.
+_MOST_UNROLLED = 48  # Layers.
 
 
 class RepeatWeightSplit(SplitMapping):
@@ -73,7 +77,9 @@ class Repeat(Layer):
   `first_0`, ...
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
-  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum.
+  auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. Up to 16 layers, and
+  more if they are unrolled, decode one after the other, each with a decode state of its own, by its number: a step
+  writes to it in place, where a scan would copy the stack.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
@@ -82,7 +88,8 @@ class Repeat(Layer):
     first_tpl: layers that come before the repeated ones, each with its own variables.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. Of a
       pattern, first layers keep what its first layer does.
-    unroll: repetitions in one iteration of the loop: faster for small layers, slower to compile.
+    unroll: repetitions in one iteration of the loop: faster, and slower to compile. 'auto': in training on a single GPU
+      all of up to 48, where a loop would copy what it keeps for the backward pass; else 1.
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
@@ -91,15 +98,17 @@ class Repeat(Layer):
   layers_tpl: Config | tuple[Config, ...] = REQUIRED
   num_layers: int = REQUIRED
   first_tpl: tuple[Config, ...] = ()
-  remat: str | tuple[str, ...] = 'none'
+  remat: str | tuple[str, ...] = 'auto'
   remat_save_names: tuple[str, ...] = ()
   remat_offload_names: tuple[str, ...] = ()
-  unroll: int = 1
+  unroll: int | str = 'auto'
   weight_split_dims_mapping: Config = template(RepeatWeightSplit)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
+    if self.unroll != 'auto' and (not isinstance(self.unroll, int) or self.unroll < 1):
+      raise ConfigError(f"{self.path_name}.unroll: expected a number of repetitions, or 'auto', got {self.unroll!r}")
     configs = pattern(self.layers_tpl)
     self._remat = Remat.of(self, len(configs))
     self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
@@ -114,6 +123,14 @@ class Repeat(Layer):
     else:
       self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
       self._left = self.create_children('rest', templates=configs[:left])
+
+  def _unrolled(self, *, training: bool) -> int:
+    """How many repetitions an iteration of the loop has."""
+    if not isinstance(self.unroll, str):
+      return self.unroll
+    if not training or platform() != 'gpu' or self.num_layers > _MOST_UNROLLED:
+      return 1
+    return self._rounds if jax.sharding.get_abstract_mesh().size <= 1 else 1
 
   def in_turn(self) -> list[Layer]:
     """Returns the layer that is applied at each of the `num_layers` turns."""
@@ -141,11 +158,38 @@ class Repeat(Layer):
 
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all repetitions; the arguments are those of the repeated layer."""
-    self._scan('init_decode_state', None, *args)
+    (self._in_line if self._decodes_in_line else self._scan)('init_decode_state', None, *args)
 
   def extend_step(self, x: T, *args: object, **kwargs: Any) -> T:
     """As `__call__`, with the repeated layer's `extend_step` and caches."""
-    return self._scan('extend_step', x, *args, **kwargs)
+    return (self._in_line if self._decodes_in_line else self._scan)('extend_step', x, *args, **kwargs)
+
+  @property
+  def _decodes_in_line(self) -> bool:
+    return self.num_layers <= _MOST_IN_LINE or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
+
+  def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
+    """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""
+    key = self.next_prng_key() if self.has_prng_key() else None
+    sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self._first, *self._blocks, *self._left)}
+    for number, layer in enumerate(self.in_turn()):
+      turn = len(sides[layer])
+      variables, state = layer.variables, layer.decode_state
+      if layer in self._blocks:
+        variables, state = jax.tree.map(lambda x, turn=turn: x[turn], variables), state.get(str(turn), {})
+      inputs = () if carry is None else (carry,)
+      layer_key = None if key is None else jax.random.fold_in(key, number)
+      carry, side = layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
+      sides[layer].append(side)
+    for layer, of_layer in sides.items():
+      if layer not in self._blocks:
+        layer.absorb(*of_layer)
+        continue
+      states = {str(turn): side.decode_state for turn, side in enumerate(of_layer)}
+      stacked = jax.tree.map(lambda *x: jnp.stack(x), *(side._replace(decode_state={}) for side in of_layer))
+      aux_losses = {k: mean_of_means(*v) for k, v in stacked.aux_losses.items()}
+      layer.absorb(stacked._replace(aux_losses=aux_losses, decode_state=states))
+    return carry
 
   def _scan(self, method: str, carry: T, *args: object, remat: Remat | None = None, **kwargs: Any) -> T:
     key = self.next_prng_key() if self.has_prng_key() else None
@@ -161,7 +205,9 @@ class Repeat(Layer):
 
       return remat(one, kind, in_scan=in_scan, regathers=regathers)
 
-    bodies = [body(kind, layer, True) for kind, layer in enumerate(self._blocks)]
+    unroll = self._unrolled(training=method == '__call__' and not self.do_eval)
+    # All in one iteration are no loop, so XLA must be prevented from merging what is computed again.
+    bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 
     def one_round(carry: T, layers: list[tuple[Any, ...]]) -> tuple[T, list[SideOutputs]]:
       sides = []
@@ -178,7 +224,7 @@ class Repeat(Layer):
     for kind, layer in enumerate(self._blocks):
       layers.append((layer.variables, layer.decode_state, jnp.arange(first + kind, after, period)))
     if layers:
-      carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=self.unroll)
+      carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=unroll)
       for layer, side in zip(self._blocks, sides):
         layer.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
     for kind, layer in enumerate(self._left):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.decoding import Sampler, prompt_step
+from praxis_lite.decoding import Sampler, chunk_of, prompt_step
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
@@ -167,11 +167,23 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """Returns logits [B, V] of the token after `ids_B`, at the positions `pos_B`, which it appends to the caches."""
     return self.lm.extend_step(ids_B[:, None], pos_B[:, None], jnp.zeros_like(ids_B))
 
+  def check_fits(self, prompt_length: int, max_tokens: int) -> None:
+    """Raises a `ConfigError` if the model must see prompts and continuations of these lengths at once, and cannot."""
+    context = self.context
+    if self.model_type == 'prefix' and context is not None and prompt_length + max_tokens - 1 > context:
+      raise ConfigError(
+        f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, and the {context} tokens that the "
+        f'model sees at once are fewer than those of prompts, {prompt_length}, and max_decode_steps, {max_tokens}; '
+        'decode fewer steps, or shorter prompts'
+      )
+
   def decode(self, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
     """Continues prompts.
 
     Args:
-      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding.
+      batch: `ids` [B, P] int32 prompts, padded at the end; `prompt_lengths` [B] int32, where 0 marks a row of padding;
+        and where calls of different lengths share a program, `max_tokens` [B] int32, at most `max_decode_steps`.
+        Prompts are then read in chunks, as many as the longest one has, and the caller has seen to `check_fits`.
 
     Returns:
       Metrics: `decoded_length`, tokens per row, and `log_prob`, nats per token. Outputs: `ids` [B, M], `lengths` [B]
@@ -191,15 +203,14 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
 
     context = self.context
     cache_length = self.decoder.cache_length(prompt_length, context)
-    if self.model_type == 'prefix' and cache_length < self.decoder.cache_length(prompt_length):
-      raise ConfigError(
-        f"{self.path_name}.model_type: 'prefix' needs the whole prompt at each step, and the {context} tokens that the "
-        f'model sees at once are fewer than those of prompts, {prompt_length}, and max_decode_steps, '
-        f'{self.decoder.max_decode_steps}; decode fewer steps, or shorter prompts'
-      )
+    max_tokens_B = batch.get('max_tokens')
+    if max_tokens_B is None:
+      self.check_fits(prompt_length, self.decoder.max_decode_steps)
+    chunk = chunk_of(cache_length) if max_tokens_B is not None and self.model_type == 'causal' else None
     _, side = self.lm.apply(variables, batch_size, cache_length, method='init_decode_state')
     key = None if self.decoder.temperature == 0 else self.next_prng_key()
-    decoded = self.decoder.decode(step, side.decode_state, prompt_ids_BP, prompt_lengths_B, key, context)
+    prompts = prompt_ids_BP, prompt_lengths_B
+    decoded = self.decoder.decode(step, side.decode_state, *prompts, key, context, max_tokens_B, chunk)
     metrics = {
       'decoded_length': weighted_mean(decoded.lengths, prompt_lengths_B > 0),
       'log_prob': weighted_mean(decoded.log_probs, jnp.arange(decoded.ids.shape[1]) < decoded.lengths[:, None]),

@@ -43,7 +43,7 @@ def transformer_lm(
   activation: str | None = None,
   dropout: float = 0.0,
   repeat: bool = True,
-  remat: str = 'none',
+  remat: str = 'auto',
   experts: Config[MoeFeedForward] | None = None,
   first_hidden_dims: tuple[int, ...] = (),
   fprop_dtype: DTypeLike | None = None,

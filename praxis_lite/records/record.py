@@ -218,7 +218,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
     raise UserError(f'{directory} has no record of a run ({_RECORD}); name its experiment with --exp') from None
   except UserError:
     raise
-  except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+  except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
     raise UserError(f'{file} cannot be read: {type(error).__name__}: {error}') from None
   text = ''
   with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
+from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.hosts.distributed import is_primary_process
@@ -222,8 +223,21 @@ def _run_train(
     decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
     watched = watched_metrics(settings, {program.split: program.metric_names() for program in evaluation})
     with contextlib.closing(Checkpointer(directory, read_only=True, on_damage=on_damage)) as saved:
-      is_imported = saved.latest_step() is not None and saved.has_variables_alone()
-      is_restored = saved.latest_step() is not None and not is_imported
+      newest_checkpoint = saved.latest_step()
+      is_imported = newest_checkpoint is not None and saved.has_variables_alone()
+    startup.mark('trace')
+    copies_every = settings.emergency_copies.every_n_steps
+    copies = EmergencyCopies(
+      directory,
+      () if copies_every is None else settings.emergency_copies.directories,
+      partitioned.state_shapes,
+      partitioned.unpadded_state_shapes,
+    )
+    to_close.callback(copies.close)
+    with watch.goodput.doing('restoring'):
+      copy, about_copies = copies.newest(newest_checkpoint or 0)
+    startup.mark('restore')
+    is_restored = copy is not None or (newest_checkpoint is not None and not is_imported)
     init_from = settings.init_from
     if is_imported and init_from.path is None:
       init_from = dataclasses.replace(init_from, path=str(directory))
@@ -231,9 +245,10 @@ def _run_train(
     startup.mark('trace')
 
     # ---- where it starts: the first of these that applies
-    #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-    #   2. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
-    #   3. initial values from the seed, and the input from its beginning
+    #   1. emergency copies that are newer than that: the state, and the input after the batch of that step
+    #   2. the newest complete checkpoint in its directory: the same
+    #   3. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
+    #   4. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
       directory,
       max_to_keep=settings.max_to_keep,
@@ -245,8 +260,11 @@ def _run_train(
     if is_restored:
       with changes_named(directory, config), watch.goodput.doing('restoring'):
         shapes, true_shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
-        state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
-      input_state = checkpointer.input_state()
+        if copy is not None:
+          state, input_state = copy.restore(shapes), copy.input_state
+        else:
+          state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
+          input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
         train_input.set_state(input_state)
       startup.mark('restore')
@@ -292,10 +310,11 @@ def _run_train(
       for line in advise(task, batch_struct):
         console.line(line)
       startup.mark('check')
-    for line in checkpointer.notes:
+    for line in (*checkpointer.notes, *filter(None, [about_copies])):
       console.line(line)
     if is_restored and first_step < total:
-      console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
+      where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
+      console.line(f'restored step {first_step} of {total} from {where}')
     if is_primary_process():
       # A run that takes no step keeps its record: nothing in it was made with what this call asks for.
       is_finished = is_restored and first_step >= total
@@ -305,17 +324,28 @@ def _run_train(
         console.line(line)
     watch.begin(first_step, total, settings.slow_step_factor, console.line)
 
-    def save() -> bool:
+    def before_saving(*, is_copy: bool) -> None:
       doing(f'saving step {run.step}')
       log.drain()  # Raises if a step was not finite, before anything is saved.
-      watch.saves(run.step)
+      watch.saves(run.step, is_copy=is_copy)
       trouble.keep_losses()
+
+    def save() -> bool:
+      before_saving(is_copy=False)
       with watch.goodput.doing('saving'):
         return saving.save(run.step, run.state, batches.get_state())
+
+    def make_copy() -> None:
+      before_saving(is_copy=True)
+      with watch.goodput.doing('saving'):
+        said = copies.write(run.step, run.state, batches.get_state(), checkpointer.latest_step() or 0)
+      if said:
+        console.line(said)
 
     def finish() -> None:
       with watch.goodput.doing('saving'):
         saving.finish(run.step, run.state, batches.get_state())
+        copies.remove()
       watch.saved(run.step)
 
     def evaluate(group: Sequence[Program]) -> None:
@@ -333,6 +363,9 @@ def _run_train(
 
     def do_what_is_due() -> None:
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
+      if is_due(run.step, copies_every):
+        make_copy()
+        log.restart_clock(run.step)
       if is_due(run.step, settings.save_interval_steps):
         log.drain()
         save()

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from praxis_lite.config import Config
+from praxis_lite.decoding import Bucket
 from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
 
-# Prompts are padded to a multiple of this, so that prompts of similar lengths share a compiled program.
+# Prompts are padded to a multiple of this, so that a `decode` that knows no buckets is compiled for few lengths.
 _LENGTH_MULTIPLE = 16
 
 
@@ -77,6 +78,13 @@ def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
   return {'ids': ids, 'prompt_lengths': lengths}
 
 
+def in_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
+  """Returns a batch of prompts with the shapes of a bucket, of which `max_tokens` tokens are asked for."""
+  count, width = batch['ids'].shape
+  ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
+  return batch | {'ids': ids, 'max_tokens': np.full(count, max_tokens, np.int32)}
+
+
 def check_ids(rows: Rows, vocab_size: int | None) -> None:
   """Raises DataError if a batch of a language model has ids that are not in its vocabulary: JAX would read others.
 
@@ -110,6 +118,7 @@ def task_with_sampler(
   temperature: float | None = None,
   top_k: int | None = None,
   top_p: float | None = None,
+  max_context: int | None = None,
   stop: Sequence[str] = (),
   flag: str = '',
 ) -> Config:
@@ -118,7 +127,8 @@ def task_with_sampler(
   Args:
     task: of a language model.
     tokenizer: of the stop texts.
-    max_tokens, temperature, top_k, top_p: as `max_decode_steps` and the others of `Sampler`; None: as in the config.
+    max_tokens, temperature, top_k, top_p, max_context: as `max_decode_steps` and the others of `Sampler`; None: as in
+      the config.
     stop: texts of one token each that end a continuation, beside the `stop_ids` of the config.
     flag: what errors put before the name of an argument.
 
@@ -132,6 +142,7 @@ def task_with_sampler(
   except AttributeError:
     raise ConfigError(f'{flag}prompt needs a language model; the model of this experiment has no decoder_tpl') from None
   settings = {'max_decode_steps': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+  settings['max_context'] = max_context
   decoder.set(**{name: value for name, value in settings.items() if value is not None})
   for text in stop:
     if tokenizer is None:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage, Step, restore_variables
 from praxis_lite.config import Config, target
+from praxis_lite.decoding import Bucket
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.hosts.distributed import is_primary_process
@@ -34,6 +35,7 @@ from praxis_lite.runtime.prompts import (
   check_ids,
   continued_text,
   encode_prompt,
+  in_bucket,
   prompt_batch,
   task_with_sampler,
   tokenizer_of,
@@ -199,14 +201,14 @@ class TrainedModel:
     """
     key = self.key if seed is None else run_keys(seed, self.tasks.mesh).evaluate
     given = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-    tasks = self._with_sampler({name: x for name, x in given.items() if x is not None}, tuple(stop))
+    settings = {name: x for name, x in given.items() if x is not None}
     if isinstance(prompts, Mapping):
+      tasks = self._with_sampler(settings, tuple(stop))
       return self._by_row(tasks, prompts, lambda task: task.decode_step, key).decoded
     if isinstance(prompts, str):
       raise UserError(f'decode: expected a list of prompts, got one text; pass [{prompts!r}]')
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
-    batch = prompt_batch(tokens)
-    self._note_what_is_not_seen(tasks.jax_task.model, int(batch['prompt_lengths'].max()))
+    tasks, batch = self._in_bucket(prompt_batch(tokens), settings, tuple(stop))
     decoded = self._by_row(tasks, batch, lambda task: task.decode_step, key).decoded
     ids = [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
     if all(isinstance(prompt, str) for prompt in prompts):
@@ -285,6 +287,20 @@ class TrainedModel:
       sizes.append(count)
     return min(fitting, default=count)
 
+  def _in_bucket(self, batch: Rows, settings: dict[str, Any], stop: tuple[str, ...]) -> tuple[TaskOnMesh, Rows]:
+    """Returns the task and the batch for prompts; of a language model, those that calls of other lengths share."""
+    if not isinstance(self.layer, LanguageModel) or type(self.layer).decode is not LanguageModel.decode:
+      return self._with_sampler(settings, stop), batch
+    max_tokens: int = settings.get('max_tokens', self.layer.decoder.max_decode_steps)
+    if max_tokens < 1:
+      raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
+    length = int(batch['prompt_lengths'].max())
+    self.layer.check_fits(length, max_tokens)
+    self._note_what_is_not_seen(self.layer, length + max_tokens - 1)
+    bucket = Bucket.of(length, max_tokens, self.layer.context)
+    sizes = {'max_tokens': bucket.width, 'max_context': bucket.slots}
+    return self._with_sampler(settings | sizes, stop), in_bucket(batch, bucket, max_tokens)
+
   def _with_sampler(self, settings: dict[str, Any], stop: tuple[str, ...]) -> TaskOnMesh:
     """The task with other settings of the sampler; they are part of the compiled program."""
     if not (settings or stop):
@@ -296,12 +312,10 @@ class TrainedModel:
       self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh)
     return self._tasks_by_sampler[name]
 
-  def _note_what_is_not_seen(self, model: BaseModel, prompt_length: int) -> None:
-    """Prints, once, that a language model does not see all tokens of what it continues."""
-    if not isinstance(model, LanguageModel) or model.context is None or self._has_noted or not is_primary_process():
-      return
-    seen, most = model.context, prompt_length + model.decoder.max_decode_steps - 1
-    if most > seen:
+  def _note_what_is_not_seen(self, model: LanguageModel, most: int) -> None:
+    """Prints, once, that a language model does not see all tokens of what it continues, at most so many."""
+    seen = model.context
+    if seen is not None and most > seen and not self._has_noted and is_primary_process():
       self._has_noted = True
       print(f'note: the model sees {seen} tokens at once; of up to {most}, the last {seen}', file=sys.stderr)
 

@@ -130,9 +130,9 @@ class Watch:
     if slow is not None:
       self.line(slow)
 
-  def saves(self, step: int) -> None:
-    """Says that a save of `step` has begun."""
-    self.goodput.mark(step)
+  def saves(self, step: int, *, is_copy: bool) -> None:
+    """Says that a save of `step`, or an emergency copy, has begun."""
+    self.goodput.mark(step, is_copy=is_copy)
 
   def saved(self, step: int) -> None:
     """Says that the checkpoint of `step` is complete."""

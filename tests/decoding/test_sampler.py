@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from praxis_lite.config import Config
-from praxis_lite.decoding import Sampler
+from praxis_lite.decoding import Bucket, Sampler, chunk_of
 from praxis_lite.errors import ConfigError
 
 V, P = 7, 4
@@ -30,16 +32,26 @@ def step(ids_BT, pos_BT, last_B, state):
   return logits_BV, sums_BTV[:, -1:]
 
 
-def decode(prompts=PROMPTS, lengths=LENGTHS, seed=0, **fields):
+def decode(prompts=PROMPTS, lengths=LENGTHS, seed=0, context=None, max_tokens=None, chunk=None, **fields):
+  run = _decode(context, chunk, **fields)
+  return jax.tree.map(np.asarray, run(prompts, lengths, jax.random.key(seed), max_tokens))
+
+
+@functools.cache
+def _decode(context, chunk, **fields):
   sampler = Config(Sampler, **{'max_decode_steps': 6, **fields}).instantiate()
-  run = jax.jit(lambda p, n, key: sampler.decode(step, jnp.zeros((len(p), 1, V)), p, n, key))
-  return jax.tree.map(np.asarray, run(prompts, lengths, jax.random.key(seed)))
+
+  def run(prompts, lengths, key, max_tokens):
+    state = jnp.zeros((len(prompts), 1, V))
+    return sampler.decode(step, state, prompts, lengths, key, context, max_tokens, chunk)
+
+  return jax.jit(run)
 
 
-def greedy_by_hand(prompt, steps):
+def greedy_by_hand(prompt, steps, context=99):
   ids = list(prompt)
   for _ in range(steps):
-    ids.append(int(np.argmax(logits_after(ids))))
+    ids.append(int(np.argmax(logits_after(ids[-context:]))))
   return ids[len(prompt) :]
 
 
@@ -97,6 +109,37 @@ def test_rows_of_length_zero_yield_nothing_and_keep_no_one_waiting():
   decoded = decode(lengths=np.array([4, 0, 0], np.int32), stop_ids=(1, 2))
   np.testing.assert_array_equal(decoded.lengths[1:], [0, 0])
   assert not decoded.ids[1:].any()
+
+
+@pytest.mark.parametrize('context', [8, 6])
+@pytest.mark.parametrize('chunk', [2, None])
+def test_wide_arrays_and_chunks_change_nothing(context, chunk):
+  """Prompts in an array much wider than they are, up to more tokens than the model sees at once."""
+  wide = np.pad(PROMPTS, ((0, 0), (0, 29)), constant_values=6)
+  limits = np.array([7, 3, 5], np.int32)
+  decoded = decode(wide, context=context, chunk=chunk, max_tokens=limits, max_decode_steps=32, temperature=0.0)
+  np.testing.assert_array_equal(decoded.lengths, limits)
+  for row, (length, limit) in enumerate(zip(LENGTHS, limits)):
+    assert decoded.ids[row, :limit].tolist() == greedy_by_hand(PROMPTS[row, :length], limit, context)
+    assert not decoded.ids[row, limit:].any()
+  sampled = decode(wide, context=context, chunk=chunk, max_tokens=limits, max_decode_steps=32)
+  np.testing.assert_array_equal(sampled.ids[1, :3], decode(context=context).ids[1, :3])
+
+
+def test_a_row_may_ask_for_no_token():
+  np.testing.assert_array_equal(decode(max_tokens=np.array([0, 2, 9], np.int32)).lengths, [0, 2, 6])
+
+
+def test_many_lengths_share_a_bucket():
+  assert {Bucket.of(p, m, None) for p in range(1, 30) for m in range(1, 100)} == {Bucket(128, 128)}
+  # With a context, one bucket serves nearly all there is.
+  assert {Bucket.of(p, 220, 256) for p in range(1, 300)} == {Bucket(256, 512)}
+  for lengths in ((1, 1), (100, 29), (100, 30), (500, 1), (1, 513), (4000, 100)):
+    for context in (None, 96, 1000, 4096):
+      slots, width = Bucket.of(*lengths, context)
+      assert width >= max(lengths) and slots >= min(sum(lengths) - 1, context or 9999) and slots <= (context or 9999)
+      assert slots % chunk_of(slots) == 0 and (chunk_of(slots) <= 256 or slots == 1000)
+  assert [chunk_of(slots) for slots in (128, 1024, 8192, 257)] == [32, 64, 256, 257]
 
 
 @pytest.mark.parametrize(

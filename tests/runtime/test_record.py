@@ -112,6 +112,7 @@ def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
     '{"format": 1}',
     '{"format": 99}',
     '{"format": 1, "launches": 3, "config": {}, "lost": {}}',
+    '{"format": 1, "launches": [{"started": 1, "command": "", "seed": Infinity, "step": 0}], "config": {}, "lost": {}}',
     '["' * 9,
   ],
 )

@@ -1,0 +1,211 @@
+# ruff: noqa: E402
+"""Time to first token and tokens per second, beside Hugging Face `generate` with a static cache and torch.compile.
+
+  python tools/benchmark_decode.py --hf_python=/path/of/a/venv/bin/python
+  python tools/benchmark_decode.py --size=1b --dtype=bfloat16 --device=cuda --hf_python=...    on a GPU
+  python tools/benchmark_decode.py --run=runs/demo ...    also from `praxis-lite decode` to the first token
+
+All sides read one checkpoint of random weights, continue the same prompts greedily by as many tokens, and take turns;
+what counts is the median of the ratios of the rounds. The time is that of a call, from lists of tokens to lists of
+tokens; compiling comes before. `--hf_python` names the interpreter of an environment with torch and transformers;
+without one, ours is measured alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tools')]
+
+import numpy as np
+from timing import in_turn, median_ratio
+
+_SIZES: dict[str, dict[str, int]] = {
+  'tiny': {'vocab_size': 64, 'model_dims': 16, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 32},
+  'demo': {'vocab_size': 256, 'model_dims': 128, 'num_layers': 4, 'num_heads': 4, 'hidden_dims': 384},  # lm.StdlibLm
+  '124m': {'vocab_size': 32_000, 'model_dims': 768, 'num_layers': 12, 'num_heads': 12, 'hidden_dims': 2048},
+  '1b': {'vocab_size': 32_000, 'model_dims': 2048, 'num_layers': 20, 'num_heads': 16, 'hidden_dims': 5632},
+}
+# What the Hugging Face side is told: its own best, and, with --eager, what it does by default.
+_COMPILED = {'transformers, compiled': ['--cache=static', '--compile']}
+_EAGER = {'transformers, eager': ['--cache=dynamic']}
+
+
+class Call(NamedTuple):
+  """What a call took: wall clock and processor, in seconds; and what it returned."""
+
+  seconds: float
+  cpu: float
+  ids: list[list[int]]
+
+
+Decode = Callable[[list[list[int]], int], Call]  # Prompts, and tokens after each.
+
+
+def write_checkpoint(folder: Path, size: str, dtype: str) -> int:
+  """Writes a Llama of random weights; returns the number of its parameters."""
+  import jax
+
+  from praxis_lite.hf import write_model
+  from praxis_lite.models import transformer_lm
+
+  model = transformer_lm(**_SIZES[size]).instantiate()
+  variables = jax.tree.map(lambda x: x.astype(dtype), model.init(jax.random.key(0)))
+  write_model(folder, model, variables)
+  return sum(x.size for x in jax.tree.leaves(variables))
+
+
+def ours(folder: Path, run: Path, dtype: str) -> Decode:
+  """Returns the decoding of a checkpoint that is imported as a run."""
+  from praxis_lite import open_run
+  from praxis_lite.hf import import_run
+
+  import_run(folder, run, overrides=[f"task.model.fprop_dtype='{dtype}'", 'task.model.decoder_tpl.stop_ids=()'])
+  model = open_run(run).load()
+
+  def decode(prompts: list[list[int]], tokens: int) -> Call:
+    cpu, start = time.process_time(), time.perf_counter()
+    ids = model.decode(prompts, max_tokens=tokens, temperature=0)
+    return Call(time.perf_counter() - start, time.process_time() - cpu, ids)
+
+  return decode
+
+
+@contextmanager
+def theirs(python: str, folder: Path, arguments: Sequence[str]) -> Iterator[tuple[str, Decode | None]]:
+  """Starts the other side; yields its versions and its decoding, or why there is none."""
+  command = [python, str(ROOT / 'tools' / 'decode_transformers.py'), str(folder), *arguments]
+  with open(folder.parent / 'transformers.log', 'a') as log:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+  assert process.stdin is not None and process.stdout is not None
+  requests, replies = process.stdin, process.stdout
+
+  def reply() -> dict[str, Any]:
+    line = replies.readline()
+    if not line:
+      sys.exit(f'the process of transformers ended: {Path(log.name).read_text()[-2000:]}')
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+  def decode(prompts: list[list[int]], tokens: int) -> Call:
+    print(json.dumps({'prompts': prompts, 'tokens': tokens}), file=requests, flush=True)
+    return Call(**reply())
+
+  try:
+    about = reply()
+    yield about.get('versions') or about['absent'], decode if 'versions' in about else None
+  finally:
+    requests.close()
+    process.wait()
+
+
+def measure(sides: dict[str, Decode], batch: int, args: argparse.Namespace, vocab_size: int) -> list[list[str]]:
+  """Returns a row of the table for each side."""
+  prompts = np.random.default_rng(0).integers(1, vocab_size, (batch, args.prompt)).tolist()
+
+  def both(decode: Decode) -> tuple[Call, Call]:
+    return decode(prompts, 1), decode(prompts, args.tokens)
+
+  calls = in_turn([functools.partial(both, decode) for decode in sides.values()], args.rounds, warm_up=args.warm_up)
+  rows, baseline = [], calls[0]
+  for name, found in zip(sides, calls):
+    first, whole = statistics.median(a.seconds for a, _ in found), statistics.median(b.seconds for _, b in found)
+    cpu = statistics.median(b.cpu for _, b in found)
+    ratio = median_ratio([b.seconds for _, b in found], [b.seconds for _, b in baseline])
+    pairs = list(zip(found[0][1].ids, baseline[0][1].ids, strict=True))
+    same = sum(a == b for row, other in pairs for a, b in zip(row, other, strict=True)) / (batch * args.tokens)
+    numbers = f'{1e3 * first:.1f}', f'{batch * args.tokens / whole:,.0f}', f'{ratio:.2f}', f'{cpu:.2f}', f'{same:.0%}'
+    rows.append([str(batch), name, *numbers])
+  return rows
+
+
+def seconds_of_commands(run: str, prompt_lengths: Sequence[int]) -> list[list[str]]:
+  """Times `praxis-lite decode --max_tokens=1` of a run in a process each; only the first has nothing compiled."""
+  rows: list[list[str]] = []
+  with tempfile.TemporaryDirectory() as cache:
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_COMPILATION_CACHE_DIR': cache}
+    for length in (prompt_lengths[0], *prompt_lengths):
+      ids = f'--prompt_ids={",".join(["97"] * length)}'
+      decode = [sys.executable, '-m', 'praxis_lite', 'decode', f'--job_log_dir={run}', ids, '--max_tokens=1']
+      before, start = os.times(), time.perf_counter()
+      subprocess.run(decode, env=environment, check=True, stdout=subprocess.DEVNULL)
+      seconds, after = time.perf_counter() - start, os.times()
+      cpu = sum(after[2:4]) - sum(before[2:4])  # Of ended children, user and system.
+      rows.append([str(length), 'warm' if rows else 'cold', f'{seconds:.1f}', f'{cpu:.1f}'])
+  return rows
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  lines = [head, ['---'] * len(head), *rows]
+  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--hf_python', help='interpreter of an environment with torch and transformers')
+  parser.add_argument('--size', default='demo', choices=list(_SIZES))
+  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
+  parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
+  parser.add_argument('--batches', default='1,8,64')
+  parser.add_argument('--prompt', type=int, default=16, help='tokens of each prompt')
+  parser.add_argument('--tokens', type=int, default=200, help='tokens after each prompt')
+  parser.add_argument('--rounds', type=int, default=5)
+  parser.add_argument('--warm_up', type=int, default=2, help='rounds before that are not counted')
+  parser.add_argument('--eager', action='store_true', help='also what `generate` does without a static cache: slow')
+  parser.add_argument('--run', help='directory of a run, such as runs/demo: times the command up to the first token')
+  args = parser.parse_args()
+  os.environ['JAX_PLATFORMS'] = args.device
+  with tempfile.TemporaryDirectory() as directory:
+    import jax
+
+    folder = Path(directory) / 'checkpoint'
+    parameters = write_checkpoint(folder, args.size, args.dtype)
+    where = jax.devices()[0].device_kind
+    print(f'{args.size}: {parameters:,} parameters, {args.dtype}, prompts of {args.prompt} tokens, {args.tokens} after')
+    print(f'jax {jax.__version__} on {where}, {os.cpu_count()} CPU cores; medians of {args.rounds} rounds', flush=True)
+    rows: list[list[str]] = []
+    for batch in map(int, args.batches.split(',')):
+      # Processes of their own for each batch: what was compiled before does not change what is compiled now.
+      with contestants(args, folder, Path(directory) / f'run{batch}') as sides:
+        rows += measure(sides, batch, args, _SIZES[args.size]['vocab_size'])
+    head = ['batch', 'side', 'first token, ms', 'tokens/s', 'time / ours', 'CPU s', 'same tokens']
+    print(table(head, rows), flush=True)
+  if args.run:
+    print('\nFrom the command to the first token:\n')
+    head = ['prompt, tokens', 'compile cache', 'seconds', 'CPU s']
+    print(table(head, seconds_of_commands(args.run, [5, 20, 60, 120, 200])))
+
+
+@contextmanager
+def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[dict[str, Decode]]:
+  """The sides that are there."""
+  with ExitStack() as stack:
+    sides: dict[str, Decode] = {'praxis_lite': ours(folder, run, args.dtype)}
+    for name, arguments in (_COMPILED | (_EAGER if args.eager else {})).items():
+      if args.hf_python is None:
+        continue
+      told = [*arguments, f'--device={args.device}', f'--dtype={args.dtype}']
+      about, decode = stack.enter_context(theirs(args.hf_python, folder, told))
+      print(f'{name}: {about}', file=sys.stderr, flush=True)
+      if decode is not None:
+        sides[name] = decode
+    if len(sides) == 1:
+      print('torch is absent: ours alone; name an environment with torch and transformers by --hf_python', flush=True)
+    yield sides
+
+
+if __name__ == '__main__':
+  main()
