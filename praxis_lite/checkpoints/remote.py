@@ -228,10 +228,6 @@ class RemoteRun:
         partial = path.with_name(f'.{path.name}.fetching')
         self._store.get(name, partial)
         os.replace(partial, path)
-    if overwrite:
-      for name in _OF_THE_MACHINE:
-        if (directory / name).is_file():
-          (directory / name).unlink()  # It is about another history of the run.
 
   def record(self) -> bytes | None:
     """Returns the bytes of run.json; None if there is none."""

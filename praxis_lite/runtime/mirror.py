@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import saved_steps
+from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.object_store import ObjectStore
 from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
@@ -97,6 +98,8 @@ class Mirror(Hook):
     if here and there:
       self._check_same_run(remote)
     newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
+    if newer:
+      forget_copies(self._directory)  # They have no metrics, and other machines have gone on since.
     remote.fetch_files(self._directory, overwrite=bool(newer))
     damaged: list[DamagedError] = []
     for checkpoint in reversed(newer):
