@@ -10,9 +10,11 @@ from jax.sharding import Mesh
 
 from praxis_lite.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
 from praxis_lite.errors import ConfigError, check_choice, located
+from praxis_lite.files import is_url
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
+from praxis_lite.partitioning.xla_flags import Flag, check_xla_flags
 
 
 class EarlyStoppingParams(Configurable):
@@ -63,6 +65,28 @@ class LossSpikeParams(Configurable):
     for name, least in (('steps', 1), ('window', 2)):
       if getattr(self, name) < least:
         raise ConfigError(f'{where}.{name}: expected at least {least}, got {getattr(self, name)}')
+
+
+class EmergencyCopiesParams(Configurable):
+  """Copies of the train state that each host keeps in a folder of its own, beside the checkpoints.
+
+  A run that is started again uses the newest that is whole on all hosts, if it is newer than the newest checkpoint.
+
+  Attributes:
+    every_n_steps: steps between copies; None: there are none. A killed process loses less than twice as many steps.
+    directories: of each host, where its copies are: the memory of a RAM disk, or a disk. Each gets all copies, and the
+      first that has one whole is read; so one of them may be on another host.
+  """
+
+  every_n_steps: int | None = None
+  directories: tuple[str, ...] = ('/dev/shm',)
+
+  def __post_init__(self) -> None:
+    where = 'task.train.emergency_copies'
+    if self.every_n_steps is not None and self.every_n_steps < 1:
+      raise ConfigError(f'{where}.every_n_steps: expected at least 1 step, or None, got {self.every_n_steps}')
+    if isinstance(self.directories, str) or not self.directories:
+      raise ConfigError(f'{where}.directories: expected paths, as in ("/dev/shm",), got {self.directories!r}')
 
 
 class InitFromParams(Configurable):
@@ -116,11 +140,14 @@ class TrainParams(Configurable):
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
       kept as well. None: the metric of `early_stopping`, if that is on.
     best_metric_mode: 'min' if lower is better, 'max' if higher is.
+    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that has a copy of the run: each complete
+      checkpoint that is kept, and the other files of its directory. Where it is newer than the directory, the run goes
+      on from there. None: there is none.
     max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
       or None: any number is skipped.
     slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
     max_rollbacks: number of times that a run may go back, for a step that is not finite or a jump of the loss.
-    loss_spike, early_stopping, init_from: see the classes.
+    loss_spike, early_stopping, emergency_copies, init_from: see the classes.
   """
 
   learner: Config = template(Learner)
@@ -135,21 +162,28 @@ class TrainParams(Configurable):
   keep_interval_steps: int | None = None
   best_metric: str | None = None
   best_metric_mode: str = 'min'
+  mirror: str | None = None
   max_skipped_steps: int | None = 100
   slow_step_factor: float | None = 5.0
   max_rollbacks: int = 10
   loss_spike: LossSpikeParams = template(LossSpikeParams)
   early_stopping: EarlyStoppingParams = template(EarlyStoppingParams)
+  emergency_copies: EmergencyCopiesParams = template(EmergencyCopiesParams)
   init_from: InitFromParams = template(InitFromParams)
 
   def __post_init__(self) -> None:
     check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    if self.mirror is not None and not is_url(self.mirror):
+      raise ConfigError(
+        f'task.train.mirror = {self.mirror!r}: expected the URL of a folder in an object store, such as '
+        's3://bucket/runs/1, or None'
+      )
     if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
       where = 'task.train.max_skipped_steps'
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')
     if self.slow_step_factor is not None and not self.slow_step_factor > 1:
       raise ConfigError(f'task.train.slow_step_factor: expected more than 1, or None, got {self.slow_step_factor}')
-    for section in ('loss_spike', 'early_stopping', 'init_from'):
+    for section in ('loss_spike', 'early_stopping', 'emergency_copies', 'init_from'):
       config: object = getattr(self, section)
       if not isinstance(config, Config):
         raise ConfigError(f'task.train.{section}: expected the config of its settings, got {config!r}')
@@ -188,6 +222,9 @@ class SingleTask(Configurable):
       no mapping.
     partitioning: of the train step. 'auto': XLA inserts the communication. 'shard_map': collectives are explicit; each
       device computes its own rows, gathers weights before it uses them, and averages gradients.
+    xla_flags: values, by name, of XLA flags that the steps are compiled with, such as
+      {'xla_gpu_enable_triton_gemm': False}; None as a value leaves a flag to XLA. XLA_FLAGS wins.
+    default_xla_flags: whether those that `xla_flags.py` has for the platform count as well.
     train, evaluate, decode: see the classes.
   """
 
@@ -201,12 +238,15 @@ class SingleTask(Configurable):
   logical_axis_rules: tuple[tuple[str, Any], ...] | None = None
   strategy: list[tuple[str, str]] | None = None
   partitioning: str = 'auto'
+  xla_flags: dict[str, Flag | None] | None = None
+  default_xla_flags: bool = True
   train: TrainParams = template(TrainParams)
   evaluate: EvalParams = template(EvalParams)
   decode: DecodeParams = template(DecodeParams)
 
   def __post_init__(self) -> None:
     check_choice('task.partitioning', self.partitioning, ('auto', 'shard_map'))
+    check_xla_flags('task.xla_flags', self.xla_flags)
     if self.ici_mesh_shape is not None and self.mesh_axis_names is None:
       names = ('replica', 'data', 'mdl')[-len(self.ici_mesh_shape) :] if len(self.ici_mesh_shape) > 1 else ('data',)
       raise ConfigError(

@@ -3,6 +3,7 @@
 Each line of its input is the directory of a `guide.py`; each line of its output is a traceback as JSON, '' if it ran.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -10,6 +11,7 @@ import sys
 import traceback
 
 if __name__ == '__main__':
+  gc.set_threshold(200_000, 20, 100)  # As in conftest.py.
   answers = os.fdopen(os.dup(sys.stdout.fileno()), 'w')
   os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # What guides print is not an answer.
   path = list(sys.path)

@@ -30,17 +30,25 @@ def write_script(guide, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('guide', ON_EIGHT, ids=lambda p: p.stem)
-def test_guide_that_simulates_devices_runs_as_a_script(guide, tmp_path, monkeypatch):
+def test_guide_that_simulates_devices_runs_as_a_script(guide, shared_programs, tmp_path, monkeypatch):
   """In this process, which has as many devices."""
   monkeypatch.chdir(tmp_path)
   runpy.run_path(str(write_script(guide, tmp_path)), run_name='__main__')
 
 
 @pytest.fixture(scope='module')
-def one_device():
-  """A process with one device, which guides run in: starting one for each would take a second or two."""
+def one_device(tmp_path_factory):
+  """A process with one device, which guides run in: starting one for each would take a second or two.
+
+  What one of them has compiled is not compiled again.
+  """
+  programs = {
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path_factory.mktemp('programs')),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
+  }
   command = [sys.executable, ROOT / 'tests' / 'guide_process.py']
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()} | programs
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
     yield process
 

@@ -1,22 +1,28 @@
-"""Whole runs by real processes, as a user starts them: training, sampling, an experiment of their own, SIGKILL."""
+"""Whole runs, as a user starts them: training, sampling, an experiment of their own, SIGKILL, other meshes.
+
+What a process is the point of is one; of the rest, a run's commands are given in this one, which has eight devices.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from quick_xla import xla_flags
+from warm_python import started
 
 from praxis_lite import registry
 from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.cli.main import main
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.experiment import configure
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -26,23 +32,22 @@ pytestmark = pytest.mark.slow
 ON_8_DEVICES = ('--devices=8', '--set=task.ici_mesh_shape=(2, 2, 2)')
 
 
-@pytest.fixture(scope='session')
-def start(tmp_path_factory):
-  """Starts `praxis-lite` with these arguments; all processes share a cache of compiled programs."""
-  cache = tmp_path_factory.mktemp('cache')
+@pytest.fixture(scope='module')
+def start(shared_programs):
+  """Starts `praxis-lite` with these arguments; all share a cache of compiled programs."""
 
   def start(*arguments, cwd=None):
-    env = {k: v for k, v in os.environ.items() if k not in ('JAX_COMPILATION_CACHE_DIR', 'PYTHONPATH')}
-    env |= {'XDG_CACHE_HOME': str(cache), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'PYTHONUNBUFFERED': '1'}
-    program = [sys.executable, '-m', 'praxis_lite.cli.main', *map(str, arguments)]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env)
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
+    env |= {'JAX_COMPILATION_CACHE_DIR': jax.config.jax_compilation_cache_dir, 'PYTHONUNBUFFERED': '1'}
+    env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags()}
+    return started(*arguments, cwd=cwd, env=env)
 
   return start
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def run(start):
-  """Runs `praxis-lite` with these arguments to its end, and returns what it prints."""
+  """Runs `praxis-lite` with these arguments as a process, to its end, and returns what it prints."""
 
   def run(*arguments, cwd=None):
     process = start(*arguments, cwd=cwd)
@@ -51,6 +56,18 @@ def run(start):
     return out
 
   return run
+
+
+@pytest.fixture(scope='module')
+def run_here(shared_programs):
+  """The same in this process."""
+
+  def run_here(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      assert main([*map(str, arguments)]) == 0
+    return out.getvalue()
+
+  return run_here
 
 
 def records(directory):
@@ -80,25 +97,25 @@ def test_the_tiny_model_learns_and_says_where_the_time_went(trained):
   assert (directory / 'checkpoints' / '20').is_dir()
 
 
-def test_evaluating_its_checkpoint_gives_what_training_gave(run, trained):
+def test_evaluating_its_checkpoint_gives_what_training_gave(run_here, trained):
   directory, _ = trained
-  printed = run('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}')
+  printed = run_here('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}')
   expected = records(directory)['eval/validation', 20]
   assert f'step 20 eval/validation loss {expected["loss"]:#.4g} ' in printed
-  assert 'step 10 ' in run('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}', '--step=10')
+  assert 'step 10 ' in run_here('eval', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}', '--step=10')
 
 
-def test_prompts_are_continued_greedily_the_same_and_sampled_by_seed(run, trained):
+def test_prompts_are_continued_greedily_the_same_and_sampled_by_seed(run, run_here, trained):
   directory, _ = trained
   decode = ('decode', '--exp=lm.StdlibLmTiny', f'--job_log_dir={directory}', '--max_tokens=12')
   greedy = run(*decode, '--prompt=def ', '--prompt=import os', '--temperature=0')
   assert greedy.startswith('----- sample 1 of 2\ndef ')
   assert '----- sample 2 of 2\nimport os' in greedy
-  assert run(*decode, '--prompt=def ', '--prompt=import os', '--temperature=0') == greedy
-  sampled = run(*decode, '--prompt=def ', '--num_samples=3', '--temperature=1', '--seed=1')
+  assert run_here(*decode, '--prompt=def ', '--prompt=import os', '--temperature=0') == greedy
+  sampled = run_here(*decode, '--prompt=def ', '--num_samples=3', '--temperature=1', '--seed=1')
   texts = sampled.split('----- sample ')[1:]
   assert len(texts) == 3 and len({text.partition('\n')[2] for text in texts}) == 3
-  assert run(*decode, '--prompt=def ', '--num_samples=3', '--temperature=1', '--seed=1') == sampled
+  assert run_here(*decode, '--prompt=def ', '--num_samples=3', '--temperature=1', '--seed=1') == sampled
 
 
 # ---------------------------------------------------------------- an experiment outside the project
@@ -135,6 +152,8 @@ class Line(BaseModel):
 
 @registry.register
 class MyExperiment(BaseExperiment):
+  'A line.'
+
   mesh_axis_names = ('data',)
   ici_mesh_shape = (3,)
 
@@ -157,7 +176,7 @@ def test_an_experiment_in_a_file_of_ones_own(run, tmp_path):
   assert (tmp_path / 'runs' / '1' / 'checkpoints' / '4').is_dir()
 
 
-def test_an_experiment_in_a_package_of_ones_own(run, tmp_path):
+def test_an_experiment_in_a_package_of_ones_own(run, run_here, tmp_path, monkeypatch):
   package = tmp_path / 'my_package'
   package.mkdir()
   (package / '__init__.py').write_text('')
@@ -165,7 +184,9 @@ def test_an_experiment_in_a_package_of_ones_own(run, tmp_path):
   (package / 'beside.py').write_text('SEED = 1\n')
   exp = '--exp=my_package.my_module.MyExperiment'
   assert 'step 4/4 loss ' in run('train', exp, '--job_log_dir=runs/1', '--devices=3', cwd=tmp_path)
-  shown = run('show', exp, '--noconfig', cwd=tmp_path)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  shown = run_here('show', exp, '--noconfig')
   assert 'w         5      float32  data   2            +1' in shown
 
 
@@ -173,10 +194,10 @@ def test_an_experiment_in_a_package_of_ones_own(run, tmp_path):
 
 
 @pytest.fixture(scope='module')
-def whole_run(run, tmp_path_factory):
+def whole_run(run_here, tmp_path_factory):
   """The directory of a run of the uneven model on 8 devices that nothing interrupts."""
   directory = tmp_path_factory.mktemp('whole')
-  run(*synthetic(directory, *ON_8_DEVICES))
+  run_here(*synthetic(directory, *ON_8_DEVICES))
   return directory
 
 
@@ -187,16 +208,22 @@ def synthetic(directory, *arguments, steps=20, exp='lm.SyntheticLmTiny'):
   sets = [f'--set=task.train.{k}={v}' for k, v in train.items()] + [
     '--set=task.train.learner.schedule.total_steps=20',
     '--set=task.train.max_to_keep=10',
+    '--set=datasets[1]=None',  # Nothing here is about evaluation.
   ]
   return 'train', f'--exp={exp}', f'--job_log_dir={directory}', *sets, *arguments
 
 
-def state_arrays(directory, step=20):
-  """The train state in a checkpoint, without padding, by path."""
+@functools.cache
+def on_one_device():
   config = configure(registry.get('lm.SyntheticLmTiny'))
   apply_overrides(config.roots(), ['task.ici_mesh_shape=(1, 1, 1)'])
-  task = config.task.instantiate()
-  partitioned = PartitionedTask(task, config.datasets[0].instantiate().batch_struct())
+  return PartitionedTask(config.task.instantiate(), config.datasets[0].instantiate().batch_struct())
+
+
+@functools.cache
+def state_arrays(directory, step=20):
+  """The train state in a checkpoint, without padding, by path."""
+  partitioned = on_one_device()
   reader = Checkpointer(directory, read_only=True)
   state = reader.restore(partitioned.state_shapes, partitioned.unpadded_state_shapes, step=step)
   reader.close()
@@ -223,7 +250,7 @@ class Stuck(registry.get('lm.SyntheticLmTiny')):
 """
 
 
-def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, run, whole_run, tmp_path):
+def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, run_here, whole_run, tmp_path):
   (tmp_path / 'stuck.py').write_text(STUCK)
   for kill_at in sorted(random.sample(range(2, 14), 2)):
     process = start(*synthetic(tmp_path, *ON_8_DEVICES, exp=f'{tmp_path}/stuck.py:Stuck'))
@@ -233,7 +260,7 @@ def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, r
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-  printed = run(*synthetic(tmp_path, *ON_8_DEVICES))
+  printed = run_here(*synthetic(tmp_path, *ON_8_DEVICES))
   assert 'step 20/20 loss ' in printed
   ours, expected = state_arrays(tmp_path), state_arrays(whole_run)
   assert ours.keys() == expected.keys() and len(ours) > 30
@@ -246,12 +273,12 @@ def test_killed_at_a_random_step_it_resumes_and_ends_with_the_same_bits(start, r
   [((2, 2, 2), (1, 1, 1)), ((1, 1, 1), (2, 2, 2)), ((2, 2, 2), (1, 3, 1))],
   ids=['8to1', '1to8', '8to3'],
 )
-def test_it_goes_on_on_another_mesh(run, whole_run, tmp_path, first, then):
+def test_it_goes_on_on_another_mesh(run_here, whole_run, tmp_path, first, then):
   if first == (2, 2, 2):
     shutil.copytree(whole_run / 'checkpoints' / '10', tmp_path / 'checkpoints' / '10')
   else:
-    run(*synthetic(tmp_path, steps=10))
-  printed = run(*synthetic(tmp_path, '--devices=8', f'--set=task.ici_mesh_shape={then}'))
+    run_here(*synthetic(tmp_path, steps=10))
+  printed = run_here(*synthetic(tmp_path, '--devices=8', f'--set=task.ici_mesh_shape={then}'))
   assert 'restored step 10 of 20' in printed
   losses = [m['loss'] for (split, step), m in sorted(records(tmp_path).items()) if split == 'train' and step > 10]
   expected = [m['loss'] for (split, step), m in sorted(records(whole_run).items()) if split == 'train' and step > 10]

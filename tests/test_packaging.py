@@ -48,10 +48,25 @@ FIND = """
 import sys
 from praxis_lite import registry
 
-for name in sys.argv[1:]:
-  found = registry.get(name)
-  print(name, found.__module__, type(found().task().instantiate()).__module__)
+def find(names):
+  for name in names:
+    found = registry.get(name)
+    print(name, found.__module__, type(found().task().instantiate()).__module__)
 """
+LIST = """
+from praxis_lite.cli.main import main
+print('LISTED', main(['list']))
+"""
+NAMES = {
+  'mine.Mine': 'experiments.mine tasks.mine',
+  'experiments.mine:Mine': 'experiments.mine tasks.mine',
+  'experiments.digits.DigitsMlp': 'experiments.digits praxis_lite.tasks.image_classification',
+  'praxis_lite.experiments.digits.DigitsMlp': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
+  'experiments.digits.DigitsConvNet': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
+  'experiments.lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+  'experiments.lm:StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+  'lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
+}
 
 
 def python(*arguments, cwd, path):
@@ -78,17 +93,19 @@ def wheel(tmp_path_factory):
   return out / 'site-packages'
 
 
-@pytest.fixture(params=['wheel', 'checkout'])
-def installed(request):
-  return request.getfixturevalue('wheel') if request.param == 'wheel' else ROOT
-
-
-@pytest.fixture
-def workspace(tmp_path):
+@pytest.fixture(scope='module', params=['wheel', 'checkout'])
+def printed(request, tmp_path_factory):
+  """What is listed, and what names find, beside a user's own packages."""
+  workspace = tmp_path_factory.mktemp('workspace')
   for path, text in OWN_PACKAGES.items():
-    (tmp_path / path).parent.mkdir(exist_ok=True)
-    (tmp_path / path).write_text(textwrap.dedent(text))
-  return tmp_path
+    (workspace / path).parent.mkdir(exist_ok=True)
+    (workspace / path).write_text(textwrap.dedent(text))
+  installed = request.getfixturevalue('wheel') if request.param == 'wheel' else ROOT
+  # Names are found first, before everything is loaded.
+  code = f'{FIND}\nfind({[*NAMES]})\n{LIST}'
+  lines = python('-c', code, cwd=workspace, path=installed)
+  assert lines.pop() == 'LISTED 0'
+  return lines[: len(NAMES)], lines[len(NAMES) :]
 
 
 def test_a_wheel_has_one_name_and_all_modules(wheel):
@@ -98,8 +115,8 @@ def test_a_wheel_has_one_name_and_all_modules(wheel):
   assert {p.relative_to(wheel) for p in wheel.rglob('*.py')} == ours
 
 
-def test_own_and_built_in_experiments_are_listed_together(installed, workspace):
-  listed = python('-m', 'praxis_lite.cli.main', 'list', cwd=workspace, path=installed)
+def test_own_and_built_in_experiments_are_listed_together(printed):
+  _, listed = printed
   summaries = [line.split(maxsplit=1) for line in listed]
   assert len(dict(summaries)) == len(summaries)
   assert {
@@ -110,19 +127,9 @@ def test_own_and_built_in_experiments_are_listed_together(installed, workspace):
   assert {'lm.StdlibLm', 'praxis_lite.experiments.digits.DigitsMlp'} <= dict(summaries).keys()
 
 
-def test_names_find_own_and_built_in_experiments(installed, workspace):
-  names = {
-    'mine.Mine': 'experiments.mine tasks.mine',
-    'experiments.mine:Mine': 'experiments.mine tasks.mine',
-    'experiments.digits.DigitsMlp': 'experiments.digits praxis_lite.tasks.image_classification',
-    'praxis_lite.experiments.digits.DigitsMlp': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
-    'experiments.digits.DigitsConvNet': 'praxis_lite.experiments.digits praxis_lite.tasks.image_classification',
-    'experiments.lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
-    'experiments.lm:StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
-    'lm.StdlibLm': 'praxis_lite.experiments.lm praxis_lite.tasks.language_modelling',
-  }
-  found = python('-c', FIND, *names, cwd=workspace, path=installed)
-  assert dict(line.split(maxsplit=1) for line in found) == names
+def test_names_find_own_and_built_in_experiments(printed):
+  found, _ = printed
+  assert dict(line.split(maxsplit=1) for line in found) == NAMES
 
 
 def test_in_a_checkout_no_experiment_is_imported_twice():
@@ -132,7 +139,7 @@ def test_in_a_checkout_no_experiment_is_imported_twice():
   file = ROOT / 'experiments' / 'lm.py'
   spellings = ['experiments.lm.StdlibLm', 'lm.StdlibLm', f'{file}:StdlibLm', 'experiments/lm.py:StdlibLm']
   again = 'import experiments.lm; print(registry.load_all(), len(registry.names()), experiments.lm.__name__)'
-  out = python('-c', f'{FIND}\n{again}', *spellings, cwd=ROOT, path=ROOT)
+  out = python('-c', f'{FIND}\nfind({spellings})\n{again}', cwd=ROOT, path=ROOT)
   assert out == [
     *(f'{s} praxis_lite.experiments.lm praxis_lite.tasks.language_modelling' for s in spellings),
     f'[] {len(names) - 1} experiments.lm',

@@ -75,7 +75,7 @@ def make_checkpoint(folder: Path, gigabytes: float, dtype: str) -> int:
   (folder / 'config.json').write_text(json.dumps(config))
   declared = {name: Declared(kind, shape) for name, shape in shapes.items()}
   rng = np.random.default_rng(0)
-  write_folder(folder, declared, lambda n: rng.standard_normal(shapes[n], dtype=np.float32).astype(kind), 4 * 10**8)
+  write_folder(folder, declared, lambda n: rng.random(shapes[n], dtype=np.float32).astype(kind), 4 * 10**8)
   return sum(d.nbytes for d in declared.values())
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.runtime.distributed import simulate_cpu_devices
+from praxis_lite.hosts.devices import simulate_cpu_devices
 from tools.timing import in_turn, median_ratio, seconds
 
 LIMIT = 1.15

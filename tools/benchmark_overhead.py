@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.runtime.distributed import simulate_cpu_devices
+from praxis_lite.hosts.devices import simulate_cpu_devices
 from tools.timing import in_turn, median_ratio
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.

@@ -16,11 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.runtime.distributed import simulate_cpu_devices
+from praxis_lite.hosts.devices import simulate_cpu_devices
 
 # From the one that keeps most to the one that keeps least; a policy, and the tags that it keeps in addition.
 POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
   'none': ('none', ()),
+  'products': ('products', ()),
   'dots_saveable': ('dots_saveable', ()),
   'dots_with_no_batch_dims_saveable': ('dots_with_no_batch_dims_saveable', ()),
   'save_names: context, ffn_up': ('save_names', ('context', 'ffn_up')),

@@ -55,18 +55,19 @@ class Report(NamedTuple):
   seconds: float
 
 
-def prepare(folder: Path, rng: np.random.Generator, *, hosts: bool, records: bool, interrupted: int = 3) -> Baseline:
+def prepare(folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, interrupted: int = 3) -> Baseline:
   """Makes the runs that nothing disturbs, and those that are killed and then used by several faults.
 
   Args:
     folder: where.
     rng: of the campaign.
-    hosts: also on two hosts.
+    hosts: the most hosts of a run: 1, 2 or 4.
     records: also with data in files.
     interrupted: how many are killed.
   """
   baseline = Baseline({}, [], folder / 'data.array_record', folder / 'cache')
-  wanted = [('Faults', 1), *([('Faults', 2)] if hosts else []), *([('FaultsInFiles', 1)] if records else [])]
+  wanted = [('Faults', 1), ('Faults', 2), ('FaultsOnFour', 4)]
+  wanted = [*(entry for entry in wanted if entry[1] <= hosts), *([('FaultsInFiles', 1)] if records else [])]
   if records:
     write_array_records(str(baseline.records), examples())
   for name, processes in wanted:
@@ -76,7 +77,7 @@ def prepare(folder: Path, rng: np.random.Generator, *, hosts: bool, records: boo
     if run.wait() != 0:
       raise SystemExit(f'without any fault, training ended with {run.process.returncode}:\n{run.text}')
     baseline.results[name if processes == 1 else f'{name} on {processes}'] = results_of(lab.directory)
-  if hosts and (apart := differences(baseline.results['Faults on 2'], baseline.results['Faults'])):
+  if hosts > 1 and (apart := differences(baseline.results['Faults on 2'], baseline.results['Faults'])):
     print(f'on two hosts: {apart[0]}; runs on two hosts are compared with one of these')
   for number, step in enumerate(interrupted_steps(rng, interrupted)):
     lab = Lab(folder / f'interrupted-{number}', rng, baseline)
@@ -96,7 +97,8 @@ def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Base
   """Lets one fault happen; its directory is removed if it was survived."""
   start, where = time.monotonic(), folder / f'fault-{number}'
   where.mkdir()
-  lab = Lab(where / 'run', np.random.default_rng([seed, number]), baseline)
+  rng = np.random.default_rng([seed, number])
+  lab = Lab(where / 'run', rng, baseline, copies=bool(rng.random() < 0.5))
   problem = ''
   try:
     fault(lab)
@@ -140,16 +142,22 @@ def campaign(
 
 
 def table(reports: Sequence[Report]) -> str:
-  """Returns a line for each fault: times, survived, the most steps lost, and too late where the run had ended."""
+  """Returns a line for each fault: times, survived, the most steps lost, and too late where the run had ended.
+
+  Steps lost are those without emergency copies, and those with them.
+  """
   kinds: dict[str, list[Report]] = collections.defaultdict(list)
   for report in reports:
     kinds[report.fault].append(report)
   width = max(map(len, kinds), default=5)
-  lines = [f'{"fault":<{width}}  times  survived  most steps lost  came too late']
+  lines = [f'{"fault":<{width}}  times  survived  most steps lost  with copies  came too late']
   for kind, group in [*kinds.items(), ('all', list(reports))]:
-    lost = max((r.seen.lost for r in group if r.seen.lost is not None), default=0)
+    lost = [
+      max((r.seen.lost for r in group if r.seen.lost is not None and r.seen.copies == copies), default=0)
+      for copies in (False, True)
+    ]
     survived, late = sum(not r.problem for r in group), sum(r.seen.too_late for r in group)
-    lines.append(f'{kind:<{width}}  {len(group):5}  {survived:8}  {lost:15}  {late:13}')
+    lines.append(f'{kind:<{width}}  {len(group):5}  {survived:8}  {lost[0]:15}  {lost[1]:11}  {late:13}')
   return '\n'.join(lines)
 
 
@@ -172,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   baseline = prepare(
     folder,
     np.random.default_rng(values.seed),
-    hosts=bool(needed & {'one_host_killed', 'one_host_stopped'}),
+    hosts=4 if 'one_of_four_hosts_killed' in needed else 2 if any('one_host' in name for name in needed) else 1,
     records='data_damaged' in needed,
   )
   print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)
@@ -181,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   for report in campaign(faults, numbers, values.seed, folder, baseline, jobs=values.jobs, end=end):
     reports.append(report)
     problem = f': NOT SURVIVED: {report.problem}' if report.problem else ''
-    print(f'{report.number:4} {report.seconds:5.1f} s {report.fault}, {report.seen.where}{problem}', flush=True)
+    copies = ' (with emergency copies)' if report.seen.copies else ''
+    where = f'{report.seen.where}{copies}'
+    print(f'{report.number:4} {report.seconds:5.1f} s {report.fault}, {where}{problem}', flush=True)
   wall, cpu = time.monotonic() - begun, _cpu_seconds() - before
   print(f'\n{table(reports)}\n')
   per = max(len(reports), 1)

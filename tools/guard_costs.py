@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.runtime.distributed import simulate_cpu_devices
+from praxis_lite.hosts.devices import simulate_cpu_devices
 
 simulate_cpu_devices(8)  # Before JAX is imported.
 

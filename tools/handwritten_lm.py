@@ -1,7 +1,8 @@
 """A training step of a language model in plain JAX, the baseline that the framework's overhead is measured against.
 
 The architecture is that of `praxis_lite.models.transformer_lm` in its LLaMA style, written as a careful engineer would
-for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation.
+for one model: a dict of stacked arrays, one `lax.scan` over layers, optax, donation. `Tuning` has what such an engineer
+would try on a GPU.
 
 Legend: B batch, T length, D model dims, N heads, H dims per head, F hidden dims, V vocabulary, L layers.
 """
@@ -9,13 +10,15 @@ Legend: B batch, T length, D model dims, N heads, H dims per head, F hidden dims
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 Arrays = dict[str, jax.Array]
 Split = Callable[..., jax.Array]
@@ -33,10 +36,29 @@ class Size(NamedTuple):
   hidden_dims: int = 1024
   vocab: int = 256
   head_dims: int | None = None
+  tied: bool = False  # Whether the softmax takes the table of the embedding.
 
   @property
   def dims_per_head(self) -> int:
     return self.head_dims or self.model_dims // self.num_heads
+
+
+class Tuning(NamedTuple):
+  """How the model is computed: in which dtype, and what is kept of it.
+
+  Attributes:
+    dtype: of activations and operands of products; None: that of the parameters.
+    attention: the implementation of `jax.nn.dot_product_attention`; None: JAX's choice.
+    remat: keeps the results of products with weights alone for the backward pass of a layer.
+    unroll: whether the loop over layers is written out.
+    loss_parts: parts of the rows whose logits are computed one after another, and again in the backward pass.
+  """
+
+  dtype: DTypeLike | None = None
+  attention: Literal['xla', 'cudnn'] | None = None
+  remat: bool = False
+  unroll: bool = False
+  loss_parts: int = 1
 
 
 def init_params(size: Size, key: jax.Array) -> Arrays:
@@ -61,6 +83,8 @@ def init_params(size: Size, key: jax.Array) -> Arrays:
     'softmax': (D, V),
   }
   residual = 0.02 / (2 * L) ** 0.5
+  if size.tied:
+    del shapes['softmax']
   params = {
     name: (residual if name in ('o', 'down') else 0.02) * jax.random.normal(k, shape)
     for k, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items())
@@ -95,24 +119,26 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
 
 def rotate(x_BTNH: jax.Array, sin_BT1h: jax.Array, cos_BT1h: jax.Array) -> jax.Array:
   first, second = jnp.split(x_BTNH, 2, axis=-1)
-  return jnp.concatenate([first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h], axis=-1)
+  both = [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h]
+  return jnp.concatenate(both, axis=-1).astype(x_BTNH.dtype)
 
 
-def logits_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split) -> jax.Array:
-  """Returns logits [B, T, V]."""
-  H = size.dims_per_head
-  x_BTD = split(params['embedding'][ids_BT], 'data', None, None)
+def hidden_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split, tuning: Tuning) -> jax.Array:
+  """Returns what the logits are computed of, [B, T, D]."""
+  H, dtype = size.dims_per_head, tuning.dtype or params['embedding'].dtype
+  x_BTD = split(params['embedding'][ids_BT].astype(dtype), 'data', None, None)
   position_T = jnp.arange(ids_BT.shape[1], dtype=jnp.float32)
   angle_BT1h = (position_T[:, None] / 10_000 ** (jnp.arange(H // 2) / (H // 2)))[None, :, None, :]
   sin_BT1h, cos_BT1h = jnp.sin(angle_BT1h), jnp.cos(angle_BT1h)
 
   def block(x_BTD: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+    w = {name: x if 'norm' in name else x.astype(dtype) for name, x in w.items()}
     h_BTD = rms_norm(x_BTD, w['norm1'])
     q_BTNH, k_BTNH, v_BTNH = (
       split(jnp.einsum('btd,dnh->btnh', h_BTD, w[name]), 'data', None, 'mdl', None) for name in 'qkv'
     )
     q_BTNH, k_BTNH = rotate(q_BTNH, sin_BT1h, cos_BT1h), rotate(k_BTNH, sin_BT1h, cos_BT1h)
-    mixed_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
+    mixed_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True, implementation=tuning.attention)
     mixed_BTNH = split(mixed_BTNH, 'data', None, 'mdl', None)
     x_BTD = x_BTD + split(jnp.einsum('btnh,nhd->btd', mixed_BTNH, w['o']), 'data', None, None)
     h_BTD = rms_norm(x_BTD, w['norm2'])
@@ -120,23 +146,49 @@ def logits_fn(params: Arrays, ids_BT: jax.Array, size: Size, split: Split) -> ja
     return split(x_BTD + split(h_BTF @ w['down'], 'data', None, None), 'data', None, None), None
 
   stacked = {k: v for k, v in params.items() if k not in ('embedding', 'softmax', 'final_norm')}
-  x_BTD, _ = jax.lax.scan(block, x_BTD, stacked)
-  return split(rms_norm(x_BTD, params['final_norm']) @ params['softmax'], 'data', None, 'mdl')
+  if tuning.remat:
+    block = jax.checkpoint(block, policy=_keep_products, prevent_cse=tuning.unroll)
+  x_BTD, _ = jax.lax.scan(block, x_BTD, stacked, unroll=size.num_layers if tuning.unroll else 1)
+  return rms_norm(x_BTD, params['final_norm'])
+
+
+def _keep_products(primitive: Primitive, *args: object, **params: object) -> bool:
+  return primitive.name in ('dot_general', 'dot_product_attention_fwd_wrapper')
+
+
+def logits_fn(params: Arrays, hidden_BTD: jax.Array, split: Split) -> jax.Array:
+  """Returns logits [B, T, V]."""
+  table_DV = params['softmax'] if 'softmax' in params else params['embedding'].T
+  return split(hidden_BTD @ table_DV.astype(hidden_BTD.dtype), 'data', None, 'mdl')
+
+
+_AS_IT_IS = Tuning()
 
 
 def make_optimizer(learning_rate: float, decay_mask: dict[str, bool]) -> optax.GradientTransformation:
   return optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay_mask)
 
 
-def make_step(size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Step:
+def make_step(
+  size: Size, tx: optax.GradientTransformation, mesh: Mesh | None = None, tuning: Tuning = _AS_IT_IS
+) -> Step:
   """Returns `(params, opt_state, batch) -> (params, opt_state, metrics)`, to be jitted with donation."""
 
   def split(x: jax.Array, *axes: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
+  def xent_of(params: Arrays, hidden_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
+    logits_BTV = logits_fn(params, hidden_BTD, split).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT)
+
   def loss_fn(params: Arrays, batch: Arrays) -> jax.Array:
-    logits_BTV = logits_fn(params, batch['ids'], size, split).astype(jnp.float32)
-    xent_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch['labels'])
+    hidden_BTD, labels_BT = hidden_fn(params, batch['ids'], size, split, tuning), batch['labels']
+    if (parts := tuning.loss_parts) == 1:
+      xent_BT = xent_of(params, hidden_BTD, labels_BT)
+    else:
+      rows = (x.reshape(parts, -1, *x.shape[2:]) for x in (hidden_BTD, labels_BT))
+      again = jax.checkpoint(xent_of, prevent_cse=False)
+      xent_BT = jax.lax.map(lambda part: again(params, *part), tuple(rows)).reshape(labels_BT.shape)
     return jnp.sum(xent_BT * batch['weights']) / jnp.maximum(jnp.sum(batch['weights']), 1e-6)
 
   def step(params: Arrays, opt_state: optax.OptState, batch: Arrays) -> tuple[Arrays, optax.OptState, Arrays]:

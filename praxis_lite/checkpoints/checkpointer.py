@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint, BestRecord
 from praxis_lite.checkpoints.contents import (
@@ -44,13 +42,15 @@ from praxis_lite.checkpoints.contents import (
   sealed,
   to_nested_dict,
 )
-from praxis_lite.checkpoints.failures import DamagedError, first_line, unreadable
+from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_line, unreadable
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
+from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import local_path
+from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -59,6 +59,10 @@ if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
 _DIRECTORY = 'checkpoints'
+# Bytes that a disk must have room for before a save begins.
+_LEAST_ROOM = 1 << 14
+# What processes tell each other of a checkpoint that is not there any more.
+_GONE = 'gone'
 
 # The step of a checkpoint; None is the newest.
 Step = int | Literal['best'] | None
@@ -107,6 +111,7 @@ class Checkpointer:
     self._on_damage = on_damage
     self._damaged: set[int] = set()
     self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
+    self._barrier = _barrier()
     self._to_close = contextlib.ExitStack()
     self._manager = self._opened()
     self._is_broken = False
@@ -117,12 +122,12 @@ class Checkpointer:
     ocp = orbax_checkpoint()
     from praxis_lite.checkpoints.streamed_writes import pytree_handlers
 
-    if not self._read_only and jax.process_index() == 0:
-      self._retention.start_with_incomplete()
+    self._remove_incomplete()
     options = ocp.CheckpointManagerOptions(
       create=not self._read_only,
       read_only=self._read_only,
       save_root_metadata=False,
+      async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
     )
     return ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
 
@@ -138,7 +143,7 @@ class Checkpointer:
     Where the state has a `StreamedArray`, its parts are read while they are written.
 
     Returns False if there is a checkpoint of this step already. After an error the next save begins anew; what was
-    complete before stays.
+    complete before stays. A save that fails in one process fails in all.
 
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
@@ -146,11 +151,17 @@ class Checkpointer:
 
     Raises:
       CheckpointError: this save, or the one before, failed.
+      PartedError: this save failed in this process alone.
     """
     ocp = orbax_checkpoint()
     self.wait_until_complete()
-    if self._is_broken:
-      with self._saving():
+    with self._saving():
+      if self._is_broken:
+        self._remove_incomplete()
+        self._retention.wait()  # There may be no room beside it.
+      if failed := by_host(told_by_all(self._reason_against_files())):
+        raise CheckpointError(failed)
+      if self._is_broken:
         self._mend()
     if step in self._manager.all_steps():
       return False
@@ -160,10 +171,10 @@ class Checkpointer:
       inputs=ocp.args.JsonSave(sealed({'input_state': input_state})),
       about=ocp.args.JsonSave(sealed(_about(state, true_shapes))),
     )
-    with self._saving():
-      if jax.process_index() == 0:
-        self._check_that_files_can_be_made()
+    with self._saving(PartedError if jax.process_count() > 1 else CheckpointError):
       self._being_saved.append(step)
+      if self._barrier is not None:
+        self._barrier.begin()
       return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps are saved.
 
   def wait(self) -> None:
@@ -341,33 +352,36 @@ class Checkpointer:
     if self._being_saved:  # By this process: what it saved last is the newest.
       self.wait_until_complete()
     while True:
-      number, error = self.existing_step(step), None
+      number, error, said = self.existing_step(step), None, ''
       try:
         with being_read(self.folder(number)):
           out = read(number)
       except (DamagedError, RemovedError) as caught:
-        error = caught
-      if not _in_any_process(error is not None):
+        # Who trains may have removed it before it was locked, or where there are no locks.
+        is_gone = step is None and number not in steps_in(self.directory)
+        error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
+      of_all = told_by_all(said)
+      damage = by_host(of_all)
+      if not damage:
         return out
-      if step is None and number not in steps_in(self.directory):
-        continue  # Removed by who trains, before it was locked or where there are no locks.
-      error = error or DamagedError(f'{self.folder(number)} cannot be read on another host')
+      if _GONE in of_all:
+        continue
+      error = error or DamagedError(damage)
       if step is not None or self._on_damage == 'fail' or self.all_steps() == [number]:
         raise error
-      self._leave_out(number, error)
+      self._leave_out(number, damage)
 
-  def _leave_out(self, step: int, error: CheckpointError) -> None:
+  def _leave_out(self, step: int, damage: str) -> None:
     """Leaves a damaged step out of `all_steps`; of those that may write, the first process renames its folder."""
     aside = ''
     if not self._read_only:
       if jax.process_index() == 0:
         aside = f', and is kept in {set_aside(Path(self.folder(step)))}'
-      _in_any_process(False)  # Waits for the first process.
+      told_by_all('')  # Waits for the first process.
       self._manager.reload()
     else:
       self._damaged.add(step)
-    reason = str(error).partition('; ')[0]
-    self.notes.append(f'{reason}{aside}; the checkpoint before is used, of step {self.latest_step()}')
+    self.notes.append(f'{damage}{aside}; the checkpoint before is used, of step {self.latest_step()}')
 
   def _read_json(self, step: Step, item: str) -> dict[str, Any]:
     return read_record(Path(self.folder(self.existing_step(step))), item)
@@ -381,11 +395,23 @@ class Checkpointer:
     except Exception as error:
       raise unreadable(self.folder(step), error) from error
 
-  def _check_that_files_can_be_made(self) -> None:
-    """Raises OSError if not: where Orbax finds that, some of its threads wait for others, and end after minutes."""
-    os.makedirs(self.directory, exist_ok=True)
-    with tempfile.TemporaryFile(dir=self.directory):
-      pass
+  def _reason_against_files(self) -> str:
+    """Returns why this process cannot make files; '' if it can.
+
+    Where Orbax finds that, some of its threads wait for others, and end after minutes.
+    """
+    try:
+      os.makedirs(self.directory, exist_ok=True)
+      with tempfile.TemporaryFile(dir=self.directory) as file:
+        file.write(bytes(_LEAST_ROOM))
+      return ''
+    except OSError as error:
+      return first_line(error)
+
+  def _remove_incomplete(self) -> None:
+    """Begins to remove what is left of saves that have failed, or been killed."""
+    if not self._read_only and jax.process_index() == 0:
+      self._retention.start_with_incomplete()
 
   def _mend(self) -> None:
     """Replaces Orbax's manager, which does not go on after an error."""
@@ -396,7 +422,7 @@ class Checkpointer:
     self._is_broken = False
 
   @contextlib.contextmanager
-  def _saving(self) -> Iterator[None]:
+  def _saving(self, raised: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     try:
       yield
     except Exception as error:
@@ -405,8 +431,9 @@ class Checkpointer:
       if jax.process_count() == 1:
         with contextlib.suppress(Exception):
           self._mend()  # To read; what it does to the folder in the background may fail, so the next save mends again.
-        self._is_broken = True
-      raise CheckpointError(f'saving a checkpoint in {self.directory} failed: {first_line(error)}') from error
+      self._is_broken = True
+      why = str(error) if isinstance(error, CheckpointError) else first_line(error)
+      raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
@@ -414,9 +441,14 @@ def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
   return steps_in(Path(job_log_dir, _DIRECTORY))
 
 
-def _in_any_process(is_so: bool) -> bool:
-  """Whether it is so in any process; each must call this."""
-  return bool(np.any(multihost_utils.process_allgather(np.array(is_so)))) if jax.process_count() > 1 else is_so
+def _barrier() -> SaveBarrier | None:
+  """Returns how processes wait for each other; None if this one is alone."""
+  if jax.process_count() == 1:
+    return None
+  from jax._src import distributed  # The service has no public name.
+
+  client = distributed.global_state.client
+  return None if client is None else SaveBarrier(client)
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:

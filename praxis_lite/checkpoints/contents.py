@@ -40,6 +40,14 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
   return {**record, 'checksum': _checksum(record)}
 
 
+def unsealed(record: dict[str, Any], what: str) -> dict[str, Any]:
+  """Returns a record without its checksum; raises ValueError if that is not the one that `sealed` has given it."""
+  content = {name: value for name, value in record.items() if name != 'checksum'}
+  if record.get('checksum') != _checksum(content):
+    raise ValueError(f'the checksum of {what} differs')
+  return content
+
+
 def read_record(folder: Path, item: str) -> dict[str, Any]:
   """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Those of the first format have no checksum.
 
@@ -48,14 +56,17 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
     CheckpointError: it cannot be read.
   """
   try:
-    record = parse_json((folder / item / 'metadata').read_bytes())
-    content = {name: value for name, value in record.items() if name != 'checksum'}
-    is_old = 'checksum' not in record and record.get('format', 1) == 1
-    if not is_old and record.get('checksum') != _checksum(content):
-      raise ValueError(f'the checksum of {item} differs')
-    _check_content(content, item)
+    return parse_record((folder / item / 'metadata').read_bytes(), item)
   except (OSError, ValueError, AttributeError) as error:
     raise unreadable(folder, error) from error
+
+
+def parse_record(data: bytes, item: str) -> dict[str, Any]:
+  """Returns what the file of a record says; raises ValueError or AttributeError if it is not what was written."""
+  record = parse_json(data)
+  is_old = 'checksum' not in record and record.get('format', 1) == 1
+  content = record if is_old else unsealed(record, item)
+  _check_content(content, item)
   return content
 
 

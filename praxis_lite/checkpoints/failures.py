@@ -16,6 +16,10 @@ class DamagedError(CheckpointError):
   """A checkpoint is not what was written: a part of it is missing or changed."""
 
 
+class PartedError(CheckpointError):
+  """A save could not begin in this process, and the others wait for it: unlike after others, none can go on."""
+
+
 def unreadable(folder: object, error: Exception) -> CheckpointError:
   """Returns the error that says that the checkpoint in `folder` cannot be read; a DamagedError if it is damaged."""
   message = f'{folder} cannot be read ({first_line(error)})'

@@ -15,20 +15,23 @@ def orbax_checkpoint() -> ModuleType:
   """Imports Orbax, which takes a second, and keeps what it logs off the console: its failures are exceptions as well.
 
   On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks, and its event loop
-  reports every read and write that returns after the first failure.
+  reports every read and write that returns, or is thrown away, after the first failure.
   """
   import orbax.checkpoint
   from orbax.checkpoint._src.serialization import tensorstore_utils
 
   folder = f'{os.sep}orbax{os.sep}'
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # asyncio names the coroutine whose exception was never retrieved, and its file, or TensorStore's.
-  theirs = (folder, 'tensorstore/')
+  # asyncio names the coroutine whose exception was never retrieved, and its file, or what TensorStore was to open.
+  theirs = (folder, 'tensorstore')
   logging.getLogger('asyncio').addFilter(lambda record: not any(name in record.getMessage() for name in theirs))
   report = sys.unraisablehook
 
   def report_others(unraisable: sys.UnraisableHookArgs) -> None:
-    if repr(unraisable.exc_value) != "RuntimeError('Event loop is closed')":
+    error = unraisable.exc_value
+    is_late = repr(error) == "RuntimeError('Event loop is closed')"
+    is_thrown_away = isinstance(getattr(error, '__cause__', None), GeneratorExit)
+    if not (is_late or is_thrown_away):
       report(unraisable)
 
   sys.unraisablehook = report_others

@@ -13,7 +13,7 @@ _MIB = 2**20
 
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.explain import Limits, check, format_problems, has_errors
-  from praxis_lite.runtime.distributed import leave_accelerators_alone
+  from praxis_lite.hosts.devices import leave_accelerators_alone
 
   leave_accelerators_alone()
   limits = Limits(

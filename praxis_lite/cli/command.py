@@ -104,7 +104,8 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
 
   local_path(values.job_log_dir)  # Raises before anything else is found missing.
 
-  from praxis_lite.runtime.distributed import set_up_compilation_cache, simulate_cpu_devices
+  from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
+  from praxis_lite.hosts.devices import simulate_cpu_devices
 
   if values.devices is not None:
     simulate_cpu_devices(values.devices)
@@ -149,8 +150,8 @@ def _recorded(values: flags.FlagValues) -> ExperimentConfig:
       '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
       'Or name the directory of a run, as in --job_log_dir=runs/1'
     )
-  from praxis_lite.runtime.record import has_record, read_record
-  from praxis_lite.runtime.runs import runs_near
+  from praxis_lite.records.record import has_record, read_record
+  from praxis_lite.records.runs import runs_near
 
   if not has_record(values.job_log_dir):
     raise UserError(

@@ -18,7 +18,7 @@ from praxis_lite.errors import UserError
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.runtime.launch import Launcher, launched_command
+  from praxis_lite.hosts.launch import Launcher, launched_command
 
   if values.processes is None:
     raise UserError('--processes is missing: say how many, as in --processes=2')
@@ -39,8 +39,8 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _print_jobset(values: flags.FlagValues) -> None:
-  from praxis_lite.runtime.jobset import jobset, parse_resources
-  from praxis_lite.runtime.run_config import check_configs
+  from praxis_lite.hosts.jobset import jobset, parse_resources
+  from praxis_lite.records.run_config import check_configs
 
   if not values.image:
     raise UserError('--image is missing: name the image that has praxis_lite and the experiment')

@@ -163,7 +163,7 @@ def run() -> None:
 
 def _leave_others(code: int) -> None:
   """Ends a failed process of several at once; JAX would make it wait for the others, which wait for it."""
-  watchdog = sys.modules.get('praxis_lite.runtime.watchdog')
+  watchdog = sys.modules.get('praxis_lite.hosts.watchdog')
   running = watchdog.the_watchdog() if watchdog is not None else None
   if running is not None and code in (1, UserError.exit_code):
     running.end(code)

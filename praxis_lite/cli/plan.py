@@ -32,17 +32,9 @@ def _run(values: flags.FlagValues) -> int:
     _named_by_snapshot(values)
   if values.calibrate:
     return _calibrate()
-  if values.html == '':
-    raise UserError('--html is empty: name a file, as in --html=plan.html')
-  if values.html and os.path.isdir(values.html):
-    file = os.path.join(values.html, 'plan.html')
-    raise UserError(f'--html={values.html} is a directory: name a file, as in --html={file}')
-  if values.html and values.search:
-    raise UserError('--html shows one plan, and --search looks for others; search first, then --set what it found')
-  if not values.topology:
-    raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
+  _check_flags(values)
 
-  from praxis_lite.plan import calibrated, calibration_file, format_plan, parse_topology, plan
+  from praxis_lite.plan import calibrated, calibration_file, parse_topology, plan
   from praxis_lite.plan.child import VARIABLE, go_first_when_memory_is_short, outcome_of
 
   topology, *others = (calibrated(parse_topology(name), calibration_file()) for name in topologies_of(values))
@@ -55,21 +47,52 @@ def _run(values: flags.FlagValues) -> int:
   fitted = _made_to_fit(values, config, topology)
   with _live_line(topology.name) as report, _cache(values.cache) as cache:
     job = PlanJob(values, config, topology, fitted, cache, report)
-    if values.search:
-      ranking, fits = searched(job)
-    else:
-      elsewhere = job.elsewhere()
-      found = plan(config, None, topology, compile=values.compile, cache=cache, elsewhere=elsewhere, report=report)
-      more = more_about(job, found)
-  if values.search:
-    print(ranking)
-    return 0 if fits else 1
-  print('\n\n'.join([format_plan(found, every_cause=values.why), *more]))
-  if values.html:
-    from praxis_lite.plan.page import write_plan_page
+    show = _search(job) if values.search else _plan(job)
+  return 0 if show() else 1
 
-    print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
-  return 0 if _guarded(values, found) and found.fits else 1
+
+def _search(job: PlanJob) -> Callable[[], bool]:
+  """Searches; returns what prints the table, once the live line is gone, and says whether anything fits."""
+  table, fits = searched(job)
+
+  def show() -> bool:
+    print(table)
+    return fits
+
+  return show
+
+
+def _plan(job: PlanJob) -> Callable[[], bool]:
+  """Plans; returns what prints and writes what is asked for, and says whether it fits and is as good as before."""
+  from praxis_lite.plan import format_plan, plan
+
+  values, elsewhere = job.values, job.elsewhere()
+  found = plan(
+    job.config, None, job.topology, compile=values.compile, cache=job.cache, elsewhere=elsewhere, report=job.report
+  )
+  sections = [format_plan(found, every_cause=values.why), *more_about(job, found)]
+
+  def show() -> bool:
+    print('\n\n'.join(sections))
+    if values.html:
+      from praxis_lite.plan.page import write_plan_page
+
+      print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
+    return _guarded(values, found) and found.fits
+
+  return show
+
+
+def _check_flags(values: flags.FlagValues) -> None:
+  if values.html == '':
+    raise UserError('--html is empty: name a file, as in --html=plan.html')
+  if values.html and os.path.isdir(values.html):
+    file = os.path.join(values.html, 'plan.html')
+    raise UserError(f'--html={values.html} is a directory: name a file, as in --html={file}')
+  if values.html and values.search:
+    raise UserError('--html shows one plan, and --search looks for others; search first, then --set what it found')
+  if not values.topology:
+    raise UserError('--topology is missing: name the chips, as in --topology=v5p:4x4x4 or --topology=h100:8x8')
 
 
 def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: Topology) -> list[str]:
@@ -133,7 +156,7 @@ def prepare(*topologies: Topology) -> None:
   """Makes JAX ready to plan for some chips; before anything uses a device."""
   import jax
 
-  from praxis_lite.runtime.distributed import leave_accelerators_alone, simulate_cpu_devices
+  from praxis_lite.hosts.devices import leave_accelerators_alone, simulate_cpu_devices
 
   if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
     os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # XLA's partitioner warns of what it does badly: the plan explains it.

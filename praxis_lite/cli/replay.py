@@ -13,7 +13,7 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--step is missing: name the step to run again, as in --step=812')
   config, job_log_dir = configured_run(values)
 
-  from praxis_lite.runtime.record import has_record, read_record
+  from praxis_lite.records.record import has_record, read_record
   from praxis_lite.runtime.replay import replay
 
   is_recorded = not values['seed'].present and has_record(job_log_dir)

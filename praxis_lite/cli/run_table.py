@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from praxis_lite.runtime.runs import RunState
+  from praxis_lite.records.runs import RunState
 
 _MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Of a row, and of a value.
 _CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # What is before the name of a class or function.
@@ -24,7 +24,7 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
 
   A terminal too narrow for the table gets a few short lines for each run instead.
   """
-  from praxis_lite.runtime.runs import age, differing_fields, format_number
+  from praxis_lite.records.runs import age, differing_fields, format_number
 
   rows = []
   for run, fields in zip(runs, differing_fields(runs)):

@@ -23,7 +23,7 @@ def _run(values: flags.FlagValues) -> int:
     import_jax()
   from praxis_lite.config.json import to_json
   from praxis_lite.config.text import diff_texts, to_text, to_text_of_changes
-  from praxis_lite.runtime.distributed import leave_accelerators_alone
+  from praxis_lite.hosts.devices import leave_accelerators_alone
 
   for flag, example in (('html', 'a file, as in --html=sharding.html'), ('diff', 'an experiment or a run')):
     if values[flag].value == '':
@@ -83,7 +83,7 @@ def _compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
 def _made_by(values: flags.FlagValues) -> list[str]:
   """Returns the commands that made a run, as one text, where it is a run that is shown."""
-  from praxis_lite.runtime.record import read_record, shortened
+  from praxis_lite.records.record import read_record, shortened
 
   commands = [] if values.exp else read_record(values.job_log_dir).commands
   lines = [f'{"resumed by" if i else "made by"}  {command}' for i, command in enumerate(commands)]
@@ -95,8 +95,8 @@ def _text_of(name: str) -> str:
   from praxis_lite import registry
   from praxis_lite.config.text import to_text
   from praxis_lite.experiment import configure
-  from praxis_lite.runtime.record import has_record, read_record
-  from praxis_lite.runtime.runs import runs_near
+  from praxis_lite.records.record import has_record, read_record
+  from praxis_lite.records.runs import runs_near
 
   if not has_record(name) and '.py' not in name and ('/' in name or os.path.isdir(name)):
     raise UserError(f'--diff: there is no experiment {name!r}, and no run{runs_near(name)}')

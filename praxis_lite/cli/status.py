@@ -11,10 +11,10 @@ from praxis_lite.errors import UserError
 def _run(values: flags.FlagValues) -> int:
   from pathlib import Path
 
-  from praxis_lite.runtime.heartbeat import read_heartbeats
-  from praxis_lite.runtime.run_config import is_held
-  from praxis_lite.runtime.runs import runs_near
-  from praxis_lite.runtime.status import status_of
+  from praxis_lite.records.heartbeat import read_heartbeats
+  from praxis_lite.records.run_config import is_held
+  from praxis_lite.records.runs import runs_near
+  from praxis_lite.records.status import status_of
 
   if not values.job_log_dir:
     raise UserError('name the directory of a run, as in praxis-lite status runs/1')

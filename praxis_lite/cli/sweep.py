@@ -30,15 +30,15 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--job_log_dir is missing: name a directory for the runs, as in --job_log_dir=runs/rates')
 
   from praxis_lite.config.text import to_text
-  from praxis_lite.runtime.record import has_record
+  from praxis_lite.records.record import has_record
 
   if has_record(values.job_log_dir):
     raise UserError(
       f'--job_log_dir={values.job_log_dir} is that of a run; name another directory, for the runs to be in'
     )
 
-  from praxis_lite.runtime.distributed import leave_accelerators_alone
-  from praxis_lite.runtime.run_config import check_configs, job_directory
+  from praxis_lite.hosts.devices import leave_accelerators_alone
+  from praxis_lite.records.run_config import check_configs, job_directory
   from praxis_lite.runtime.sweep import FinishedPoints, grid, last_line, run_points
 
   leave_accelerators_alone()  # They belong to the processes that train.
@@ -86,7 +86,7 @@ def _command(values: flags.FlagValues, folder: Path, point: Point) -> list[str]:
 
 
 def _print_results(values: flags.FlagValues, directories: list[Path], folder: Path) -> None:
-  from praxis_lite.runtime.runs import best_run, format_number, metric_to_compare, read_run
+  from praxis_lite.records.runs import best_run, format_number, metric_to_compare, read_run
 
   runs = [read_run(directory) for directory in directories]
   metric, mode = metric_to_compare(runs, values.metric, values.mode)

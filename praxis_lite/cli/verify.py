@@ -68,7 +68,7 @@ def _run(values: flags.FlagValues) -> int:
   added = [f'--{name}={value}' for name, value in _QUICK_TO_COMPILE.items() if name not in given]
   os.environ['XLA_FLAGS'] = ' '.join([given, *added]).strip()
 
-  from praxis_lite.runtime.distributed import simulate_cpu_devices
+  from praxis_lite.hosts.devices import simulate_cpu_devices
   from praxis_lite.verification import format_verification, verify
   from praxis_lite.verification.shrink import small_mesh
 

@@ -14,6 +14,7 @@ from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.partitioning.batch import padded_rows
 from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.partitioning.xla_flags import describe_flags
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
 
@@ -37,6 +38,8 @@ def summarize(config: ExperimentConfig) -> str:
   ]
   rows += [('attention', line) for line in _attention(config.datasets, task)]
   rows += [('pipeline', line) for line in _pipelines(config.datasets, task, math.prod(sizes.values()))]
+  flags = describe_flags(math.prod(sizes.values()), task.xla_flags, use_defaults=task.default_xla_flags)
+  rows += [('XLA flags', line) for line in flags]
   width = max(len(name) for name, _ in rows)
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows if text)
 

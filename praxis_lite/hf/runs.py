@@ -30,14 +30,14 @@ from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
 from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, stored_dtypes, streamed_variables
 from praxis_lite.hf.tensors import pieces
 from praxis_lite.hf.writer import MAX_FILE_BYTES, write_checkpoint
+from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.learning import Learner, LinearWarmupCosine
 from praxis_lite.models import LanguageModel, set_sharding
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.record import write_record
-from praxis_lite.runtime.run_config import job_directory
+from praxis_lite.records.record import write_record
+from praxis_lite.records.run_config import job_directory
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import TrainState, place_task_variables
 from praxis_lite.trees import lookup, map_with_path

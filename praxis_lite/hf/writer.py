@@ -76,6 +76,21 @@ def _read_into(ours: np.ndarray, variable: StreamedArray, piece: Piece) -> None:
     ours[box[stacked:]] = part.reshape(part.shape[stacked:])
 
 
+def _is_in_host_memory(data: jax.Array) -> bool:
+  """Whether NumPy can see an array without a copy of it."""
+  return all(device.platform == 'cpu' for device in data.devices())
+
+
+def _part(data: jax.Array, at: tuple[int, ...]) -> jax.Array:
+  """Returns data[at], on its device."""
+  if not at:
+    return data
+  # The indices are arguments of the program, so one is compiled for all layers and experts.
+  rest = data.shape[len(at) :]
+  corner = [*map(np.int32, at), *(np.int32(0) for _ in rest)]
+  return jax.lax.dynamic_slice(data, corner, [*(1 for _ in at), *rest]).reshape(rest)
+
+
 def _on_host(variable: jax.Array, piece: Piece) -> np.ndarray:
   """Returns a piece of a variable, in its true shape, from the devices that hold its parts."""
   shape = piece.view.shape
@@ -84,11 +99,8 @@ def _on_host(variable: jax.Array, piece: Piece) -> np.ndarray:
     data, bounds = shard.data, [i.indices(n)[:2] for i, n in zip(shard.index, variable.shape)]
     if shard.replica_id or any(not low <= i < high for i, (low, high) in zip(piece.at, bounds)):
       continue
-    if piece.at:
-      # The indices are arguments of the program, so one is compiled for all layers and experts.
-      corner = [*(np.int32(i - low) for i, (low, _) in zip(piece.at, bounds)), *(np.int32(0) for _ in shape)]
-      rest = data.shape[len(piece.at) :]
-      data = jax.lax.dynamic_slice(data, corner, [*(1 for _ in piece.at), *rest]).reshape(rest)
+    at = tuple(i - low for i, (low, _) in zip(piece.at, bounds))
+    data = np.asarray(data)[at] if _is_in_host_memory(data) else _part(data, at)
     inside = tuple(slice(low, max(low, min(high, n))) for (low, high), n in zip(bounds[len(piece.at) :], shape))
     whole[inside] = np.asarray(data)[tuple(slice(i.stop - i.start) for i in inside)]
   return whole

@@ -140,8 +140,14 @@ def auto_chunk_size(num_classes: int, num_rows: int, axes: tuple[str, ...]) -> i
 
 
 def usual_chunk_size(part_size: int) -> int:
-  """Returns the size of the chunks of 'auto': large enough for a matrix unit, small enough to save memory."""
+  """Returns the size of the chunks of 'auto': large enough for a matrix unit, small enough to save memory.
+
+  One that divides the classes is better than a rounder one: no last chunk then repeats some, which would have to be
+  told apart in each of them.
+  """
   size = -(-part_size // _AUTO_CHUNKS)
+  if part_size % _AUTO_CHUNKS == 0 and size % 8 == 0 and size >= _AUTO_LEAST:
+    return size
   return max(_AUTO_LEAST, -(-size // 128) * 128)
 
 
@@ -212,7 +218,7 @@ def _forward(
     return _Running(
       largest,
       seen.exponentials * jnp.exp(seen.largest - finite) + exponentials,
-      seen.target + jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1),
+      seen.target + _target(logits, classes, label, is_new),
       total,
       jnp.maximum(seen.before, jnp.max(jnp.where(classes < label, counted, -jnp.inf), -1)),
     ), None
@@ -347,6 +353,21 @@ def _logits(
   if chunks.num_classes % chunks.num_parts:
     is_new = _and(classes < chunks.num_classes, is_new)
   return logits, classes, is_new
+
+
+def _target(logits: jax.Array, classes: jax.Array, label: jax.Array, is_new: jax.Array | None) -> jax.Array:
+  """Returns the logit of the label in each part [..., S]; 0 where it is in no new class of the chunk.
+
+  Args:
+    logits, classes, is_new: as of `_logits`.
+    label: [..., 1, 1].
+  """
+  if is_new is not None or jax.sharding.get_abstract_mesh().size > 1:  # On a mesh, logits could be gathered for it.
+    return jnp.sum(jnp.where(_and(classes == label, is_new), logits, 0.0), -1)
+  # A lookup reads one logit of each row; the sum would be a pass over all of them.
+  at, last = label - classes[:, :1], classes.shape[1] - 1
+  found = jnp.take_along_axis(logits, jnp.clip(at, 0, last), axis=-1)
+  return jnp.where((at >= 0) & (at <= last), found, 0.0)[..., 0]
 
 
 def _and(condition: jax.Array, other: jax.Array | None) -> jax.Array:

@@ -21,12 +21,16 @@ from praxis_lite.layers.blocks import dropout_factors
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
 from praxis_lite.layers.masks import Visibility, combine_masks, segment_mask
 from praxis_lite.partitioning.constraints import is_partly_mapped
+from praxis_lite.partitioning.mesh import platform
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 AttentionImplementation = Literal['auto', 'xla'] | Chosen
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
 # From so many logits a head on, 'auto' does not compute them all at once.
 _MANY_LOGITS = 2048 * 2048
+# From so many queries and keys on, it takes the fused kernel; with a mask as an array, for up to so many logits.
+_FUSED_FROM = 256
+_MOST_MASKED = 8192 * 8192
 
 
 class AttentionCase(NamedTuple):
@@ -99,10 +103,12 @@ def choose_attention(implementation: str, case: AttentionCase, path: str = 'impl
     return AttentionChoice('dense', f'a mask or a bias is given as an array{gathered}')
   if case.split:
     return AttentionChoice('blockwise', 'the sequence is split over a mesh axis')
-  if case.query_len * case.key_len < _MANY_LOGITS:
-    return AttentionChoice('dense', f'{logits} are few')
-  if case.platform == 'gpu' and not obstacle and not case.by_rows and not case.logit_bias:
+  count = case.query_len * case.key_len
+  takes_mask = not case.logit_bias and (not case.by_rows or count <= _MOST_MASKED)
+  if not obstacle and takes_mask and min(case.query_len, case.key_len) >= _FUSED_FROM:
     return AttentionChoice('cudnn', f'{logits}, and the fused kernel takes this case')
+  if count < _MANY_LOGITS:
+    return AttentionChoice('dense', f'{logits} are few')
   without = ''
   if case.platform == 'gpu':
     without = '; the fused kernel ' + (obstacle or 'would need the mask or the bias as an array of this size')
@@ -125,13 +131,9 @@ def _cudnn_obstacle(case: AttentionCase) -> str:
     return 'has no dropout here'
   if case.window and not case.causal:
     return 'has a sliding_window with causal attention alone'
+  if (case.by_rows or case.logit_bias or case.arrays) and (case.query_len % 2 or case.key_len % 2):
+    return 'takes a mask or a bias of even lengths alone'
   return ''
-
-
-def platform() -> str:
-  """That of the ambient mesh, which may be of another machine, or of this one."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
 
 
 def dot_product_attention(

@@ -336,7 +336,7 @@ class Pipelined(Repeat):
       body = self._remat(layer, in_scan=True) if method == '__call__' else layer
       xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
       x, (new_others, new_caches, reported) = jax.lax.scan(
-        lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self.unroll
+        lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self._unrolled(training=False)
       )
       others, caches = with_entry(others, new_others, at.round), with_entry(caches, new_caches, at.round)
       return (x, weight_gradients, side_gradients, others, caches), reported

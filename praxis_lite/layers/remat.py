@@ -2,8 +2,11 @@
 
 A rematerialisation policy names what of a layer's forward pass is kept for its backward pass:
 
-    none                               everything XLA keeps, except weights gathered by explicit collectives; the most
-                                       memory, the least work
+    auto                               'products' on GPUs, 'none' elsewhere
+    none                               everything that the backward pass reads, except weights gathered by explicit
+                                       collectives; the most memory, the least work
+    products                           results of matrix products, and what attention takes and gives; norms,
+                                       activations and the like are computed again
     full                               only the layer's inputs; the forward pass runs twice
     dots_saveable                      results of all matrix products
     dots_with_no_batch_dims_saveable   results of products with weights, not those of attention
@@ -24,26 +27,47 @@ Layers that rematerialise other layers have the fields `remat`, `remat_save_name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import Layer
 from praxis_lite.partitioning.explicit import save_all_but_gathered
 from praxis_lite.partitioning.host_memory import HOST_MEMORY
+from praxis_lite.partitioning.mesh import platform
 
 T = TypeVar('T')
 
+# The results of a fused kernel for attention are not tagged: one of them, which its backward pass reads, has no name.
+_FUSED_ATTENTION, _CONTEXT = 'dot_product_attention_fwd', 'context'
+# What attention reads again in its backward pass is kept as it reads it, rotated or normalized.
+_OF_ATTENTION = frozenset({_CONTEXT, 'query_proj', 'key_proj', 'value_proj'})
+_PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated'})
+
+
+def _products_saveable(primitive: Primitive, *args: Any, **params: Any) -> bool:
+  return primitive.name in _PRODUCTS or _tag(primitive, params) in _OF_ATTENTION
+
+
+def _tag(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
+  """The tag of the results of a primitive; None if they have none."""
+  if primitive.name.startswith(_FUSED_ATTENTION):
+    return _CONTEXT
+  return str(params['name']) if primitive.name == 'name' else None
+
+
 _POLICIES: dict[str, Callable[..., bool]] = {
+  'products': _products_saveable,
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots_saveable': jax.checkpoint_policies.dots_saveable,
   'dots_with_no_batch_dims_saveable': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   'save_names': jax.checkpoint_policies.nothing_saveable,
 }
-REMAT_POLICIES = ('none', *_POLICIES)
+REMAT_POLICIES = ('auto', 'none', *_POLICIES)
 
 
 class Remat(NamedTuple):
@@ -85,8 +109,10 @@ class Remat(NamedTuple):
     if 'save_names' in policies and not any(names.values()):
       raise ConfigError(f"{where}: policy 'save_names' needs the names: set {saved} or {offloaded}")
     for name, given in names.items():
-      if given and set(policies) == {'none'}:
-        raise ConfigError(f"{where}: {name} is set, but policy 'none' does not rematerialise; set it to 'save_names'")
+      if given and set(policies) <= {'auto', 'none'}:
+        raise ConfigError(
+          f"{where}: {name} is set, but policy {policies[0]!r} does not take names; set it to 'save_names'"
+        )
     if twice := sorted({*remat.save_names} & {*remat.offload_names}):
       raise ConfigError(f'{layer.path_name}.{offloaded}: {twice[0]!r} is in {saved} too; choose one')
     return remat
@@ -104,20 +130,18 @@ class Remat(NamedTuple):
       regathers: the weights that `fn` gathers are not kept for the backward pass but gathered again.
     """
     policy = self.policies[kind]
+    if policy == 'auto':
+      policy = 'products' if platform() == 'gpu' else 'none'
     if policy == 'none' and not regathers:
       return fn
     saveable = save_all_but_gathered if policy == 'none' else self._saveable(_POLICIES[policy])
     return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_scan)
 
   def _saveable(self, policy: Callable[..., bool]) -> Callable[..., Any]:
-    named = jax.checkpoint_policies.save_and_offload_only_these_names(
-      names_which_can_be_saved=self.save_names,
-      names_which_can_be_offloaded=self.offload_names,
-      offload_src='device',
-      offload_dst=HOST_MEMORY,
-    )
-
     def saveable(primitive: Primitive, *args: Any, **params: Any) -> Any:
-      return (named if primitive.name == 'name' else policy)(primitive, *args, **params)
+      tag = _tag(primitive, params)
+      if tag in self.offload_names:
+        return Offloadable('device', HOST_MEMORY)
+      return tag in self.save_names or policy(primitive, *args, **params)
 
     return saveable

@@ -32,6 +32,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.remat import Remat
+from praxis_lite.partitioning.mesh import platform
 from praxis_lite.trees import NestedDict
 from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import SplitDimsMapping
@@ -39,6 +40,7 @@ from praxis_lite.weights import SplitDimsMapping
 T = TypeVar('T')
 
 _MOST_IN_LINE = 16  # Layers that decoding has in line: a program of more takes long to compile.
+_MOST_UNROLLED = 48  # Layers.
 
 
 class RepeatWeightSplit(SplitMapping):
@@ -86,7 +88,8 @@ class Repeat(Layer):
     first_tpl: layers that come before the repeated ones, each with its own variables.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`. Of a
       pattern, first layers keep what its first layer does.
-    unroll: repetitions in one iteration of the loop: faster for small layers, slower to compile.
+    unroll: repetitions in one iteration of the loop: faster, and slower to compile. 'auto': in training on a single GPU
+      all of up to 48, where a loop would copy what it keeps for the backward pass; else 1.
     weight_split_dims_mapping: `stack`, how the new dimension is split; the other dimensions are split by `layers`.
   """
 
@@ -95,15 +98,17 @@ class Repeat(Layer):
   layers_tpl: Config | tuple[Config, ...] = REQUIRED
   num_layers: int = REQUIRED
   first_tpl: tuple[Config, ...] = ()
-  remat: str | tuple[str, ...] = 'none'
+  remat: str | tuple[str, ...] = 'auto'
   remat_save_names: tuple[str, ...] = ()
   remat_offload_names: tuple[str, ...] = ()
-  unroll: int = 1
+  unroll: int | str = 'auto'
   weight_split_dims_mapping: Config = template(RepeatWeightSplit)
   activation_split_dims_mapping: Config = template(SplitMapping)
 
   def setup(self) -> None:
     check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
+    if self.unroll != 'auto' and (not isinstance(self.unroll, int) or self.unroll < 1):
+      raise ConfigError(f"{self.path_name}.unroll: expected a number of repetitions, or 'auto', got {self.unroll!r}")
     configs = pattern(self.layers_tpl)
     self._remat = Remat.of(self, len(configs))
     self._stack_field = f'{self.path_name}.weight_split_dims_mapping.{self._stack}'
@@ -118,6 +123,14 @@ class Repeat(Layer):
     else:
       self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
       self._left = self.create_children('rest', templates=configs[:left])
+
+  def _unrolled(self, *, training: bool) -> int:
+    """How many repetitions an iteration of the loop has."""
+    if not isinstance(self.unroll, str):
+      return self.unroll
+    if not training or platform() != 'gpu' or self.num_layers > _MOST_UNROLLED:
+      return 1
+    return self._rounds if jax.sharding.get_abstract_mesh().size <= 1 else 1
 
   def in_turn(self) -> list[Layer]:
     """Returns the layer that is applied at each of the `num_layers` turns."""
@@ -209,7 +222,9 @@ class Repeat(Layer):
 
       return remat(one, kind, in_scan=in_scan, regathers=regathers)
 
-    bodies = [body(kind, layer, True) for kind, layer in enumerate(self._blocks)]
+    unroll = self._unrolled(training=method == '__call__' and not self.do_eval)
+    # All in one iteration are no loop, so XLA must be prevented from merging what is computed again.
+    bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 
     def one_round(carry: T, layers: list[tuple[Any, ...]]) -> tuple[T, list[SideOutputs]]:
       sides = []
@@ -226,7 +241,7 @@ class Repeat(Layer):
     for kind, layer in enumerate(self._blocks):
       layers.append((layer.variables, layer.decode_state, jnp.arange(first + kind, after, period)))
     if layers:
-      carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=self.unroll)
+      carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=unroll)
       for layer, side in zip(self._blocks, sides):
         layer.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
     for kind, layer in enumerate(self._left):

@@ -122,7 +122,7 @@ class StackedTransformer(Layer):
   num_layers: int = REQUIRED
   first_tpl: tuple[Config, ...] = ()
   sliding_windows: tuple[int | None, ...] | None = None
-  remat: str | tuple[str, ...] = 'none'
+  remat: str | tuple[str, ...] = 'auto'
   remat_save_names: tuple[str, ...] = ()
   remat_offload_names: tuple[str, ...] = ()
   activation_split_dims_mapping: Config = template(SplitMapping)

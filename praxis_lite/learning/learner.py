@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,13 @@ import optax
 from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, check_choice, did_you_mean
 from praxis_lite.learning.moments import MOMENTS
-from praxis_lite.learning.optimizer import GroupedOptimizer, States, is_regularized
+from praxis_lite.learning.optimizer import States, grouped_optimizer, is_regularized
 from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
+from praxis_lite.partitioning.mesh import platform
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams, is_dtype
 
+T = TypeVar('T')
 # Tree of sums over parts of variables -> tree of sums over the whole variables.
 SumParts = Callable[[NestedDict], NestedDict]
 
@@ -157,7 +159,9 @@ class BoundLearner:
           'create_variable(..., trainable=False)'
         )
     self._declared = self.trained(weights)
-    self._optimizer = GroupedOptimizer(learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments)
+    self._optimizer = grouped_optimizer(
+      learner.optimizer, self._declared, learner.per_layer_statistics, learner.moments
+    )
 
   # ---------------------------------------------------------------- which variables
 
@@ -247,9 +251,8 @@ class BoundLearner:
 
     if finite is None:
       new_variables, new_states, ema_vars = changed()
-    else:  # A branch lets XLA update donated arrays in place; a choice by element would copy each of the old slots.
-      kept = variables, opt_states, ema_vars
-      new_variables, new_states, ema_vars = jax.lax.cond(finite, changed, lambda: kept)
+    else:
+      new_variables, new_states, ema_vars = _if_finite(finite, changed, (variables, opt_states, ema_vars))
     stats = {'learning_rate': rate, 'grad_norm': grad_norm}
     if finite is not None:
       stats['skipped'] = 1.0 - finite.astype(jnp.float32)
@@ -285,6 +288,18 @@ class BoundLearner:
       return None
     new = 1.0 - jnp.minimum(self._learner.ema_decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, v: (e + new * (v - e)).astype(e.dtype), averages, variables)
+
+
+def _if_finite(finite: jax.Array, changed: Callable[[], T], kept: T) -> T:
+  """Returns `changed()` if `finite`, else `kept`, its structure of donated arrays.
+
+  On a GPU each array is chosen by element, in the one pass that updates it: of a branch there, XLA copies every result,
+  twice the bytes of all variables and slots. Elsewhere it is a branch, which XLA updates in place; chosen by element,
+  each array would take a pass of its own and a copy of the old ones.
+  """
+  if platform() == 'gpu':
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed(), kept)
+  return jax.lax.cond(finite, changed, lambda: kept)
 
 
 def _clipped(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:

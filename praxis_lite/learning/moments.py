@@ -111,6 +111,8 @@ def _to_bfloat16(x: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), up_or_down, x).astype(jnp.bfloat16)
 
 
+# Traced once for all moments of a shape: an optimizer's program has dozens of them, and is read several times.
+@functools.partial(jax.jit, static_argnames=('power', 'most', 'dtype'))
 def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any) -> tuple[jax.Array, ...]:
   size = jnp.abs(x)
   maxima = tuple(jnp.max(size, [d for d in range(x.ndim) if d != dim]) for dim in range(x.ndim))
@@ -126,6 +128,7 @@ def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any)
   return ((code if power == 4 else jnp.sign(x) * code).astype(dtype), *maxima)
 
 
+@functools.partial(jax.jit, static_argnames=('power', 'most'))
 def _from_codes(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
   codes, *maxima = stored
   relative = codes.astype(jnp.float32) / most

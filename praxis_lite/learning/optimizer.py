@@ -24,6 +24,7 @@ what an optimizer does every so many steps is then still decided once.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -69,6 +70,15 @@ class GroupedOptimizer:
   def __init__(self, config: Config, weights: NestedDict, per_layer: bool | None = None, moments: str = 'float32'):
     self._config, self._weights, self._per_layer, self._moments = config, weights, per_layer, moments
     self._regularized = {path: is_regularized(weight) for path, weight in leaves(weights).items()}
+
+  def is_of(self, config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> bool:
+    """Whether it was made of these arguments, or of equal ones."""
+    if (self._per_layer, self._moments, self._weights) != (per_layer, moments, weights):
+      return False
+    try:
+      return bool(self._config == config)
+    except ValueError:  # Arrays in configs have no one truth value.
+      return False
 
   def init(self, variables: NestedDict, learning_rate: Rate) -> States:
     """Returns the first state; `learning_rate`, a scalar, is that of the first step."""
@@ -231,6 +241,30 @@ class GroupedOptimizer:
             f'learner.optimizer: {name} of {_name(nested)} decays every variable, but {path_name(marked[0])} is marked '
             'to skip regularization; use learner.decoupled_weight_decay, which respects the mark'
           )
+
+
+_RECENT: collections.deque[GroupedOptimizer] = collections.deque(maxlen=8)
+
+
+def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | None, moments: str) -> GroupedOptimizer:
+  """Returns the `GroupedOptimizer` of these arguments, which may be one that was made of equal arguments before.
+
+  It keeps what it reads from the programs of its optimizer, however a mesh splits the variables: a search over meshes,
+  or a comparison of a mesh with one device, then traces them once.
+  """
+  declared = jax.tree.map(_without_split, weights)
+  for known in _RECENT:
+    if known.is_of(config, declared, per_layer, moments):
+      return known
+  _RECENT.append(GroupedOptimizer(config.clone(), declared, per_layer, moments))
+  return _RECENT[-1]
+
+
+def _without_split(weight: WeightHParams) -> WeightHParams:
+  """What an optimizer can know of a variable."""
+  return WeightHParams(
+    weight.shape, dtype=weight.dtype, repeat_prefix=weight.repeat_prefix, collections=weight.collections
+  )
 
 
 def is_regularized(weight: WeightHParams) -> bool:

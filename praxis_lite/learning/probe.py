@@ -21,6 +21,7 @@ loop, is not understood.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -240,15 +241,11 @@ class _Reader:
   def steps(self, build: Build, variables: NestedDict) -> _Steps:
     """Reads `init` and `update`; what they return is empty if the transformation cannot be traced on its own."""
     arrays = leaves_by_path(variables)
-    tree = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    try:
-      init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
-      update = jax.make_jaxpr(lambda rate, loss, g, s, p: build(rate).update(g, s, p, value=loss))(
-        scalar, scalar, tree, state, tree
-      )
-    except Exception:  # A user's code may raise anything if it needs other variables or further arguments.
+    shapes, structure = jax.tree.flatten(jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables))
+    traced = _traced(build, tuple(shapes), structure)
+    if traced is None:
       return _Steps({}, [], {})
+    init, update, state = traced
     rate, loss = (_Value(self._atom(name), (), ()) for name in ('rate', 'loss'))
     params, grads = ([_Value(self._atom(name), v.shape, v.labels, v) for v in arrays.values()] for name in ('p', 'g'))
     paths = list(leaves_by_path(state))
@@ -469,6 +466,22 @@ class _Reader:
     for i, at in enumerate(eqn.params['broadcast_dimensions']):
       labels[at] = value.labels[i] if value.shape[i] == shape[at] else ()
     return value._replace(shape=shape, labels=tuple(labels))
+
+
+@functools.lru_cache(maxsize=8)  # The questions above ask for the same programs.
+def _traced(
+  build: Build, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: jax.tree_util.PyTreeDef
+) -> tuple[ClosedJaxpr, ClosedJaxpr, object] | None:
+  """The programs of `init` and `update` on a tree of shapes, and the shapes of the state; None if they have none."""
+  tree, scalar = jax.tree.unflatten(structure, shapes), jax.ShapeDtypeStruct((), jnp.float32)
+  try:
+    init, state = jax.make_jaxpr(lambda rate, p: build(rate).init(p), return_shape=True)(scalar, tree)
+    update = jax.make_jaxpr(lambda rate, loss, g, s, p: build(rate).update(g, s, p, value=loss))(
+      scalar, scalar, tree, state, tree
+    )
+  except Exception:  # A user's code may raise anything if it needs other variables or further arguments.
+    return None
+  return init, update, state
 
 
 def _is_number(form: Terms) -> bool:

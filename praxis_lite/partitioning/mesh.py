@@ -87,6 +87,12 @@ def abstract_mesh(sizes: Mapping[str, int], platform: str | None = None) -> Abst
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
+def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
+  """'cpu', 'gpu' or 'tpu': that of a mesh, by default the ambient one, which may be of another machine."""
+  device = (jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh).abstract_device
+  return jax.default_backend() if device is None else device.platform
+
+
 def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
   """Returns `fn`, traced with `mesh` as the ambient mesh, so that sharding constraints inside it apply."""
 

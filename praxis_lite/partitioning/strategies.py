@@ -148,6 +148,10 @@ def _joined(node: ast.expr) -> list[ast.expr]:
   return [node]
 
 
+# What a literal for an argument with such an annotation may be; others are not looked at.
+_KINDS: dict[object, tuple[type, ...]] = {'bool': (bool,), 'int': (int,), 'float': (int, float)}
+
+
 def _make_op(node: ast.expr, text: str) -> ParsedOp:
   call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
   if not isinstance(call.func, ast.Name):
@@ -168,6 +172,11 @@ def _make_op(node: ast.expr, text: str) -> ParsedOp:
     bound = signature.bind(*args, **keywords)
   except TypeError as error:
     raise ShardingError(f'{text!r}: {error}; it is {name}{signature}') from None
+  for argument, value in bound.arguments.items():
+    kind = signature.parameters[argument].annotation
+    kind = getattr(kind, '__name__', kind)
+    if kind in _KINDS and (not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == 'bool')):
+      raise ShardingError(f'{text!r}: {argument} = {value!r} is no {kind}; it is {name}{signature}')
   own_text = ast.get_source_segment(text.strip(), node) or text
   return ParsedOp(own_text, make_op(*bound.args, **bound.kwargs), for_named)
 

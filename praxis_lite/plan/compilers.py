@@ -27,6 +27,7 @@ from jax.experimental import topologies
 
 from praxis_lite.errors import ConfigError, UserError, first_line
 from praxis_lite.native_log import collected_log
+from praxis_lite.partitioning.xla_flags import XlaFlags
 from praxis_lite.plan.targets import gpu_target_config
 from praxis_lite.plan.topology import Topology
 from praxis_lite.training.partitioned_step import PartitionedStep
@@ -108,7 +109,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     if len(devices) < count:
       raise ConfigError(
         f'topology {topology.name}: there are {len(devices)} CPU devices; call simulate_cpu_devices({count}) of '
-        'praxis_lite.runtime.distributed before anything uses a device'
+        'praxis_lite.hosts.distributed before anything uses a device'
       )
     return devices[:count]
   for name, value in _ENVIRONMENT.items():
@@ -199,7 +200,7 @@ def compile_step(
   start = time.perf_counter()
   try:
     with collected_log() as log:
-      compiled, text = _compiled(lowered, topology)
+      compiled, text = _compiled(lowered, step.flags, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
     why = first_line(error)[:_MOST_SHOWN].rstrip('.')
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
@@ -236,25 +237,25 @@ def as_if_with_cudnn() -> Iterator[None]:
     module.check_cudnn_version = ask
 
 
-def _compiled(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled, str]:
+def _compiled(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
   """Returns a compiled program and its text."""
-  compiled, text = _written_down(lowered) if topology.target.kind == 'tpu' else (lowered.compile(), '')
+  compiled, text = _written_down(lowered, flags) if topology.target.kind == 'tpu' else (flags.compile(lowered), '')
   try:
     text = text or compiled.as_text() or ''
   except RuntimeError:
     if topology.target.kind != 'tpu':
       raise
     # It has collectives that several operations carry on, which cannot be read back; this one has fewer of them.
-    text = lowered.compile(compiler_options={'xla_tpu_enable_async_collective_fusion': False}).as_text() or ''
+    text = flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
   if not text:
     raise NotImplementedError('the compiled program has no text')
   return compiled, text
 
 
-def _written_down(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
   """Returns a TPU program and the text that its compiler writes to a file; '' if it writes none."""
   with tempfile.TemporaryDirectory() as folder:
-    compiled = lowered.compile(compiler_options={'xla_dump_to': folder, 'xla_dump_hlo_as_text': True})
+    compiled = flags.compile(lowered, xla_dump_to=folder, xla_dump_hlo_as_text=True)
     texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
   return compiled, max(texts, key=len, default='')
 
@@ -269,7 +270,8 @@ def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology,
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
   chip = [gpu_target_config(topology.target)] if topology.target.cuda else []
-  for part in (topology.name, *chip, *versions, *layers, str(order), os.environ.get('XLA_FLAGS', '')):
+  flags = [os.environ.get('XLA_FLAGS', ''), *([str(sorted(step.flags.all.items()))] if step.flags.all else [])]
+  for part in (topology.name, *chip, *versions, *layers, str(order), *flags):
     digest.update(part.encode() + b'\0')
   digest.update(_ADDRESS.sub('', lowered.as_text()).encode())
   return digest.hexdigest()[:32]

@@ -21,7 +21,7 @@ from praxis_lite.layers.repeat import Repeat
 from praxis_lite.task import SingleTask
 
 # From what takes most memory to what takes most work.
-_REMAT = ('none', 'dots_with_no_batch_dims_saveable', 'full')
+_REMAT = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
 _MOST_MICROBATCHES = 64
 
 # A value for each knob, in their order.

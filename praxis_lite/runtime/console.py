@@ -22,7 +22,8 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.runtime.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.records.figures import digits, short_number
+from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runtime.nonfinite import SkippedSteps
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, peak_flops
 from praxis_lite.runtime.trouble import TroubleWatch
@@ -129,21 +130,8 @@ def train_figures(metrics: Mapping[str, ArrayLike], rates: Rates | None) -> list
 def metrics_line(step: int, split: str, metrics: Mapping[str, ArrayLike], note: str = '') -> str:
   """Returns the line of an evaluation: the loss first, then the other scalars by name."""
   names = sorted((n for n in metrics if np.ndim(metrics[n]) == 0), key=lambda n: (n != 'loss', n))
-  shown = [f'{name} {_digits(float(np.asarray(metrics[name])), 4)}' for name in names]
+  shown = [f'{name} {digits(float(np.asarray(metrics[name])), 4)}' for name in names]
   return ' '.join([f'step {step} {split}', *shown, *([f'({note})'] if note else [])])
-
-
-def short_number(value: float) -> str:
-  """Returns a number with three digits: 0.123, 12.3, 50.0k, 1.23M."""
-  for size, suffix in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
-    if value >= 0.9995 * size:
-      return f'{_digits(value / size, 3)}{suffix}'
-  return _digits(value, 3)
-
-
-def _digits(value: float, count: int) -> str:
-  """Returns a number with `count` digits, final zeros included, so that figures in successive lines align."""
-  return f'{value:#.{count}g}'.removesuffix('.')
 
 
 def _format(name: str, value: ArrayLike) -> str:
@@ -151,8 +139,8 @@ def _format(name: str, value: ArrayLike) -> str:
   if name == 'learning_rate':
     return f'{number:.1e}'
   if name == 'loss' and abs(number) < 1000:
-    return f'{number:.3f}' if abs(number) >= 0.1 or number == 0 else _digits(number, 3)
-  return _digits(number, 2 if abs(number) < 9.95 else 3)
+    return f'{number:.3f}' if abs(number) >= 0.1 or number == 0 else digits(number, 3)
+  return digits(number, 2 if abs(number) < 9.95 else 3)
 
 
 class _Step(NamedTuple):
@@ -227,7 +215,7 @@ class TrainLog:
     self._look_at_all_but(0)
 
   def restart_clock(self, step: int) -> None:
-    """Excludes the time since the last step, such as that of an evaluation, from the speeds; call after `drain`."""
+    """Excludes the time since the last step, of an evaluation or a save, from the speeds; call after `drain`."""
     self._throughput.restart(step)
 
   def _is_logged(self, step: int) -> bool:

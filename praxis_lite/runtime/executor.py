@@ -20,27 +20,20 @@ import jax
 import numpy as np
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
+from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.preemption import preemptible
+from praxis_lite.hosts.stop_signals import StopSignals
+from praxis_lite.hosts.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
-from praxis_lite.runtime.console import TrainLog, make_console
-from praxis_lite.runtime.determinism import step_twice
-from praxis_lite.runtime.distributed import StopSignals, is_primary_process
-from praxis_lite.runtime.elastic import fitted
-from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
-from praxis_lite.runtime.improvement import own_hooks, watched_metrics
-from praxis_lite.runtime.init_from import WarmStart
-from praxis_lite.runtime.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
-from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
-from praxis_lite.runtime.preemption import preemptible
-from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
-from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
-from praxis_lite.runtime.record import changes_named, write_record
-from praxis_lite.runtime.replay import check_finite
-from praxis_lite.runtime.run_config import (
+from praxis_lite.records.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
+from praxis_lite.records.record import changes_named, recorded_seed, write_record
+from praxis_lite.records.run_config import (
   build_datasets,
   check_all_take_part,
   check_intervals,
@@ -49,12 +42,22 @@ from praxis_lite.runtime.run_config import (
   job_directory,
   run_keys,
 )
+from praxis_lite.runtime.console import TrainLog, make_console
+from praxis_lite.runtime.determinism import step_twice
+from praxis_lite.runtime.elastic import fitted
+from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
+from praxis_lite.runtime.improvement import own_hooks, watched_metrics
+from praxis_lite.runtime.init_from import WarmStart
+from praxis_lite.runtime.mirror import Mirror
+from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
+from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
+from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
+from praxis_lite.runtime.replay import check_finite
 from praxis_lite.runtime.saving import Saving
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import keep_vocabulary, with_vocabulary
 from praxis_lite.runtime.watch import BadRecordLines, Watch
-from praxis_lite.runtime.watchdog import doing, meet_others, watched_by_others
 from praxis_lite.task import SingleTask
 from praxis_lite.training.numerics import compare_gradients
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -87,7 +90,7 @@ def run_train(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
-  seed: int = 0,
+  seed: int | None = None,
   restore_input: bool = True,
   verify_numerics: bool = False,
   advise: Advice | None = None,
@@ -106,7 +109,7 @@ def run_train(
     config: configs of the task and its datasets, exactly one of them with `is_training=True`.
     job_log_dir: directory of checkpoints, summaries and decoded outputs.
     devices: the devices to build the mesh from; all by default.
-    seed: seed of the initial values and of all random numbers in training.
+    seed: seed of the initial values and of all random numbers in training; None: the one that the run records, or 0.
     restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
     verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
     advise: returns warnings about the task, to print before anything is compiled.
@@ -116,7 +119,7 @@ def run_train(
       'fail' raises.
     debug_nans: wait for each step, and after one that is not finite end with an error that names the layer.
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
-    grace_s, preemption_notice: see `praxis_lite.runtime.preemption`.
+    grace_s, preemption_notice: see `praxis_lite.hosts.preemption`.
     elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
 
   Raises:
@@ -165,7 +168,7 @@ def _run_train(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None,
-  seed: int,
+  seed: int | None,
   restore_input: bool,
   verify_numerics: bool,
   advise: Advice | None,
@@ -188,6 +191,9 @@ def _run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    mirror = to_close.enter_context(contextlib.closing(Mirror(config.task.train.mirror, directory)))
+    mirror.fetch(on_damage)
+    seed = recorded_seed(directory) if seed is None else seed
     watch = to_close.enter_context(Watch(directory))
     config = with_vocabulary(config, directory)
     task_p, fit = fitted(config.task, len(devices or jax.devices())) if elastic else (config.task, '')
@@ -217,8 +223,21 @@ def _run_train(
     decoding: list[Program] = [DecodeProgram(tasks, i, keys.evaluate, directory) for i in decode_datasets.inputs]
     watched = watched_metrics(settings, {program.split: program.metric_names() for program in evaluation})
     with contextlib.closing(Checkpointer(directory, read_only=True, on_damage=on_damage)) as saved:
-      is_imported = saved.latest_step() is not None and saved.has_variables_alone()
-      is_restored = saved.latest_step() is not None and not is_imported
+      newest_checkpoint = saved.latest_step()
+      is_imported = newest_checkpoint is not None and saved.has_variables_alone()
+    startup.mark('trace')
+    copies_every = settings.emergency_copies.every_n_steps
+    copies = EmergencyCopies(
+      directory,
+      () if copies_every is None else settings.emergency_copies.directories,
+      partitioned.state_shapes,
+      partitioned.unpadded_state_shapes,
+    )
+    to_close.callback(copies.close)
+    with watch.goodput.doing('restoring'):
+      copy, about_copies = copies.newest(newest_checkpoint or 0)
+    startup.mark('restore')
+    is_restored = copy is not None or (newest_checkpoint is not None and not is_imported)
     init_from = settings.init_from
     if is_imported and init_from.path is None:
       init_from = dataclasses.replace(init_from, path=str(directory))
@@ -226,9 +245,10 @@ def _run_train(
     startup.mark('trace')
 
     # ---- where it starts: the first of these that applies
-    #   1. the newest complete checkpoint in its directory: the state, and the input after the batch of that step
-    #   2. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
-    #   3. initial values from the seed, and the input from its beginning
+    #   1. emergency copies that are newer than that: the state, and the input after the batch of that step
+    #   2. the newest complete checkpoint in its directory: the same
+    #   3. variables of another run's checkpoint, or imported ones in its directory, and the input from its beginning
+    #   4. initial values from the seed, and the input from its beginning
     checkpointer = Checkpointer(
       directory,
       max_to_keep=settings.max_to_keep,
@@ -240,8 +260,11 @@ def _run_train(
     if is_restored:
       with changes_named(directory, config), watch.goodput.doing('restoring'):
         shapes, true_shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
-        state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
-      input_state = checkpointer.input_state()
+        if copy is not None:
+          state, input_state = copy.restore(shapes), copy.input_state
+        else:
+          state = checkpointer.restore(shapes, true_shapes, weights=task.model.abstract_init())
+          input_state = checkpointer.input_state()
       if restore_input and input_state is not None:
         train_input.set_state(input_state)
       startup.mark('restore')
@@ -287,10 +310,11 @@ def _run_train(
       for line in advise(task, batch_struct):
         console.line(line)
       startup.mark('check')
-    for line in checkpointer.notes:
+    for line in (*checkpointer.notes, *filter(None, [about_copies])):
       console.line(line)
     if is_restored and first_step < total:
-      console.line(f'restored step {first_step} of {total} from {checkpointer.directory}')
+      where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
+      console.line(f'restored step {first_step} of {total} from {where}')
     if is_primary_process():
       # A run that takes no step keeps its record: nothing in it was made with what this call asks for.
       is_finished = is_restored and first_step >= total
@@ -300,17 +324,28 @@ def _run_train(
         console.line(line)
     watch.begin(first_step, total, settings.slow_step_factor, console.line)
 
-    def save() -> bool:
+    def before_saving(*, is_copy: bool) -> None:
       doing(f'saving step {run.step}')
       log.drain()  # Raises if a step was not finite, before anything is saved.
-      watch.saves(run.step)
+      watch.saves(run.step, is_copy=is_copy)
       trouble.keep_losses()
+
+    def save() -> bool:
+      before_saving(is_copy=False)
       with watch.goodput.doing('saving'):
         return saving.save(run.step, run.state, batches.get_state())
+
+    def make_copy() -> None:
+      before_saving(is_copy=True)
+      with watch.goodput.doing('saving'):
+        said = copies.write(run.step, run.state, batches.get_state(), checkpointer.latest_step() or 0)
+      if said:
+        console.line(said)
 
     def finish() -> None:
       with watch.goodput.doing('saving'):
         saving.finish(run.step, run.state, batches.get_state())
+        copies.remove()
       watch.saved(run.step)
 
     def evaluate(group: Sequence[Program]) -> None:
@@ -328,8 +363,13 @@ def _run_train(
 
     def do_what_is_due() -> None:
       # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
+      if is_due(run.step, copies_every):
+        make_copy()
+        log.restart_clock(run.step)
       if is_due(run.step, settings.save_interval_steps):
+        log.drain()
         save()
+        log.restart_clock(run.step)
       intervals = settings.eval_interval_steps, settings.decode_interval_steps
       for group, interval in zip((evaluation, decoding), intervals):
         if is_due(run.step, interval):
@@ -343,7 +383,7 @@ def _run_train(
     profiling = [to_close.enter_context(profiler)]
     stop_all = stop.request_of_all if jax.process_count() > 1 else None
     all_hooks = Hooks(
-      [*profiling, BadRecordLines(train_input), *own_hooks(settings, watched, checkpointer), *hooks], stop_all
+      [*profiling, BadRecordLines(train_input), *own_hooks(settings, watched, checkpointer), mirror, *hooks], stop_all
     )
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
@@ -425,6 +465,8 @@ def _run_train(
       console.line(watch.summary())
     all_taken = '; all steps are taken' if run.step == first_step == total else ''
     console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
+    with watch.goodput.doing('saving'):
+      mirror.finish(run)
     if all_hooks.error is not None:
       raise all_hooks.error
     if run.stop_reason is not None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import ConfigError, UserError
-from praxis_lite.runtime.metrics import DeviceMetrics, EvalResult, HostMetrics
+from praxis_lite.records.metrics import DeviceMetrics, EvalResult, HostMetrics
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import TrainState
 

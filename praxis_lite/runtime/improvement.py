@@ -13,8 +13,8 @@ import numpy as np
 
 from praxis_lite.checkpoints import BestCheckpoint, Checkpointer
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.records.metrics import EvalResult, HostMetrics
 from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.metrics import EvalResult, HostMetrics
 from praxis_lite.task import EarlyStoppingParams, TrainParams
 
 

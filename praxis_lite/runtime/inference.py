@@ -14,11 +14,11 @@ import jax
 from praxis_lite.checkpoints import OnDamage, Step
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.runtime.distributed import is_primary_process
-from praxis_lite.runtime.metrics import HostMetrics
+from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.records.metrics import HostMetrics
+from praxis_lite.records.run_config import build_datasets, job_directory
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
 from praxis_lite.runtime.prompts import prompt_batch
-from praxis_lite.runtime.run_config import build_datasets, job_directory
 from praxis_lite.runtime.trained import TrainedModel, restore_model
 from praxis_lite.runtime.vocabulary import with_vocabulary
 

@@ -20,7 +20,7 @@ import jax
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import Record, castable, records_of
 from praxis_lite.errors import CheckpointError, ConfigError, did_you_mean, located
-from praxis_lite.runtime.runs import runs_near
+from praxis_lite.records.runs import runs_near
 from praxis_lite.task import InitFromParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState

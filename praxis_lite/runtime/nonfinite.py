@@ -18,7 +18,7 @@ from praxis_lite.errors import UserError
 from praxis_lite.inputs import BaseInput
 from praxis_lite.models import BaseModel
 from praxis_lite.models.labels import labels_in
-from praxis_lite.runtime.metrics import DeviceMetrics
+from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.trees import NestedDict, leaves, path_name
 
 # The learner's metric of updates skipped because the loss or a gradient was not finite: 0 or 1 for one step.

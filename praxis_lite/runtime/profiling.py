@@ -20,8 +20,8 @@ from typing import NamedTuple, Self
 import jax
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.metrics import DeviceMetrics
 
 
 class ProfiledSteps(NamedTuple):

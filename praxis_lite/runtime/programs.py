@@ -23,12 +23,13 @@ from jax.sharding import Mesh
 from praxis_lite.call import Summary
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.checkpoints.contents import records_of
+from praxis_lite.hosts.distributed import decided_by_primary_process, is_primary_process
+from praxis_lite.hosts.stop_signals import StopSignals
+from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.runtime.console import Console, metrics_line
-from praxis_lite.runtime.distributed import StopSignals, decided_by_primary_process, is_primary_process
-from praxis_lite.runtime.metrics import (
+from praxis_lite.records.metrics import (
   MAX_STEPS_IN_FLIGHT,
   DeviceMetrics,
   EvalResult,
@@ -36,7 +37,7 @@ from praxis_lite.runtime.metrics import (
   MetricsAverage,
   SummaryWriter,
 )
-from praxis_lite.runtime.watchdog import doing, meet_others
+from praxis_lite.runtime.console import Console, metrics_line
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask

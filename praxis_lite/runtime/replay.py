@@ -14,8 +14,8 @@ from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserErro
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.partitioning.padding import slice_to
+from praxis_lite.records.run_config import build_datasets, run_keys
 from praxis_lite.runtime.nonfinite import NonFiniteError
-from praxis_lite.runtime.run_config import build_datasets, run_keys
 from praxis_lite.runtime.trouble import left_out, read_troubles
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.training.first_nonfinite import Trace

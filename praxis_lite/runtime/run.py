@@ -22,9 +22,9 @@ from praxis_lite.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.errors import ShardingError, UserError
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
-from praxis_lite.runtime.curves import MetricsTable, read_metrics
-from praxis_lite.runtime.record import RunRecord, has_record, read_record
-from praxis_lite.runtime.runs import runs_near
+from praxis_lite.records.curves import MetricsTable, read_metrics
+from praxis_lite.records.record import RunRecord, has_record, read_record
+from praxis_lite.records.runs import runs_near
 from praxis_lite.runtime.trained import TrainedModel, restore_model
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.task import SingleTask

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.errors import CheckpointError
 from praxis_lite.training.state import TrainState
 
@@ -17,7 +16,7 @@ from praxis_lite.training.state import TrainState
 class Saving:
   """Saves a run, and reports each save that fails; the next one tries again.
 
-  With several processes a failure is raised instead: one process alone does not know whether the others have saved.
+  With several processes, a save that fails in one of them fails in all.
 
   Args:
     checkpointer: saves, in the background.
@@ -64,9 +63,9 @@ class Saving:
   def _tolerated(self, call: Callable[[], Any]) -> Any:
     try:
       return call()
+    except PartedError:
+      raise
     except CheckpointError as error:
-      if jax.process_count() > 1:
-        raise
       self._is_good = False
       self._line(f'step {self._step}: {error}; training goes on{self._last_good()}')
       return None

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from praxis_lite.config.overrides import alternatives
 from praxis_lite.errors import ConfigError
 from praxis_lite.files import parse_json, replace_file
-from praxis_lite.runtime.runs import short_names
+from praxis_lite.records.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
 _MOST_NAME = 120  # Characters; file systems allow 255 bytes.

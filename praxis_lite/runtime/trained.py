@@ -22,12 +22,14 @@ from praxis_lite.config import Config, target
 from praxis_lite.decoding import Bucket
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel, LanguageModel
-from praxis_lite.runtime.distributed import is_primary_process
+from praxis_lite.records.metrics import HostMetrics
+from praxis_lite.records.record import changes_named
+from praxis_lite.records.run_config import Datasets, run_keys
 from praxis_lite.runtime.export import ExportSettings, export_model
-from praxis_lite.runtime.metrics import HostMetrics
 from praxis_lite.runtime.programs import EvalProgram, TaskOnMesh
 from praxis_lite.runtime.prompts import (
   check_ids,
@@ -38,8 +40,6 @@ from praxis_lite.runtime.prompts import (
   task_with_sampler,
   tokenizer_of,
 )
-from praxis_lite.runtime.record import changes_named
-from praxis_lite.runtime.run_config import Datasets, run_keys
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask

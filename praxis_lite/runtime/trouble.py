@@ -25,10 +25,11 @@ import jax
 from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints import saved_steps
+from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.retention import take_away
 from praxis_lite.errors import UserError
 from praxis_lite.files import parse_json, replace_file
-from praxis_lite.runtime.distributed import is_primary_process
+from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.task import LossSpikeParams, TrainParams
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
@@ -195,7 +196,7 @@ class TroubleWatch:
 
 
 def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
-  """Removes the checkpoints from the first bad step on, and records the batches to leave out.
+  """Removes the checkpoints from the first bad step on and all emergency copies, and records the batches to leave out.
 
   All processes call it, once nothing is being saved or read. A kill between the two leaves a run that resumes from the
   earlier checkpoint, meets the same trouble and comes here again.
@@ -214,6 +215,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
       f'`praxis-lite replay {directory} --step={trouble.first}`'
     )
   if is_primary_process():
+    forget_copies(directory)
     for step in steps:
       if step >= trouble.first:
         shutil.rmtree(take_away(directory / 'checkpoints' / str(step)), ignore_errors=True)

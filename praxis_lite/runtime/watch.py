@@ -12,11 +12,11 @@ import jax
 
 from praxis_lite.errors import first_line
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.runtime.goodput import Goodput, SlowSteps, goodput_line, shares
-from praxis_lite.runtime.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.records.goodput import Goodput, SlowSteps, goodput_line, shares
+from praxis_lite.records.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
+from praxis_lite.records.metrics import DeviceMetrics
+from praxis_lite.records.record import has_record
 from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.metrics import DeviceMetrics
-from praxis_lite.runtime.record import has_record
 
 _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 0.2
@@ -130,9 +130,9 @@ class Watch:
     if slow is not None:
       self.line(slow)
 
-  def saves(self, step: int) -> None:
-    """Says that a save of `step` has begun."""
-    self.goodput.mark(step)
+  def saves(self, step: int, *, is_copy: bool) -> None:
+    """Says that a save of `step`, or an emergency copy, has begun."""
+    self.goodput.mark(step, is_copy=is_copy)
 
   def saved(self, step: int) -> None:
     """Says that the checkpoint of `step` is complete."""

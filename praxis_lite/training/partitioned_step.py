@@ -15,6 +15,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.batch import batch_size, check_batch, is_on_device, pad_batch, put_on_mesh
 from praxis_lite.partitioning.guards import Guarded, guard
 from praxis_lite.partitioning.mesh import on_mesh
+from praxis_lite.partitioning.xla_flags import NO_FLAGS, XlaFlags
 from praxis_lite.trees import NestedDict
 
 
@@ -37,6 +38,7 @@ class PartitionedStep(Generic[OutT]):
     arguments: its arguments as `jax.ShapeDtypeStruct`s with shardings; the last is the batch of inputs.
     out_shardings: shardings of its result, or a prefix of them.
     donate_argnums: arguments whose memory the result may reuse.
+    flags: what it is compiled with.
 
   Attributes:
     guarded: once it is lowered, the operations that XLA would have computed wrongly; see `partitioning/guards/`.
@@ -50,10 +52,12 @@ class PartitionedStep(Generic[OutT]):
     *,
     mesh: Mesh,
     donate_argnums: tuple[int, ...] = (),
+    flags: XlaFlags = NO_FLAGS,
   ):
     in_shardings = jax.tree.map(lambda x: x.sharding, arguments)
     self.mesh = mesh
     self.arguments = arguments
+    self.flags = flags
     self.jitted = jax.jit(
       on_mesh(fn, mesh), in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
     )
@@ -104,7 +108,7 @@ class PartitionedStep(Generic[OutT]):
     """The compiled program, for its text, cost and memory analysis."""
     lowered = self.lower()
     start = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = self.flags.compile(lowered)
     self._times = self._times._replace(compile=self._times.compile + time.perf_counter() - start)
     return compiled
 

@@ -21,9 +21,10 @@ from praxis_lite.partitioning.batch_rows import BatchRows, batch_rows, row_axes
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
-from praxis_lite.partitioning.mesh import on_mesh
+from praxis_lite.partitioning.mesh import on_mesh, platform
 from praxis_lite.partitioning.rules import LogicalAxisRules
 from praxis_lite.partitioning.specs import get_input_partition_specs, infer_partition_spec_based_on_rank_fn
+from praxis_lite.partitioning.xla_flags import XlaFlags, xla_flags
 from praxis_lite.task import SingleTask
 from praxis_lite.training import steps
 from praxis_lite.training.execution import EXECUTIONS, CompilerPlaced, MeshExecution
@@ -164,7 +165,7 @@ class PartitionedTask:
     fn, arguments = self._train_fn(self.execution)
     # Shardings stand where the step's arrays will.
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
-    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,))
+    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, donate_argnums=(0,), flags=self._flags)
 
   @functools.cached_property
   def eval_step(self) -> PartitionedStep[steps.EvalStepOutput]:
@@ -185,7 +186,7 @@ class PartitionedTask:
     """Arguments as of `train_step`; see `steps.gradient_norms`. By default it runs as the train step does."""
     fn, arguments = self._train_fn(execution or self.execution, steps.gradient_norms)
     outputs: Any = steps.TrainStepOutput(self.layout.shardings, *[self._replicated] * 4)  # type: ignore[arg-type]
-    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh)
+    return PartitionedStep(fn, arguments, outputs, mesh=self.mesh, flags=self._flags)
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns a new train state, padded, each device holding its own part from the start."""
@@ -267,7 +268,13 @@ class PartitionedTask:
       return out._replace(**{by_row: jax.tree.map(rows.of_examples, getattr(out, by_row))})
 
     inference_step.__name__ = step.__name__  # What profiles call the program.
-    return PartitionedStep(inference_step, (self.state_shapes.mdl_vars, *shapes), self._replicated, mesh=self.mesh)
+    arguments = (self.state_shapes.mdl_vars, *shapes)
+    return PartitionedStep(inference_step, arguments, self._replicated, mesh=self.mesh, flags=self._flags)
+
+  @property
+  def _flags(self) -> XlaFlags:
+    task = self.jax_task
+    return xla_flags(platform(self.mesh), self.mesh.size, task.xla_flags, use_defaults=task.default_xla_flags)
 
   @property
   def _replicated(self) -> NamedSharding:

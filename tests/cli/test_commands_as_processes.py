@@ -11,6 +11,7 @@ import time
 
 import pytest
 from quick_xla import xla_flags
+from warm_python import started
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +19,19 @@ SCRIPT = pathlib.Path(sys.executable).parent / 'praxis-lite'
 PROGRAM = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, '-m', 'praxis_lite.cli.main']
 
 
+def environment(cwd):
+  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'XDG_CACHE_HOME': str(cwd / 'cache')}
+
+
 def run(*arguments, cwd):
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'XDG_CACHE_HOME': str(cwd / 'cache')}
+  command = started(*arguments, cwd=cwd, env=environment(cwd))
+  out, err = command.communicate()
+  return subprocess.CompletedProcess(arguments, command.returncode, out, err)
+
+
+def run_script(*arguments, cwd):
+  """The same, from the start of Python on."""
+  env = environment(cwd)
   return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=env)
 
 
@@ -56,9 +68,10 @@ MISTAKES |= {
 }
 
 
-@pytest.mark.parametrize(('arguments', 'message'), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, arguments, message):
-  done = run(*arguments, cwd=tmp_path)
+@pytest.mark.parametrize('name', MISTAKES)
+def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, name):
+  arguments, message = MISTAKES[name]
+  done = (run_script if name == 'simulated devices' else run)(*arguments, cwd=tmp_path)
   assert done.returncode == 2
   assert done.stdout == ''
   assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -117,35 +130,29 @@ def test_a_prompt_of_stray_bytes_is_told(tmp_path):
     'train', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', '--set', 'task.train.num_train_steps=1', cwd=tmp_path
   )
   assert done.returncode == 0
-  done = run('decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', b'--prompt=a\xff', cwd=tmp_path)
+  done = run('decode', '--exp=lm.StdlibLmTiny', '--job_log_dir=run', '--prompt=a\udcff', cwd=tmp_path)
   assert done.returncode == 2
   assert done.stderr == (
     "praxis-lite decode: error: --prompt='a\\udcff' is not UTF-8 text: character 1 is a stray byte\n"
   )
 
 
+def ended_after_a_line(*arguments, cwd):
+  """As in `praxis-lite ... | head -n 1`: the line, the exit code, and what is on stderr."""
+  command = started(*arguments, cwd=cwd, env=environment(cwd))
+  line = command.stdout.readline()
+  command.stdout.close()
+  _, err = command.communicate()
+  return line, command.returncode, err
+
+
 def test_training_that_loses_its_reader_is_not_done(tmp_path):
-  flags = '--exp=lm.SyntheticLmTiny --job_log_dir=run --set task.train.num_train_steps=3000'
-  done = subprocess.run(
-    ['bash', '-c', f'{" ".join(PROGRAM)} train {flags} | head -n 1; exit ${{PIPESTATUS[0]}}'],
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=tmp_path,
-    env=os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')},
-  )
-  assert done.returncode == 2
-  assert done.stderr.startswith('praxis-lite train: error: the process that read its output has ended')
+  flags = ['--exp=lm.SyntheticLmTiny', '--job_log_dir=run', '--set=task.train.num_train_steps=3000']
+  _, code, err = ended_after_a_line('train', *flags, cwd=tmp_path)
+  assert code == 2
+  assert err.startswith('praxis-lite train: error: the process that read its output has ended')
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
-  program = ' '.join(PROGRAM)
-  done = subprocess.run(
-    ['bash', '-o', 'pipefail', '-c', f'{program} show --exp=lm.StdlibLm | head -n 1'],
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=tmp_path,
-  )
-  assert (done.returncode, done.stderr) == (0, '')
-  assert len(done.stdout.splitlines()) == 1
+  line, code, err = ended_after_a_line('show', '--exp=lm.StdlibLm', cwd=tmp_path)
+  assert line and (code, err) == (0, '')

@@ -19,26 +19,44 @@ for module in pkgutil.iter_modules(package.__path__, 'praxis_lite.{0}.'):
     importlib.import_module(module.name)
 """
 
-IMPORTS_OF = {
-  'praxis_lite': ('import praxis_lite', {*HEAVY, 'optax'}),
-  'experiments': ('from praxis_lite import registry\nassert not registry.load_all()', HEAVY),
-  'layers': (ALL.format('layers'), {*HEAVY, 'optax'}),
-  'models': (ALL.format('models'), {*HEAVY, 'optax'}),
-  'inputs': (ALL.format('inputs'), {*HEAVY, 'optax'}),
-  'partitioning': (ALL.format('partitioning'), HEAVY),
-  'runtime': (ALL.format('runtime'), HEAVY),
-  'help': (
-    'from praxis_lite.cli.main import main\nmain(["--help"]); main(["train", "--help"])',
+OPTAX_TOO = {*HEAVY, 'optax'}
+# What must not be imported by what; those of a line run in one process, in this order.
+IMPORTS_OF = [
+  (
     {*HEAVY, 'jax', 'numpy'},
+    {'help': 'from praxis_lite.cli.main import main\nmain(["--help"]); main(["train", "--help"])'},
   ),
-  'list': ('from praxis_lite.cli.main import main\nmain(["list"])', HEAVY),
-  'show': ('from praxis_lite.cli.main import main\nassert main(["show", "--exp=lm_sizes.Llama8B"]) == 0', HEAVY),
-}
+  (
+    OPTAX_TOO,
+    {'praxis_lite': 'import praxis_lite', **{room: ALL.format(room) for room in ('layers', 'models', 'inputs')}},
+  ),
+  (
+    HEAVY,
+    {
+      'experiments': 'from praxis_lite import registry\nassert not registry.load_all()',
+      'partitioning': ALL.format('partitioning'),
+      'runtime': ALL.format('runtime'),
+      'list': 'from praxis_lite.cli.main import main\nmain(["list"])',
+      'show': 'from praxis_lite.cli.main import main\nassert main(["show", "--exp=lm_sizes.Llama8B"]) == 0',
+    },
+  ),
+]
 
 
-@pytest.mark.parametrize(('code', 'unwanted'), IMPORTS_OF.values(), ids=IMPORTS_OF)
-def test_what_is_heavy_is_not_imported(code, unwanted):
-  check = f'\nimport sys\nprint("FOUND", sorted(set(sys.modules) & {unwanted!r}))'
-  done = subprocess.run([sys.executable, '-c', code + check], capture_output=True, text=True, check=False)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[-1] == 'FOUND []'
+@pytest.fixture(scope='module')
+def imported():
+  """Of each name, what was imported by then that must not be."""
+  found = {}
+  for unwanted, codes in IMPORTS_OF:
+    check = f'\nprint("FOUND", sorted(set(sys.modules) & {unwanted!r}))\n'
+    code = 'import sys\n' + ''.join(code + check for code in codes.values())
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith('FOUND ')]
+    found |= dict(zip(codes, lines, strict=True))
+  return found
+
+
+@pytest.mark.parametrize('name', [name for _, codes in IMPORTS_OF for name in codes])
+def test_what_is_heavy_is_not_imported(name, imported):
+  assert imported[name] == 'FOUND []'

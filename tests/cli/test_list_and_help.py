@@ -55,10 +55,11 @@ def test_flags_of_one_call_are_not_left_for_the_next(capsys):
 def test_list_prints_each_registered_experiment_with_its_summary(capsys):
   assert main(['list']) == 0
   out, err = capsys.readouterr()
-  lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+  names, _, summaries = zip(*(line.partition(' ') for line in out.splitlines()))
+  lines = {name: summary.strip() for name, summary in zip(names, summaries)}
   registry.load_all()
-  ours = [n for n in registry.names() if n.startswith('praxis_lite.experiments.')]
-  assert {n.removeprefix('praxis_lite.experiments.') for n in ours} <= lines.keys()
+  prefix = 'praxis_lite.experiments.'  # Other tests may have registered others.
+  assert all(lines[name.removeprefix(prefix)] for name in registry.names() if name.startswith(prefix))
   assert lines['lm.StdlibLm'].startswith('The default: a model of the Python standard library')
   assert err == ''
 

@@ -14,7 +14,7 @@ import pytest
 from praxis_lite.cli.main import main
 from praxis_lite.config import target
 from praxis_lite.config.text import to_text
-from praxis_lite.runtime.record import read_record
+from praxis_lite.records.record import read_record
 from praxis_lite.weights import WeightHParams
 
 FILE = pathlib.Path(__file__).parent / 'tiny_experiment.py'

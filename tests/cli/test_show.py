@@ -13,7 +13,7 @@ from praxis_lite.config import Config, target
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import to_text
 from praxis_lite.experiment import configure
-from praxis_lite.runtime.record import write_record
+from praxis_lite.records.record import write_record
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 TINY = '--exp=lm.SyntheticLmTiny'

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from quick_xla import xla_flags
+from warm_python import WarmPopen, started
 
 from praxis_lite.cli import run_table
 from praxis_lite.cli.main import main
-from praxis_lite.runtime.curves import read_metrics
-from praxis_lite.runtime.record import read_record
+from praxis_lite.records.curves import read_metrics
+from praxis_lite.records.record import read_record
 
 EXP = f'--exp={pathlib.Path(__file__).parent / "tiny_experiment.py"}:Tiny'
 RATE = 'task.train.learner.learning_rate'
 
 
 def sweep(folder, *arguments):
-  command = [sys.executable, '-m', 'praxis_lite', 'sweep', EXP, f'--job_log_dir={folder}', *arguments]
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'XDG_CACHE_HOME': str(folder.parent / 'cache')}
-  return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=folder.parent)
+  """Its exit code, and what it prints; each point is a process of its own."""
+  with contextlib.ExitStack() as stack:
+    patched = stack.enter_context(pytest.MonkeyPatch.context())
+    patched.setattr(subprocess, 'Popen', WarmPopen)
+    patched.chdir(folder.parent)
+    for name, value in {'XLA_FLAGS': xla_flags(), 'XDG_CACHE_HOME': str(folder.parent / 'cache')}.items():
+      patched.setenv(name, value)
+    out = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    err = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    code = main(['sweep', EXP, f'--job_log_dir={folder}', *arguments])
+  assert err.getvalue() == ''
+  return code, out.getvalue()
 
 
 @pytest.fixture(scope='module')
 def swept(tmp_path_factory):
   folder = tmp_path_factory.mktemp('sweeps') / 'rates'
-  return folder, sweep(folder, f'--set={RATE}=1e-3,1e-1', '--set=task.model.hidden=5,13', '--seed=3', '--parallel=2')
+  return folder, *sweep(folder, f'--set={RATE}=1e-3,1e-1', '--set=task.model.hidden=5,13', '--seed=3', '--parallel=2')
 
 
 @pytest.mark.slow
 def test_a_sweep_trains_each_point_reports_failures_and_names_the_best(swept):
-  folder, done = swept
-  assert done.stderr == ''
-  assert done.returncode == 1
+  folder, code, printed = swept
+  assert code == 1
   names = [f'learning_rate={rate},hidden={hidden}' for rate in ('1e-3', '1e-1') for hidden in (5, 13)]
   assert sorted(p.name for p in folder.iterdir()) == sorted([*names, 'sweep.json'])
-  assert re.search(r'\[1/4\] learning_rate=1e-3,hidden=5: done in \d+ s', done.stdout)
-  assert re.search(r'\[2/4\] learning_rate=1e-3,hidden=13: exit code 2: .*RuntimeError: an unlucky number', done.stdout)
-  assert '2 of 4 points failed' in done.stdout
-  loss, best = re.search(r'\nbest eval/valid/loss: ([\d.]+) at step 2 of (\S+)\n', done.stdout).groups()
+  assert re.search(r'\[1/4\] learning_rate=1e-3,hidden=5: done in \d+ s', printed)
+  assert re.search(r'\[2/4\] learning_rate=1e-3,hidden=13: exit code 2: .*RuntimeError: an unlucky number', printed)
+  assert '2 of 4 points failed' in printed
+  loss, best = re.search(r'\nbest eval/valid/loss: ([\d.]+) at step 2 of (\S+)\n', printed).groups()
   losses = {name: read_metrics(folder / name)['eval/valid/loss'][-1] for name in (names[0], names[2])}
   assert best == min(losses, key=losses.get) and float(loss) == pytest.approx(min(losses.values()), rel=1e-3)
   record = read_record(folder / names[0], trusted=[EXP.partition('=')[2].partition(':')[0]])
@@ -54,21 +63,21 @@ def test_a_sweep_trains_each_point_reports_failures_and_names_the_best(swept):
 
 @pytest.mark.slow
 def test_the_same_sweep_again_starts_only_what_is_not_finished(swept):
-  folder, _ = swept
-  again = sweep(folder, f'--set={RATE}=1e-3,1e-1', '--set=task.model.hidden=5,13', '--seed=3', '--parallel=2')
-  assert '[1/4] learning_rate=1e-3,hidden=5: finished before' in again.stdout
+  folder, *_ = swept
+  _, again = sweep(folder, f'--set={RATE}=1e-3,1e-1', '--set=task.model.hidden=5,13', '--seed=3', '--parallel=2')
+  assert '[1/4] learning_rate=1e-3,hidden=5: finished before' in again
   assert len(read_record(folder / 'learning_rate=1e-3,hidden=5').launches) == 1
-  assert again.stdout.count('exit code 2') == 2
+  assert again.count('exit code 2') == 2
 
 
 def test_runs_prints_the_table_of_a_sweep(swept, capsys):
-  folder, _ = swept
+  folder, *_ = swept
   assert main(['runs', str(folder)]) == 0
   header, *rows = capsys.readouterr().out.splitlines()
   assert header.split() == ['run', 'step', 'age', 'loss', 'best', 'differs', 'in']
   assert rows.pop() == 'best: eval/valid/loss, lower is better, @ its step'
   assert len(rows) == 2  # The others have written nothing.
-  assert any(re.search(r'hidden=5 +2/2 +\d+ s +[\d.]+ +[\d.]+ @2  learning_rate=0.001', row) for row in rows), rows
+  assert any(re.search(r'hidden=5 +2/2 +[\d.]+ s +[\d.]+ +[\d.]+ @2  learning_rate=0.001', row) for row in rows), rows
   assert main(['runs', str(folder), '--metric=nothing']) == 2
   assert '--metric=nothing: no run has it' in capsys.readouterr().err
 
@@ -98,9 +107,8 @@ def test_a_sweep_in_the_directory_of_a_run_is_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_says_so_and_goes_on(tmp_path):
-  steps = '--set=task.train.num_train_steps=100000000'
-  command = [sys.executable, '-m', 'praxis_lite', 'sweep', EXP, f'--job_log_dir={tmp_path}', steps]
-  process = subprocess.Popen([*command, '--set=task.model.hidden=3,4'], stdout=subprocess.PIPE, text=True)
+  sets = ['--set=task.train.num_train_steps=100000000', '--set=task.model.hidden=3,4']
+  process = started('sweep', EXP, f'--job_log_dir={tmp_path}', *sets, cwd=tmp_path)
   metrics = tmp_path / 'hidden=3' / 'metrics.jsonl'
   while not (metrics.exists() and metrics.stat().st_size):  # It has taken steps.
     assert process.poll() is None

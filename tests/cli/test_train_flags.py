@@ -13,14 +13,16 @@ import sys
 import jax
 import pytest
 from quick_xla import xla_flags
+from warm_python import started
 
 from praxis_lite.cli.main import main
 
 pytestmark = pytest.mark.slow
 
 RUNTIME = pathlib.Path(__file__).parent.parent / 'runtime'
-EXPERIMENT = """
-import os
+EXPERIMENT = f"""
+import os, sys
+sys.path.insert(0, {str(RUNTIME)!r})
 from tiny_runs import tiny_run
 from praxis_lite import BaseExperiment
 
@@ -38,27 +40,21 @@ sys.exit(code)
 """
 
 
+ENVIRONMENT = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(1)}
+
+
 @pytest.fixture
-def train(tmp_path):
-  """Starts `train` of a tiny run as a process."""
+def flags(tmp_path):
+  """Those of a tiny run."""
   (tmp_path / 'tiny.py').write_text(EXPERIMENT)
-  path = os.pathsep.join([str(RUNTIME), os.environ.get('PYTHONPATH', '')])
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(1), 'PYTHONPATH': path}
-  flags = [f'--exp={tmp_path}/tiny.py:Tiny', f'--job_log_dir={tmp_path}/run', '--nocompilation_cache']
-
-  def start(*more, **variables):
-    command = [sys.executable, '-c', COMMAND, 'train', *flags, *more]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-    return subprocess.Popen(command, env=env | variables, **pipes)
-
-  return start
+  return [f'--exp={tmp_path}/tiny.py:Tiny', f'--job_log_dir={tmp_path}/run', '--nocompilation_cache']
 
 
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
-def test_a_run_that_a_signal_ends_is_saved_and_exits_as_shells_expect(tmp_path, train, name):
+def test_a_run_that_a_signal_ends_is_saved_and_exits_as_shells_expect(tmp_path, flags, name):
   gate = tmp_path / 'gate'
   gate.write_text('6')
-  process = train(GATE=str(gate))
+  process = started('train', *flags, cwd=tmp_path, env=ENVIRONMENT | {'GATE': str(gate)})
   assert any(line.startswith('step 3/') for line in process.stdout), process.stderr.read()
   process.send_signal(signal.Signals[name])
   assert process.stderr.readline().startswith(name)
@@ -69,9 +65,11 @@ def test_a_run_that_a_signal_ends_is_saved_and_exits_as_shells_expect(tmp_path, 
   assert 'saved in' in out and any((tmp_path / 'run' / 'checkpoints').iterdir())
 
 
-def test_steps_are_profiled_the_best_is_kept_and_nothing_heavy_is_imported(tmp_path, train, capsys):
+def test_steps_are_profiled_the_best_is_kept_and_nothing_heavy_is_imported(tmp_path, flags, capsys):
   best = ['--set=task.train.best_metric=loss', '--set=task.train.best_metric_mode=max', '--set=datasets[*].gate=']
-  out, err = train('--profile_steps=3:4', *best).communicate(timeout=600)
+  command = [sys.executable, '-c', COMMAND, 'train', *flags, '--profile_steps=3:4', *best]
+  done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+  out, err = done.stdout, done.stderr
   assert 'IMPORTED []' in out and err == '', err
   told = [line for line in out.splitlines() if line.startswith('profile of steps')]
   assert told == [

@@ -62,7 +62,7 @@ HOSTILE = [
   *('praxis_lite.importing:os.system', 'praxis_lite.importing:os', 'praxis_lite.registry:get'),
   *('praxis_lite.config.references:import_reference', 'praxis_lite.cli.main:main', 'praxis_lite.cli.main:os.execv'),
   *('praxis_lite.inputs.tfdata:write_tfrecords', 'praxis_lite.checkpoints.checkpointer:Checkpointer'),
-  *('praxis_lite.runtime.distributed:initialize_distributed', 'praxis_lite.runtime.executor:run_train'),
+  *('praxis_lite.hosts.distributed:initialize_distributed', 'praxis_lite.runtime.executor:run_train'),
   *('praxis_lite.layers:Linear.__init__', 'praxis_lite.layers:Linear.__class__', 'praxis_lite.layers:Linear.mro'),
   *('praxis_lite.layers:Linear.apply', 'praxis_lite.layers.linears:jax', 'praxis_lite.layers.linears:jnp.load'),
   *('optax:jnp.load', 'optax._src.base:jnp.load', 'optax:chex', 'fiddle:Config', 'absl.app:run', 'tensorflow:io'),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,13 +33,19 @@ def step(ids_BT, pos_BT, last_B, state):
 
 
 def decode(prompts=PROMPTS, lengths=LENGTHS, seed=0, context=None, max_tokens=None, chunk=None, **fields):
+  run = _decode(context, chunk, **fields)
+  return jax.tree.map(np.asarray, run(prompts, lengths, jax.random.key(seed), max_tokens))
+
+
+@functools.cache
+def _decode(context, chunk, **fields):
   sampler = Config(Sampler, **{'max_decode_steps': 6, **fields}).instantiate()
 
   def run(prompts, lengths, key, max_tokens):
     state = jnp.zeros((len(prompts), 1, V))
     return sampler.decode(step, state, prompts, lengths, key, context, max_tokens, chunk)
 
-  return jax.tree.map(np.asarray, jax.jit(run)(prompts, lengths, jax.random.key(seed), max_tokens))
+  return jax.jit(run)
 
 
 def greedy_by_hand(prompt, steps, context=99):

@@ -13,15 +13,13 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import registry
 from praxis_lite.config import Config
 from praxis_lite.experiment import configure
-from praxis_lite.explain import Limits, Problem, Severity, check, explain_task, format_problems, has_errors
+from praxis_lite.explain import Limits, Problem, Severity, check, format_problems, has_errors
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import state_layout
 
-registry.load_all()
-NAMES = [name for name in registry.names() if name.startswith('praxis_lite.experiments.')]
 BATCH = {
   'image': jax.ShapeDtypeStruct((16, 8), jnp.float32),
   'label': jax.ShapeDtypeStruct((16,), jnp.int32),
@@ -268,22 +266,3 @@ def test_stages_that_do_not_divide_their_axis() -> None:
   (problem,) = [p for p in check(config) if p.kind == 'uneven stages']
   assert problem.path == 'lm.transformer.num_stages' and '3 stages over 4 devices' in problem.message
   assert problem.remedy == 'make it a multiple of 4, or the mesh axis a divisor of 3'
-
-
-# ---------------------------------------------------------------- registered experiments
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', NAMES)
-def test_what_is_said_of_registered_experiments_is_so(name: str) -> None:
-  config = configure(registry.get(name))
-  report = explain_task(config)
-  for problem in check(config):
-    assert problem.kind == 'padding', str(problem)
-    assert problem.path == 'inputs'
-    rows = report.inputs[0].dims[0]
-    devices = report.inputs[0].num_devices
-    batch_sizes = {d.batch_size for d in config.datasets}
-    assert rows.size in batch_sizes
-    assert rows.size % devices and rows.padding / rows.padded > 0.1
-    assert f'{rows.size} examples are computed as {rows.padded}' in problem.message

@@ -14,9 +14,9 @@ from praxis_lite.hf import export_run, import_run, read_model, write_model
 from praxis_lite.hf.files import read_folder
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.models import set_pipeline, transformer_lm
+from praxis_lite.records.record import read_record
 from praxis_lite.runtime.executor import run_train
 from praxis_lite.runtime.inference import decode_prompts
-from praxis_lite.runtime.record import read_record
 
 
 def tensors_of(folder):

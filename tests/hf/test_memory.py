@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPopen
 
-TOOL = Path(__file__).parents[2] / 'tools' / 'benchmark_hf_import.py'
+TOOLS = Path(__file__).parents[2] / 'tools'
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='the kernel tells the peak of a process in /proc')
-def test_the_peak_of_a_whole_process(tmp_path):
-  done = subprocess.run([sys.executable, TOOL, '--gigabytes=0.4'], capture_output=True, text=True, check=True)
-  peaks = {what: float(peak) for what, peak in re.findall(r'^(\w+) of .*: peak (\S+) GB', done.stdout, re.MULTILINE)}
-  # The packages that are imported take 0.33, and the model 0.38. The export holds one tensor of 0.13.
-  assert peaks['import'] < 0.6 and peaks['export'] < 0.6, done.stdout
+def test_the_peak_of_a_whole_process(monkeypatch, capsys):
+  monkeypatch.syspath_prepend(TOOLS)
+  tool = importlib.import_module('benchmark_hf_import')
+  monkeypatch.setattr(tool, '_VOCAB', 8000)
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
+  monkeypatch.setattr('sys.argv', ['benchmark_hf_import.py', '--gigabytes=0.3'])
+  tool.main()
+  out = capsys.readouterr().out
+  peaks = {what: float(peak) for what, peak in re.findall(r'^(\w+) of .*: peak (\S+) GB', out, re.MULTILINE)}
+  # JAX, once it has started, takes 0.18, what else is imported and the parts that are read 0.16, and the model 0.31.
+  assert peaks['import'] < 0.42 and peaks['export'] < 0.42, out

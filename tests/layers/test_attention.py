@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from jax.sharding import AxisType
 
 from praxis_lite.config import Config
@@ -50,14 +51,12 @@ def run(layer, variables, *args, **kwargs):
 
 
 def random_variables(layer, seed=0):
-  """First values with biases that are not zero."""
-  leaves, tree = jax.tree.flatten(layer.init(jax.random.key(seed)))
-  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-  return jax.tree.unflatten(tree, [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+  """Values with biases that are not zero."""
+  return jax.tree.map(lambda x: 3 * x, drawn_variables(layer.abstract_init(), seed))
 
 
 def inputs(seed=7, length=T, dims=D):
-  return jax.random.normal(jax.random.key(seed), (B, length, dims))
+  return jnp.asarray(np.random.default_rng(seed).standard_normal((B, length, dims)), jnp.float32)
 
 
 SEGMENT_IDS = np.array([[1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0]], np.int32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, arguments, attend
+from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
@@ -178,11 +179,15 @@ CASE = AttentionCase('gpu', jnp.dtype('bfloat16'), 8192, 8192, 128, causal=True)
   [
     ({}, 'cudnn', 'the fused kernel takes this case'),
     ({'platform': 'cpu'}, 'blockwise', '8,192 queries x 8,192 keys are too many'),
-    ({'query_len': 512, 'key_len': 512}, 'dense', '512 queries x 512 keys are few'),
+    ({'query_len': 512, 'key_len': 512}, 'cudnn', '512 queries x 512 keys, and the fused kernel'),
+    ({'query_len': 512, 'key_len': 512, 'platform': 'cpu'}, 'dense', '512 queries x 512 keys are few'),
+    ({'query_len': 1, 'key_len': 1024}, 'dense', '1 queries x 1,024 keys are few'),
     ({'arrays': True}, 'dense', 'as an array'),
     ({'soft_cap': True}, 'blockwise', 'has no logit_soft_cap'),
     ({'dtype': jnp.dtype('float32')}, 'blockwise', 'not in float32'),
-    ({'by_rows': True}, 'blockwise', 'would need the mask or the bias as an array'),
+    ({'by_rows': True}, 'cudnn', 'the fused kernel takes this case'),
+    ({'by_rows': True, 'query_len': 8191}, 'blockwise', 'takes a mask or a bias of even lengths alone'),
+    ({'by_rows': True, 'query_len': 16384}, 'blockwise', 'would need the mask or the bias as an array'),
     ({'logit_bias': True}, 'blockwise', 'would need the mask or the bias as an array'),
     ({'split': True, 'query_len': 64}, 'blockwise', 'split over a mesh axis'),
     ({'partly_mapped': True}, 'blockwise', 'inside of a shard_map over other axes'),
@@ -220,7 +225,8 @@ def test_on_a_mesh_each_device_skips_by_the_segments_of_its_own_rows(rows, skips
   blnh = (('replica', 'data'), None, 'mdl', None)
   sharded.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh)
   layer = config.instantiate()
-  variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (rows, 20, 6))
+  variables = drawn_variables(layer.abstract_init())
+  x = np.random.default_rng(1).standard_normal((rows, 20, 6)).astype(np.float32)
   ids = jnp.sort(jax.random.randint(jax.random.key(2), (rows, 20), 0, 4), axis=1).astype(jnp.int32)
 
   def gradients(layer):

@@ -10,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.layers import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.chunked_loss import usual_chunk_size
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import GuardedJit, partition_spmd_model
+from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.padding import padded_shape, slice_to
 from praxis_lite.partitioning.specs import to_partition_spec
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 B, T, D, V = 2, 3, 4, 11
 AXES = ('replica', 'data', 'mdl')
@@ -213,9 +216,9 @@ def on_mesh(shape, cls, wt, out, batch, **options):
 
   shardings = jax.tree.map(sharding, layer.abstract_init())
 
-  def pad(value, sharding):
+  def pad(value, sharding, pad=jnp.pad):
     to = padded_shape(value.shape, sharding.spec, mesh)
-    return jnp.pad(value, [(0, p - d) for d, p in zip(value.shape, to)])
+    return pad(value, [(0, p - d) for d, p in zip(value.shape, to)])
 
   def step(padded, x):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -223,10 +226,10 @@ def on_mesh(shape, cls, wt, out, batch, **options):
       of_variables = jax.tree.map(lambda g, s: jax.lax.with_sharding_constraint(pad(g, s), s), of_variables, shardings)
       return values, (of_variables, of_x)
 
-  padded = jax.tree.map(lambda v, s: jax.device_put(pad(v, s), s), variables, shardings)
+  padded = jax.tree.map(lambda v, s: jax.device_put(pad(v, s, np.pad), s), variables, shardings)
   rows = shape[0] * shape[1]
   x = jax.device_put(np.pad(x, [(0, -batch % rows), (0, 0), (0, 0)]), NamedSharding(mesh, PartitionSpec(BATCH)))
-  values, (of_variables, of_x) = GuardedJit(step)(padded, x)
+  values, (of_variables, of_x) = jax.device_get(GuardedJit(step)(padded, x))
   return lambda: jax.jit(step).lower(padded, x).compile(), (values, (slice_to(of_variables, variables), of_x)), expected
 
 
@@ -288,15 +291,14 @@ def trained(mesh, chunk_size, **fields):
   task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
   data = Config(SyntheticLMInput, seq_len=6, vocab_size=37, batch_size=5, is_training=True).instantiate()
   with jax.default_matmul_precision('highest'):
-    built = partition_spmd_model(task, jax.random.key(0), data.batch_struct())
-    state, key, losses = built.partitioned_train_state, jax.random.key(1), []
+    built = PartitionedTask(task.instantiate(), data.batch_struct())
+    state, key, losses = drawn_state(built), jax.random.key(1), []
     for _ in range(2):
       out = built.train_step(state, key, batch := data.get_next())
       state = out.state
       losses.append(out.weighted_loss)
     evaluated = built.eval_step(state.mdl_vars, key, state.step, batch)
-  shapes = model.instantiate().init(jax.random.key(0))
-  return jax.device_get((slice_to(jax.device_get(state.mdl_vars), shapes), losses, evaluated.mean_metrics))
+  return built.unpadded(state.mdl_vars), *jax.device_get((losses, evaluated.mean_metrics))
 
 
 @pytest.fixture(scope='module')
@@ -311,3 +313,10 @@ def test_a_language_model_trains_and_evaluates_as_with_whole_logits_on_one_devic
   actual = trained(mesh, 5, **fields)
   assert_close(actual, with_whole_logits, 2e-5)
   assert with_whole_logits[2]['accuracy'][1] == 5 * 6
+
+
+@pytest.mark.parametrize(
+  'classes, size', [(50_304, 3_144), (128_256, 8_016), (50_257, 3_200), (8_192, 1_024), (96, 1_024)]
+)
+def test_chunks_are_equal_where_sixteen_divide_the_classes(classes, size):
+  assert usual_chunk_size(classes) == size

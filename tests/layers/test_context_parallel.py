@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, arguments, attend
+from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
@@ -162,8 +163,8 @@ def layer(mesh=None, **fields):
 def test_one_field_of_the_layer_splits_the_length_and_decoding_stays_as_it_is():
   mesh = mesh_of(data=2, context=2, mdl=2)
   one, many = layer().instantiate(), layer(mesh).instantiate()
-  x = jax.random.normal(jax.random.key(1), (3, 13, 12))
-  variables = one.init(jax.random.key(0))
+  x = np.random.default_rng(1).standard_normal((3, 13, 12)).astype(np.float32)
+  variables = drawn_variables(one.abstract_init())
 
   def gradients(layer, variables, x):
     return jax.value_and_grad(lambda v, x: jnp.sum(layer.apply(v, x)[0] ** 2), argnums=(0, 1))(variables, x)

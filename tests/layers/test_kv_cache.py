@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from jax.sharding import AxisType
 
 from praxis_lite.config import Config
@@ -23,7 +24,7 @@ def build(**fields):
 
 
 def inputs():
-  return jax.random.normal(jax.random.key(5), (B, T, D))
+  return np.random.default_rng(5).standard_normal((B, T, D)).astype(np.float32)
 
 
 def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
@@ -36,14 +37,14 @@ def decoded(layer, variables, x, wrap=jax.jit, prefix=()):
   extend = wrap(extend)
   _, side = layer.apply(variables, B, PROMPT + STEPS, method='init_decode_state')
   pos = np.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
-  prompt = jnp.where((pos >= 0)[..., None], x[:, :PROMPT], 1e3)  # Padding must not matter.
-  y, state = extend(variables, prompt, jnp.array(pos), side.decode_state)
+  prompt = np.where((pos >= 0)[..., None], x[:, :PROMPT], np.float32(1e3))  # Padding must not matter.
+  y, state = extend(variables, prompt, pos, side.decode_state)
   out = np.zeros((B, T, D), np.float32)
   for row, length in enumerate(LENGTHS):
     out[row, :length] = y[row, :length]
   for step in range(STEPS):
     at = (LENGTHS + step)[:, None]
-    y, state = extend(variables, jnp.take_along_axis(x, at[..., None], axis=1), jnp.array(at), state)
+    y, state = extend(variables, np.take_along_axis(x, at[..., None], axis=1), at, state)
     out[np.arange(B), at[:, 0]] = y[:, 0]
   assert np.isfinite(out).all()
   return out, state
@@ -71,7 +72,7 @@ def expected(layer, variables, x, **fields):
 )
 def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slots):
   layer = build(**fields)
-  variables, x = layer.init(jax.random.key(0)), inputs()
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
   y, state = decoded(layer, variables, x)
   assert state['key'].shape == (B, layer.num_kv_heads, slots, 4)
   np.testing.assert_allclose(y, expected(layer, variables, x), atol=2e-6)
@@ -80,7 +81,7 @@ def test_decoding_equals_one_pass_with_a_cache_no_larger_than_needed(fields, slo
 @pytest.mark.parametrize('fields', [{}, {'cache_page_size': 4}, {'cache_page_size': 4, 'sliding_window': 6}], ids=str)
 def test_a_prompt_that_is_a_prefix_is_attended_to_by_all_of_its_tokens(fields):
   layer = build(**fields)
-  variables, x, prefix = layer.init(jax.random.key(0)), inputs(), jnp.array(LENGTHS)
+  variables, x, prefix = drawn_variables(layer.abstract_init()), inputs(), jnp.array(LENGTHS)
   out, _ = decoded(layer, variables, x, prefix=(prefix,))
   np.testing.assert_allclose(out, expected(layer, variables, x, prefix_lengths=prefix), atol=1e-5)
 
@@ -88,7 +89,7 @@ def test_a_prompt_that_is_a_prefix_is_attended_to_by_all_of_its_tokens(fields):
 @pytest.mark.parametrize('fields', [{}, {'cache_page_size': 4}, {'sliding_window': 6}])
 def test_int8_entries_take_a_quarter_and_err_by_a_percent(fields):
   layer = build(cache_dtype='int8', **fields)
-  variables, x = layer.init(jax.random.key(0)), inputs()
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
   y, state = decoded(layer, variables, x)
   assert state['key'].dtype == state['value'].dtype == jnp.int8
   full = expected(layer, variables, x)
@@ -98,12 +99,18 @@ def test_int8_entries_take_a_quarter_and_err_by_a_percent(fields):
 def test_decoding_costs_what_was_written():
   """Pages not written are not read: with NaN in them the result is the same."""
   layer = build(cache_page_size=4)
-  variables, x = layer.init(jax.random.key(0)), inputs()
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
   _, side = layer.apply(variables, B, 64, method='init_decode_state')
-  state = side.decode_state | {name: side.decode_state[name].at[:, :, 8:].set(jnp.nan) for name in ('key', 'value')}
-  pos = jnp.tile(jnp.arange(5), (B, 1))
-  y, _ = layer.apply(variables, x[:, :5], pos, decode_state=state, method='extend_step')
-  np.testing.assert_allclose(y, layer.apply(variables, x)[0][:, :5], atol=2e-6)
+  state = jax.tree.map(np.array, side.decode_state)
+  state['key'][:, :, 8:] = state['value'][:, :, 8:] = np.nan
+  pos = np.tile(np.arange(5), (B, 1))
+  y, expected = jax.jit(
+    lambda: (
+      layer.apply(variables, x[:, :5], pos, decode_state=state, method='extend_step')[0],
+      layer.apply(variables, x)[0][:, :5],
+    )
+  )()
+  np.testing.assert_allclose(y, expected, atol=2e-6)
 
 
 def test_columns_that_are_padding_in_all_rows_take_no_slots():
@@ -147,7 +154,7 @@ def test_a_cache_split_over_a_mesh_equals_one_device(fields, blkh):
   config.set(mesh_axis_names=mesh.axis_names, dims_per_head=5).weight_split_dims_mapping.wt = ('data', 'mdl', None)
   config.activation_split_dims_mapping.set(blkh=blkh, blnh=(blkh[0], None, 'mdl', None))
   layer = config.instantiate()
-  variables, x = layer.init(jax.random.key(0)), inputs()
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
 
   def on_mesh(fn):
     def with_mesh(*args):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
@@ -151,7 +152,7 @@ def test_one_expert_is_the_dense_layer(gated):
     GatedFeedForward if gated else FeedForward, input_dims=D, hidden_dims=F, use_bias=False, activation='silu'
   )
   dense = dense.instantiate()
-  variables = dense.init(jax.random.key(0))
+  variables = drawn_variables(dense.abstract_init())
   expected, _ = dense.apply(variables, X)
   own = {name: v['w'][None] for name, v in variables.items()} | {'router': {'w': np.ones((D, 1), np.float32)}}
   for dispatch in ('dropless', 'capacity'):
@@ -162,7 +163,7 @@ def test_one_expert_is_the_dense_layer(gated):
 def test_shared_experts_are_added():
   moe = config(num_shared_experts=2)
   layer = moe.instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   assert variables['shared']['up']['w'].shape == (D, 2 * F)
   shared, _ = Config(GatedFeedForward, input_dims=D, hidden_dims=2 * F).instantiate().apply(variables['shared'], X)
   routed = {name: v for name, v in variables.items() if name != 'shared'}
@@ -196,7 +197,7 @@ def test_padding_of_a_language_model_takes_no_slots():
   lm = transformer_lm(vocab_size=9, model_dims=D, num_layers=2, num_heads=2, hidden_dims=F, experts=experts).lm_tpl
   lm.set(vocab_size=9, model_dims=D, num_layers=2, num_heads=2, hidden_dims=F)
   lm = lm.instantiate()
-  variables = lm.init(jax.random.key(0))
+  variables = drawn_variables(lm.abstract_init())
   weights = np.array([[0, 1, 1, 0, 1, 0, 0, 0]], np.float32)  # The first token is a prompt, the last three are padding.
   segments = np.array([[1, 1, 0, 1, 1, 1, 1, 1]], np.int32)
   real = np.array([[True, True, False, True, True, False, False, False]])
@@ -211,21 +212,21 @@ def test_blocks_decode_step_by_step_as_in_one_pass():
   block.attention_tpl.set(causal=True, rotary_tpl=Config(RotaryPositions))
   block.ff_tpl = Config(MoeFeedForward, num_experts=E)
   block = Config(RepeatedTransformer, layers_tpl=block, num_layers=2).instantiate()
-  variables = block.init(jax.random.key(0))
+  variables = drawn_variables(block.abstract_init())
 
   @jax.jit
-  def both(x):
-    whole, _ = block.apply(variables, x)
-    _, side = block.apply(variables, B, T, method='init_decode_state')
-    steps = []
-    for i in range(T):
+  def both(x_TBD):
+    def extend(state, now):
+      x_BD, i = now
       pos = jnp.full((B, 1), i)
-      state = side.decode_state
-      y, side = block.apply(variables, x[:, i : i + 1], pos, decode_state=state, method='extend_step')
-      steps.append(y)
-    return whole, jnp.concatenate(steps, axis=1)
+      y, side = block.apply(variables, x_BD[:, None], pos, decode_state=state, method='extend_step')
+      return side.decode_state, y[:, 0]
 
-  np.testing.assert_allclose(*both(X), atol=1e-5)
+    _, side = block.apply(variables, B, T, method='init_decode_state')
+    return block.apply(variables, X)[0], jax.lax.scan(extend, side.decode_state, (x_TBD, jnp.arange(T)))[1]
+
+  whole, steps = both(X.swapaxes(0, 1))
+  np.testing.assert_allclose(steps.swapaxes(0, 1), whole, atol=1e-5)
 
 
 # ---------------------------------------------------------------- meshes
@@ -292,7 +293,7 @@ def test_values_and_gradients_are_those_of_one_device(name):
   moe.weight_split_dims_mapping.wt = wt
   moe.activation_split_dims_mapping.out = out
   layer, mesh, fn = on_mesh(moe, shape)
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   expected = jax.jit(functools.partial(step, moe.instantiate()))(variables, X)
   found = GuardedJit(fn)(*jax.device_put((variables, X), NamedSharding(mesh, PartitionSpec())))
   for a, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -340,7 +341,7 @@ def test_rows_beyond_the_bound_of_an_exchange_are_dropped_and_reported():
   moe.activation_split_dims_mapping.out = ('data', None, None)
   layer, mesh, fn = on_mesh(moe, (1, 2, 1))
   x = np.tile(X, (8, 4, 1))  # 576 choices on each device, of which at most 144 are sent to each.
-  arguments = jax.device_put((layer.init(jax.random.key(0)), x), NamedSharding(mesh, PartitionSpec()))
+  arguments = jax.device_put((drawn_variables(layer.abstract_init()), x), NamedSharding(mesh, PartitionSpec()))
   (_, (_, _, summaries)), grads = GuardedJit(fn)(*arguments)
   assert 0.5 <= summaries['router/fraction_dropped'] < 0.7
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from test_repeat import Residual
 
 from praxis_lite.call import fold_in_path
@@ -35,6 +36,10 @@ def pipelined(L, S, M, R=1, sub=None, **fields):
 def by_layer(variables, L):
   """Variables of a pipeline as those of `Repeat`: [R, layers / R, ...] -> [layers, ...]."""
   return jax.tree.map(lambda v, one: v.reshape(L, *one.shape), variables, single_variables())
+
+
+def normal(*shape):
+  return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
 
 
 def single(**sub):
@@ -75,8 +80,8 @@ CASES = [(4, 2, 4, 1, 8), (7, 3, 4, 1, 8), (8, 4, 4, 2, 8), (14, 3, 5, 2, 10), (
 def test_a_pipeline_computes_what_its_layers_do_one_after_the_other(L, S, M, R, B):
   sub = {'aux': True, 'noise': 0.1}
   layer = pipelined(L, S, M, R, sub).instantiate()
-  variables, key = layer.init(jax.random.key(0)), jax.random.key(2)
-  x, shift = jax.random.normal(jax.random.key(5), (B, D)), jax.random.normal(jax.random.key(6), (B, 1))
+  variables, key = drawn_variables(layer.abstract_init()), jax.random.key(2)
+  x, shift = normal(B, D), normal(B, 1)
 
   def of_pipeline(variables, x, shift):
     y, side = layer.apply(variables, x, shift, key=key)
@@ -108,7 +113,7 @@ def test_rows_that_fill_up_microbatches_do_not_count_and_side_inputs_follow_thei
   assert jax.tree.map(lambda w: w.full_shape, staged.abstract_init()) == jax.tree.map(
     lambda w: w.full_shape, repeated.abstract_init()
   )
-  variables, x = repeated.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (7, 6, 8))
+  variables, x = drawn_variables(repeated.abstract_init()), normal(7, 6, 8)
   segment_ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(2), 0.3, (7, 6)), axis=1)
   mask = jax.random.bernoulli(jax.random.key(3), 0.8, (1, 1, 6, 6))
 
@@ -130,7 +135,7 @@ def stacked(state):
 
 def test_blocks_decode_through_the_stages():
   repeated, staged = blocks(RepeatedTransformer), blocks(PipelinedTransformer, num_stages=3, microbatch_size=1)
-  variables, x = repeated.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 5, 8))
+  variables, x = drawn_variables(repeated.abstract_init()), normal(2, 5, 8)
 
   def decoded(layer):
     _, side = layer.apply(variables, 2, 5, method='init_decode_state')
@@ -139,7 +144,7 @@ def test_blocks_decode_through_the_stages():
     second, side = layer.apply(variables, x[:, 4:], pos, decode_state=side.decode_state, method='extend_step')
     return first, second, side.decode_state
 
-  got, (first, second, caches) = decoded(staged), decoded(repeated)
+  got, (first, second, caches) = jax.jit(lambda: (decoded(staged), decoded(repeated)))()
   expected = first, second, stacked(caches)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
@@ -148,25 +153,30 @@ def test_a_stage_may_repeat_a_layer():
   stage = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=2)
   layer = Config(Pipelined, layers_tpl=stage, num_layers=3, num_stages=3, num_microbatches=2).instantiate()
   whole = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=6).instantiate()
-  variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, D))
+  variables, x = drawn_variables(layer.abstract_init()), normal(4, D)
   flat = {'layers': jax.tree.map(lambda v: v.reshape(6, *v.shape[2:]), variables['layers']['layers'])}
-  np.testing.assert_allclose(layer.apply(variables, x)[0], whole.apply(flat, x)[0], rtol=1e-5)
+  got, expected = jax.jit(lambda: (layer.apply(variables, x)[0], whole.apply(flat, x)[0]))()
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize('R', [1, 2])
 def test_caches_go_through_the_stages(R):
-  L, x = 6, jax.random.normal(jax.random.key(9), (3, 2, D))
+  L, x = 6, normal(3, 2, D)
   layer = pipelined(L, 2, 4, R).instantiate()
   repeat = Config(Repeat, layers_tpl=Config(Residual, dims=D), num_layers=L).instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   of_repeat = by_layer(variables, L)
   state = layer.apply(variables, 2, method='init_decode_state')[1].decode_state
   expected = repeat.apply(of_repeat, 2, method='init_decode_state')[1].decode_state
+
+  @jax.jit
+  def extend(x_BD, *states):
+    layers = (layer, variables), (repeat, of_repeat)
+    both = [one.apply(v, x_BD, decode_state=state, method='extend_step') for (one, v), state in zip(layers, states)]
+    return [(y, side.decode_state) for y, side in both]
+
   for x_BD in x:
-    y, side = layer.apply(variables, x_BD, decode_state=state, method='extend_step')
-    state = side.decode_state
-    y_repeat, of_repeat_side = repeat.apply(of_repeat, x_BD, decode_state=expected, method='extend_step')
-    expected = of_repeat_side.decode_state
+    (y, state), (y_repeat, expected) = extend(x_BD, state, expected)
     np.testing.assert_allclose(y, y_repeat, rtol=1e-5)
   np.testing.assert_allclose(state['layers']['sum'].reshape(L, 2, D), stacked(expected)['layers']['sum'], rtol=1e-5)
 
@@ -175,8 +185,9 @@ def test_what_is_kept_for_the_backward_pass():
   """Activations for each tick; but weights once, however many rounds there are."""
   for R, fields in ((1, {}), (2, {}), (1, {'stage_remat': 'full'})):
     layer = pipelined(8, 2, 6, R, **fields).instantiate()
-    variables, x = layer.init(jax.random.key(0)), jnp.ones((6, D))
-    kept = jax.tree.leaves(jax.vjp(lambda v, layer=layer, x=x: layer.apply(v, x)[0], variables)[1])
+    variables, x = drawn_variables(layer.abstract_init()), jnp.ones((6, D))
+    pull = jax.eval_shape(lambda v, layer=layer, x=x: jax.vjp(lambda v: layer.apply(v, x)[0], v)[1], variables)
+    kept = jax.tree.leaves(pull)
     ticks = layer.schedule(6).num_ticks
     assert all(v.size <= 8 * D * D for v in kept if v.ndim >= 2 and v.shape[-2:] == (D, D))
     activations = [v.shape for v in kept if v.shape[0] == ticks and v.shape[-1] == D]
@@ -218,7 +229,7 @@ def test_mistakes_are_named():
     apart.instantiate()
 
   layer = pipelined(4, 2, 2).instantiate()
-  variables, x = layer.init(jax.random.key(0)), jnp.ones((4, D))
+  variables, x = drawn_variables(layer.abstract_init()), jnp.ones((4, D))
   with pytest.raises(DataError, match=r'Pipelined: the side input shift has shape \(3,\).*the batch, 4, or 1'):
     layer.apply(variables, x, shift=jnp.ones(3))
   with pytest.raises(DataError, match=r'the same dimension 0, the batch; got \(4,\), \(3,\)'):

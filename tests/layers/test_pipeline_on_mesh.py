@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
@@ -63,9 +64,9 @@ CASES = [(7, 4, 8, 1), (8, 4, 4, 2)]
 @pytest.mark.parametrize('L, S, M, R', CASES)
 def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   layer = build(L, S, M, R)
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
-  x = jax.random.normal(jax.random.key(1), (B, T, D))
+  x = np.random.default_rng(1).standard_normal((B, T, D)).astype(np.float32)
   segment_ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)).cumsum(axis=1) // 2 + 1, jnp.int32)
   segment_pos = jnp.tile(jnp.arange(T), (B, 1))
   side = {'segment_ids': segment_ids, 'segment_pos': segment_pos}
@@ -75,7 +76,8 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
       return layer.apply(slice_to(padded, variables), x, **side)[0]
 
   def loss(variables, x, side):
-    return jnp.sum(jnp.sin(layer.apply(variables, x, **side)[0]))
+    y, _ = layer.apply(variables, x, **side)
+    return jnp.sum(jnp.sin(y)), y
 
   def on_mesh_loss(padded, x, side):
     return jnp.sum(jnp.sin(forward(padded, x, side)))
@@ -89,21 +91,22 @@ def test_one_permute_a_tick_and_one_sum_at_the_end(L, S, M, R):
   assert_collectives(compiled, {**NONE, 'collective-permute': ticks, 'all-reduce': 1})
   microbatch = B // M // 2 * T * D * 4  # On each device.
   assert collectives(compiled)['collective-permute'].bytes == ticks * microbatch
-  np.testing.assert_allclose(compiled(*arguments), layer.apply(variables, x, **side)[0], rtol=1e-5, atol=1e-5)
+  expected, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables, x, side)
+  np.testing.assert_allclose(compiled(*arguments), y, rtol=1e-5, atol=1e-5)
 
   # Backward, as often; and gradients are summed over 'data', for which there is no way but in each tick.
   gradient = jax.grad(on_mesh_loss, argnums=(0, 1))
   backward = GuardedJit(gradient, out_shardings=(shards(padded), rows)).lower(*arguments).compile()
   assert_collectives(backward, {'collective-permute': 2 * ticks, 'all-gather': 0, 'all-to-all': 0})
-  got, expected = backward(*arguments), jax.jit(jax.grad(loss, argnums=(0, 1)))(variables, x, side)
-  got = (slice_to(got[0], variables), got[1])
+  of_variables, of_x = jax.device_get(backward(*arguments))
+  got = slice_to(of_variables, variables), of_x
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
 def test_gradients_are_summed_once_where_devices_run_their_own_rows():
   layer = build(7, 4, 4, 1, batch_axes='data')
-  variables, mesh = layer.init(jax.random.key(0)), jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
-  x = jax.random.normal(jax.random.key(1), (15, T, D))  # Some rows fill up the last microbatch.
+  variables, mesh = drawn_variables(layer.abstract_init()), jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+  x = np.random.default_rng(1).standard_normal((15, T, D)).astype(np.float32)  # Some rows fill up the last microbatch.
   segment_ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (15, T)).cumsum(axis=1) // 2 + 1, jnp.int32)
 
   def loss(variables, x):
@@ -119,23 +122,20 @@ def test_gradients_are_summed_once_where_devices_run_their_own_rows():
   compiled = GuardedJit(jax.grad(on_mesh), out_shardings=shards(padded)).lower(padded, x).compile()
   weights = sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(padded)) // 4
   assert weights <= collectives(compiled)['all-reduce'].bytes < 2 * weights
-  got, expected = slice_to(compiled(padded, x), variables), jax.jit(jax.grad(loss))(variables, x)
+  got, expected = slice_to(jax.device_get(compiled(padded, x)), variables), jax.jit(jax.grad(loss))(variables, x)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, expected)
 
 
-@pytest.mark.parametrize('batch_axes', [None, 'data'])
-def test_experts_in_stages_are_those_of_one_device(batch_axes):
-  """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows."""
-  axes = ('stage', 'data', 'expert')
+def experts_in_stages(batch_axes=None):
+  """Returns (layer, variables, x, what is compared on a mesh and on one device)."""
   experts = Config(MoeFeedForward, input_dims=8, hidden_dims=12, num_experts=3, expert_axis='expert')
   experts.activation_split_dims_mapping.out = (('data', 'expert'), None, None)
   experts.router_tpl.set(load_balance_loss_weight=0.1, bias_update_rate=0.1)
   config = Config(Pipelined, layers_tpl=experts, num_layers=3, num_stages=2, num_microbatches=2)
   config.weight_split_dims_mapping.stages = ('stage',)
-  layer = config.set(mesh_axis_names=axes, batch_axes=batch_axes).instantiate()
-  variables, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 4, 8))
-  mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
-  padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
+  layer = config.set(mesh_axis_names=('stage', 'data', 'expert'), batch_axes=batch_axes).instantiate()
+  variables = drawn_variables(layer.abstract_init())
+  x = np.random.default_rng(1).standard_normal((8, 4, 8)).astype(np.float32)
 
   def loss(variables, x):
     y, side = layer.apply(variables, x, key=jax.random.key(3))
@@ -143,11 +143,27 @@ def test_experts_in_stages_are_those_of_one_device(batch_axes):
     aux = sum(value * weight for value, weight in side.aux_losses.values())
     return jnp.sum(jnp.sin(y)) + aux, (side.updates, summaries)
 
+  return layer, variables, x, loss
+
+
+@pytest.fixture(scope='module')
+def experts_on_one_device():
+  _, variables, x, loss = experts_in_stages()
+  return jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(variables, x))
+
+
+@pytest.mark.parametrize('batch_axes', [None, 'data'])
+def test_experts_in_stages_are_those_of_one_device(batch_axes, experts_on_one_device):
+  """Tokens are exchanged by a `shard_map` inside of a stage, which may itself be in one over rows."""
+  layer, variables, x, loss = experts_in_stages(batch_axes)
+  mesh = jax.make_mesh((2, 2, 2), layer.mesh_axis_names, axis_types=(AxisType.Auto,) * 3)
+  padded = jax.tree.map(place_on(mesh), layer.abstract_init(), variables)
+
   def on_mesh(padded, x):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       return loss(slice_to(padded, variables), x)
 
-  got = GuardedJit(jax.value_and_grad(on_mesh, has_aux=True), out_shardings=(None, shards(padded)))(padded, x)
-  expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables, x)
-  got = got[0], slice_to(got[1], variables)
+  step = GuardedJit(jax.value_and_grad(on_mesh, has_aux=True), out_shardings=(None, shards(padded)))
+  values, gradients = jax.device_get(step(padded, x))
+  got, expected = (values, slice_to(gradients, variables)), experts_on_one_device
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), got, expected)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.config import REQUIRED, Config
@@ -74,12 +75,12 @@ def layer_variables(variables, i):
 
 
 def x_BD():
-  return jax.random.normal(jax.random.key(5), (2, D))
+  return np.random.default_rng(5).standard_normal((2, D)).astype(np.float32)
 
 
 def test_repeat_is_a_loop_over_stacked_weights():
   layer = repeat().instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   assert variables['layers']['w'].shape == (LAYERS, D, D)
   y, _ = layer.apply(variables, x_BD(), shift=0.5)
   expected = np.asarray(x_BD())
@@ -102,10 +103,10 @@ def test_repetitions_start_from_different_weights():
   assert all(not np.allclose(w[0], w[i]) for i in range(1, LAYERS))
 
 
-@pytest.mark.parametrize('unroll', [1, 2])
+@pytest.mark.parametrize('unroll', [1, 2, LAYERS])
 def test_side_outputs_are_stacked_and_auxiliary_losses_add_up(unroll):
   layer = Config(Root, repeat_tpl=repeat({'aux': True}, unroll=unroll)).instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   _, side = layer.apply(variables, x_BD())
   means, squares, x = [], [], x_BD()
   for i in range(LAYERS):
@@ -140,12 +141,12 @@ def test_repetitions_draw_different_numbers():
 def test_caches_extend_in_line_or_stacked(most_in_line, monkeypatch):
   monkeypatch.setattr('praxis_lite.layers.repeat._MOST_IN_LINE', most_in_line)
   layer = repeat().instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   _, side = layer.apply(variables, 2, method='init_decode_state')
   shapes = jax.tree.map(jnp.shape, side.decode_state['layers'], is_leaf=lambda x: hasattr(x, 'shape'))
   in_line = {str(i): {'sum': (2, D)} for i in range(LAYERS)}
   assert shapes == (in_line if most_in_line == LAYERS else {'sum': (LAYERS, 2, D)})
-  caches, steps = [np.zeros((2, D))] * LAYERS, jax.random.normal(jax.random.key(9), (3, 2, D))
+  caches, steps = [np.zeros((2, D))] * LAYERS, np.random.default_rng(9).standard_normal((3, 2, D)).astype(np.float32)
   for x in steps:
     y, side = layer.apply(variables, x, decode_state=side.decode_state, method='extend_step')
     expected = np.asarray(x)
@@ -194,7 +195,7 @@ def in_turn(variables, num_layers, **sub):
 @pytest.mark.parametrize('num_layers', [1, 2, 5])
 def test_a_pattern_is_a_loop_over_its_layers_and_what_is_left_over(num_layers):
   layer = pattern(num_layers, {'aux': True}).instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   names = ['rest_0'] if num_layers == 1 else ['layers_0', 'layers_1'] + ['rest_0'] * (num_layers % 2)
   assert list(variables) == names
   y, side = layer.apply(variables, x_BD(), shift=0.5)
@@ -212,12 +213,12 @@ def test_a_pattern_is_a_loop_over_its_layers_and_what_is_left_over(num_layers):
 
 def test_layers_of_a_pattern_draw_different_numbers_and_extend_their_own_caches():
   layer = pattern(5, {'noise': 1.0}).instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   zeros = jax.tree.map(jnp.zeros_like, variables)
   y, _ = layer.apply(zeros, jnp.zeros((500, D)), key=jax.random.key(1))
   np.testing.assert_allclose(np.var(y), 5, rtol=0.15)  # equal draws would give up to the square of it
   _, side = layer.apply(variables, 2, method='init_decode_state')
-  caches, steps = [np.zeros((2, D))] * 5, jax.random.normal(jax.random.key(9), (3, 2, D))
+  caches, steps = [np.zeros((2, D))] * 5, np.random.default_rng(9).standard_normal((3, 2, D)).astype(np.float32)
   for x in steps:
     y, side = layer.apply(variables, x, decode_state=side.decode_state, method='extend_step')
     expected = np.asarray(x)
@@ -231,7 +232,7 @@ def test_first_layers_come_before_the_repeated_ones():
   """As others of the same kind in sequence: values, gradients, draws, side outputs and caches."""
   sub, other = Config(Residual, dims=D, aux=True, noise=0.1), Config(Shift, dims=D, aux=True, noise=0.1)
   layer = Config(Repeat, layers_tpl=sub, num_layers=4, first_tpl=(other, sub), remat='full').instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   assert list(variables) == ['first_0', 'first_1', 'layers']
   assert [type(one) for one in layer.in_turn()] == [Shift, Residual, Residual, Residual]
   # A pattern of as many layers that all are repeated once computes the same.
@@ -245,10 +246,12 @@ def test_first_layers_come_before_the_repeated_ones():
   value, grads = _loss_and_grads(layer, variables)
   got = _loss_and_grads(whole, in_pattern(variables))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, (value, in_pattern(grads)))
-  results = []
-  for one, weights in ((layer, variables), (whole, in_pattern(variables))):
+
+  def extended(one, weights):
     state = one.apply(weights, 2, method='init_decode_state')[1].decode_state
-    results.append(one.apply(weights, x_BD(), decode_state=state, method='extend_step')[0])
+    return one.apply(weights, x_BD(), decode_state=state, method='extend_step')[0]
+
+  results = jax.jit(lambda: (extended(layer, variables), extended(whole, in_pattern(variables))))()
   np.testing.assert_allclose(*results, rtol=1e-5)
   with pytest.raises(ConfigError, match=r'num_layers: expected at least 3, since first_tpl has 2, got 2'):
     Config(Repeat, layers_tpl=sub, num_layers=2, first_tpl=(other, sub)).instantiate()
@@ -262,7 +265,7 @@ def test_remat_of_each_layer_of_a_pattern_changes_neither_values_nor_gradients()
     'remat_save_names': ('shift',),
     'remat_offload_names': ('hidden',),
   }
-  variables = pattern(5, sub).instantiate().init(jax.random.key(0))
+  variables = drawn_variables(pattern(5, sub).instantiate().abstract_init())
   expected, got = (_loss_and_grads(pattern(5, sub, **f).instantiate(), variables) for f in ({}, fields))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
@@ -270,30 +273,36 @@ def test_remat_of_each_layer_of_a_pattern_changes_neither_values_nor_gradients()
 def test_what_is_offloaded_is_sent_to_the_memory_of_the_host_and_back():
   """One transfer in the body of each scan; only the first kind of layer offloads."""
   layer = pattern(4, remat=('save_names', 'none'), remat_offload_names=('hidden',)).instantiate()
-  variables = layer.init(jax.random.key(0))
+  variables = drawn_variables(layer.abstract_init())
   program = str(jax.make_jaxpr(jax.grad(lambda v: jnp.sum(layer.apply(v, x_BD())[0])))(variables))
   assert 'f32<host>[2,2,3]' in program, 'two rounds of the first kind'
   assert len(re.findall(r':f32<host>\[2,3\] = device_put', program)) == 1
   assert len(re.findall(r':f32\[2,3\] = device_put', program)) == 1
 
 
+@pytest.fixture(scope='module')
+def without_remat():
+  plain = repeat({'aux': True, 'noise': 0.1}).instantiate()
+  variables = drawn_variables(plain.abstract_init())
+  return variables, _loss_and_grads(plain, variables)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('policy', REMAT_POLICIES)
-def test_no_remat_policy_changes_values_or_gradients(policy):
+def test_no_remat_policy_changes_values_or_gradients(policy, without_remat):
   sub = {'aux': True, 'noise': 0.1}
-  plain = repeat(sub).instantiate()
-  variables = plain.init(jax.random.key(0))
+  variables, expected = without_remat
   names = ('hidden',) if policy == 'save_names' else ()
   layer = repeat(sub, remat=policy, remat_save_names=names).instantiate()
-  got, expected = _loss_and_grads(layer, variables), _loss_and_grads(plain, variables)
+  got = _loss_and_grads(layer, variables)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
 
 
 def _saved_stacks(**fields):
   """Shapes of what the forward scan keeps for the backward one, weights and inputs of the scan aside."""
   layer = repeat(**fields).instantiate()
-  variables = layer.init(jax.random.key(0))
-  _, vjp = jax.vjp(lambda v: jnp.sum(layer.apply(v, x_BD())[0]), variables)
+  variables = drawn_variables(layer.abstract_init())
+  vjp = jax.eval_shape(lambda v: jax.vjp(lambda v: jnp.sum(layer.apply(v, x_BD())[0]), v)[1], variables)
   return sorted(x.shape for x in jax.tree.leaves(vjp) if x.shape == (LAYERS, 2, D))
 
 
@@ -309,14 +318,15 @@ def test_remat_policies_keep_what_they_say():
     ({'num_layers': 0}, ConfigError, 'num_layers: expected at least 1'),
     ({'remat': 'dots_savable'}, ConfigError, "Did you mean 'dots_saveable'"),
     ({'remat': 'save_names'}, ConfigError, 'needs the names'),
-    ({'remat_save_names': ('hidden',)}, ConfigError, "policy 'none' does not rematerialise"),
-    ({'remat_offload_names': ('hidden',)}, ConfigError, "remat_offload_names is set, but policy 'none'"),
+    ({'remat_save_names': ('hidden',)}, ConfigError, "policy 'auto' does not take names"),
+    ({'remat': 'none', 'remat_offload_names': ('hidden',)}, ConfigError, "offload_names is set, but policy 'none'"),
     ({'remat': ('full', 'none')}, ConfigError, r'remat: 2 policies for a pattern of 1 layer\(s\); give one, or'),
     (
       {'remat': 'full', 'remat_save_names': ('hidden',), 'remat_offload_names': ('hidden',)},
       ConfigError,
       "remat_offload_names: 'hidden' is in remat_save_names too",
     ),
+    ({'unroll': 0}, ConfigError, "unroll: expected a number of repetitions, or 'auto', got 0"),
     ({'layers_tpl': ()}, ConfigError, 'layers_tpl: an empty pattern'),
   ],
 )

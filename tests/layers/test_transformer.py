@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_state import drawn_variables
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
@@ -34,17 +35,17 @@ def stacked_variables(variables):
 
 
 def x_BTD():
-  return jax.random.normal(jax.random.key(3), (B, T, D))
+  return np.random.default_rng(3).standard_normal((B, T, D)).astype(np.float32)
 
 
-def rms(x):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+def rms(x, scale):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
 
 @pytest.mark.parametrize('policy', ['pre', 'post', 'primer_hybrid'])
 def test_block_is_its_formula(policy):
   layer = block(norm_policy=policy).instantiate()
-  variables, x = layer.init(jax.random.key(0)), np.asarray(x_BTD())
+  variables, x = drawn_variables(layer.abstract_init()), x_BTD()
   y, _ = jax.jit(layer.apply)(variables, x)
 
   def attention(x):
@@ -54,15 +55,16 @@ def test_block_is_its_formula(policy):
     gate, up, down = (np.asarray(variables['ff'][name]['w']) for name in ('gate', 'up', 'down'))
     return (x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
 
+  scales = {name: variable['scale'] for name, variable in variables.items() if 'scale' in variable}
   if policy == 'pre':
-    x = x + attention(rms(x))
-    expected = x + feed_forward(rms(x))
+    x = x + attention(rms(x, scales['attention_norm']))
+    expected = x + feed_forward(rms(x, scales['ff_norm']))
   elif policy == 'primer_hybrid':
-    x = x + rms(attention(rms(x)))
-    expected = x + rms(feed_forward(rms(x)))
+    x = x + rms(attention(rms(x, scales['attention_norm'])), scales['attention_out_norm'])
+    expected = x + rms(feed_forward(rms(x, scales['ff_norm'])), scales['ff_out_norm'])
   else:
-    x = rms(x + attention(x))
-    expected = rms(x + feed_forward(x))
+    x = rms(x + attention(x), scales['attention_norm'])
+    expected = rms(x + feed_forward(x), scales['ff_norm'])
   np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
@@ -75,7 +77,7 @@ def test_norm_and_feed_forward_can_be_others():
 
 def test_stacked_equals_repeated_with_the_same_weights():
   stacked, repeated = stack(StackedTransformer), stack(RepeatedTransformer)
-  variables = stacked.init(jax.random.key(0))
+  variables = drawn_variables(stacked.abstract_init())
   segment_ids = jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
 
   def run(layer, variables):
@@ -94,7 +96,7 @@ def test_stacked_equals_repeated_with_the_same_weights():
 @pytest.mark.parametrize('cls', [StackedTransformer, RepeatedTransformer])
 def test_no_remat_policy_changes_values_or_gradients(cls):
   layers = block(dropout_tpl=Config(Dropout, rate=0.2))
-  variables = stack(cls, layers).init(jax.random.key(0))
+  variables = drawn_variables(stack(cls, layers).abstract_init())
 
   def run(policy):
     names = ('query_proj', 'context', 'ffn_up') if policy == 'save_names' else ()
@@ -114,7 +116,7 @@ def test_no_remat_policy_changes_values_or_gradients(cls):
 @pytest.mark.parametrize('policy', ['pre', 'post'])
 def test_incremental_equals_full(cls, policy):
   layer = stack(cls, block(num_kv_heads=1, norm_policy=policy))
-  variables, x = layer.init(jax.random.key(0)), x_BTD()
+  variables, x = drawn_variables(layer.abstract_init()), x_BTD()
   full, _ = jax.jit(layer.apply)(variables, x)
   _, side = layer.apply(variables, B, T, method='init_decode_state')
 
@@ -132,7 +134,7 @@ def test_incremental_equals_full(cls, policy):
 
 def test_windows_of_layers_alternate():
   layer = stack(StackedTransformer, sliding_windows=(2, None))
-  variables, x = layer.init(jax.random.key(0)), x_BTD()
+  variables, x = drawn_variables(layer.abstract_init()), x_BTD()
   expected = x
   for i, window in enumerate((2, None)):
     one = block()
@@ -144,7 +146,7 @@ def test_windows_of_layers_alternate():
 
 def test_dropout_is_of_training_only():
   layer = stack(RepeatedTransformer, block(dropout_tpl=Config(Dropout, rate=0.5)))
-  variables, x = layer.init(jax.random.key(0)), x_BTD()
+  variables, x = drawn_variables(layer.abstract_init()), x_BTD()
   key = jax.random.key(1)
   plain, _ = stack(RepeatedTransformer).apply(variables, x)
   np.testing.assert_array_equal(layer.apply(variables, x, key=key, do_eval=True)[0], plain)
@@ -169,7 +171,7 @@ def test_a_pattern_of_blocks_equals_them_in_sequence():
   """Values, gradients and decoding; the scan has one round, and the third block comes after it."""
   stacked = pattern_lm(StackedTransformer)
   repeated = pattern_lm(RepeatedTransformer, remat=('none', 'full'))
-  variables = stacked.init(jax.random.key(0))
+  variables = drawn_variables(stacked.abstract_init())
   ids = jax.random.randint(jax.random.key(1), (B, T), 0, 7)
   blocks = repeated.transformer.layers
   assert [(b.input_dims, b.hidden_dims, b.attention.causal, b.ff.use_bias) for b in blocks] == [

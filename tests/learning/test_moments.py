@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import Config
@@ -91,13 +92,13 @@ def test_second_moments_do_not_become_zero():
 def test_a_slow_average_follows_its_mean(moments):
   """From 0 to 0.86 in steps of at most a thousandth, which rounding to the nearest would drop: within 2 percent."""
   tx = compressed(optax.ema(0.999, debias=False), moments)
-  ones = jnp.ones((64, 64))
+  ones = np.ones((64, 64), np.float32)
 
   def step(state, _):
     out, state = tx.update(ones, state, ones)
     return state, out.mean()
 
-  _, means = jax.lax.scan(step, tx.init(ones), length=2000)
+  _, means = jax.jit(lambda: jax.lax.scan(step, tx.init(ones), length=2000))()
   np.testing.assert_allclose(means[-1], 1 - 0.999**2000, rtol=0.02)
 
 
@@ -105,15 +106,15 @@ def test_a_slow_average_follows_its_mean(moments):
 def test_an_optimizer_with_other_slots_beside_its_moments_keeps_their_dtypes():
   optimizer = Config(optax.adafactor, momentum=0.9, min_dim_size_to_factor=4)
   weights = {'w': WeightHParams((8, 6)), 'b': WeightHParams((6,)), 's': WeightHParams((8, 6), repeat_prefix=(3,))}
-  params = jax.tree.map(lambda w: jnp.ones(w.full_shape), weights)
+  params = jax.tree.map(lambda w: np.ones(w.full_shape, np.float32), weights)
   for moments in ('bfloat16', 'int8'):
     learner = Config(Learner, optimizer=optimizer, learning_rate=0.1, moments=moments)
     bound = learner.instantiate().bind(weights)
-    state = bound.init(params)
+    state = jax.jit(bound.init)(params)
     out = jax.jit(lambda s, bound=bound: bound.update(params, jnp.float32(1), params, s, None, jnp.int32(0)))(state)
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, out.opt_states)
     assert all(jax.tree.leaves(same))
-    assert all(np.isfinite(x).all() and (x != 1).all() for x in jax.tree.leaves(out.mdl_vars))
+    assert all(np.isfinite(x).all() and (x != 1).all() for x in jax.tree.leaves(jax.device_get(out.mdl_vars)))
     dtypes = {x.dtype.name for x in jax.tree.leaves(state)}
     assert dtypes & ({'int8', 'uint8'} if moments == 'int8' else {'bfloat16'})
 
@@ -140,7 +141,7 @@ def data():
 def trained(config, steps):
   source = data()
   partitioned = PartitionedTask(config.instantiate(), source.batch_struct())
-  state, losses = partitioned.init_state(jax.random.key(0)), []
+  state, losses = drawn_state(partitioned), []
   for _ in range(steps):
     out = partitioned.train_step(state, jax.random.key(1), source.get_next())
     state = out.state

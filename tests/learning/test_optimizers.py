@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ from small_trees import LAYERS, declarations, restacked, unrolled, values, weigh
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.learning import Learner
+from praxis_lite.learning import optimizer as optimizer_module
 
 pytestmark = pytest.mark.slow
 
@@ -341,3 +343,20 @@ def test_optimizers_get_the_value_of_the_schedule_at_the_step_of_the_state() -> 
     out = learner.update({'w': jnp.ones(2)}, jnp.float32(0), params, state, None, jnp.int32(step))
     np.testing.assert_allclose(out.mdl_vars['w'], -rate)
     assert float(out.stats['learning_rate']) == rate
+
+
+def test_what_is_read_from_an_optimizer_is_kept_for_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of another task, whose mesh splits the variables in another way; and not of one that differs, or has changed."""
+  asked = []
+  monkeypatch.setattr(optimizer_module, 'is_stackable', lambda *args: not asked.append(args))
+
+  def groups(config: Config, weights: Any) -> int:
+    Config(Learner, optimizer=config).instantiate().bind(weights).init(values(weights))
+    return len(asked)
+
+  weights, config = {'w': weight(2, 3, repeat=(2,))}, Config(optax.adamw, b1=0.123)
+  split = {'w': dataclasses.replace(weights['w'], tensor_split_dims_mapping=('data', None))}
+  assert [groups(config, weights), groups(config.clone(), weights), groups(config, split)] == [1, 1, 1]
+  assert groups(config, {'w': weight(2, 3, repeat=(3,))}) == 2
+  config.b1 = 0.124
+  assert [groups(config, weights), groups(Config(optax.adamw, b1=np.array([0.1, 0.2])), weights)] == [3, 4]

@@ -16,6 +16,7 @@ from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.softmax import FullSoftmax
+from praxis_lite.layers.transformer import TransformerBlock
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import collectives
@@ -34,11 +35,15 @@ def config(style='llama', **fields):
   return transformer_lm(**{**sizes, 'style': style, **fields})
 
 
-@functools.cache
-def make(**fields):
+def make(style='llama', **fields):
   """A model, and variables that are not nearly constant functions as the first values are."""
+  return _made(style=style, **fields)
+
+
+@functools.cache
+def _made(**fields):
   model = config(**fields).instantiate()
-  return model, jax.tree.map(lambda w: 8 * w if w.ndim > 1 else w, jax.jit(model.init)(jax.random.key(0)))
+  return model, jax.tree.map(lambda w: 8 * w if w.ndim > 1 else w, model.init(jax.random.key(0)))
 
 
 def batch(seed=0):
@@ -50,8 +55,13 @@ def batch(seed=0):
 
 
 def evaluate(model, variables, batch, **kwargs):
-  (metrics, per_example), side = jax.jit(lambda v, b: model.apply(v, b, **kwargs))(variables, batch)
+  (metrics, per_example), side = _evaluate(model, **kwargs)(variables, batch)
   return jax.tree.map(np.asarray, (metrics, per_example)), side
+
+
+@functools.cache
+def _evaluate(model, **kwargs):
+  return jax.jit(lambda v, b: model.apply(v, b, **kwargs))
 
 
 def logits(model, variables, ids):
@@ -99,11 +109,23 @@ def test_weights_of_rows_are_those_of_their_tokens(rows):
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), by_row, by_token)
 
 
+class NoBlock(TransformerBlock):
+  """For what the loss alone decides."""
+
+  def setup(self):
+    pass
+
+  def __call__(self, x, **_):
+    return x
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('k', [1, 3])
 @pytest.mark.parametrize('partitioning', ['auto', 'shard_map'])
 def test_a_weight_that_is_nan_makes_a_step_that_does_not_count(partitioning, k):
-  task = Config(SingleTask, model=config(), mesh_axis_names=('data',), ici_mesh_shape=(2,), partitioning=partitioning)
+  model = config(num_layers=1, repeat=False)
+  model.lm_tpl.transformer_tpl.layers_tpl = Config(NoBlock)
+  task = Config(SingleTask, model=model, mesh_axis_names=('data',), ici_mesh_shape=(2,), partitioning=partitioning)
   task.train.learner.set(optimizer=Config(optax.sgd), num_microbatches=k)
   rng = np.random.default_rng(0)
   ids = rng.integers(0, V, (6, T + 1)).astype(np.int32)
@@ -129,19 +151,17 @@ def test_nats_per_byte_of_bytes_is_the_loss():
   assert metrics['nats_per_byte'] == metrics['loss']
 
 
+@functools.cache
+def _loss_and_gradients(model):
+  return jax.jit(jax.value_and_grad(lambda v, data: model.apply(v, data)[0][0]['loss'][0]))
+
+
 @pytest.mark.parametrize('padding', [7, -1])
 def test_padding_changes_neither_loss_nor_gradients(padding):
   model, variables = make()
   data = batch()
 
-  @jax.jit
-  def run(data):
-    def loss(v):
-      (metrics, _), _ = model.apply(v, data)
-      return metrics['loss'][0]
-
-    return jax.value_and_grad(loss)(variables)
-
+  run = functools.partial(_loss_and_gradients(model), variables)
   other = {k: np.where(data['weights'] > 0, v, padding).astype(v.dtype) for k, v in data.items() if k != 'weights'}
   expected, got = run(data), run({**other, 'weights': data['weights']})
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
@@ -204,7 +224,7 @@ def test_variables_have_the_paths_of_the_layers(tied):
 
 def test_residual_projections_start_smaller_with_depth():
   model = config(style='gpt2', num_layers=8, model_dims=48).instantiate()
-  variables = jax.jit(model.init)(jax.random.key(0))
+  variables = model.init(jax.random.key(0))
   layers = variables['lm']['transformer']['layers']
   for w, expected in (
     (layers['attention']['query'], 0.02),
@@ -245,13 +265,13 @@ def test_contradictions_are_named():
     config(style='bert')
   short = config(style='gpt2', max_len=T - 1).instantiate()
   with pytest.raises(ConfigError, match=r'max_len: 7 is less than the sequence length, 8'):
-    short.apply(short.init(jax.random.key(0)), batch())
+    jax.eval_shape(lambda key: short.apply(short.init(key), batch()), jax.random.key(0))
 
 
 def test_bfloat16_computes_near_float32_from_float32_weights():
   model, variables = make()
   half = config(fprop_dtype=jnp.bfloat16).instantiate()
-  assert {w.dtype for w in jax.tree.leaves(half.init(jax.random.key(0)))} == {jnp.dtype('float32')}
+  assert {w.dtype for w in jax.tree.leaves(jax.eval_shape(half.init, jax.random.key(0)))} == {jnp.dtype('float32')}
   (expected, _), _ = evaluate(model, variables, batch())
   (metrics, _), _ = evaluate(half, variables, batch())
   assert metrics['loss'][0].dtype == np.float32
@@ -313,11 +333,16 @@ def test_greedy_decoding_is_the_argmax_of_the_whole_model(style):
   np.testing.assert_allclose(metrics['log_prob'], (decoded['log_probs'].sum() / 12, 12), rtol=1e-5)
 
 
+@functools.cache
+def greedy(style='llama'):
+  p = config(style=style)
+  p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
+  return p.instantiate()
+
+
 @pytest.mark.parametrize('padding', [-1, 1000])
 def test_padding_of_prompts_may_be_any_id(padding):
-  p = config()
-  p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
-  model, variables = p.instantiate(), make()[1]
+  model, variables = greedy(), make()[1]
   known = prompts()
   past = np.arange(known['ids'].shape[1]) >= known['prompt_lengths'][:, None]
   other = {**known, 'ids': np.where(past, padding, known['ids']).astype(np.int32)}
@@ -388,24 +413,20 @@ def test_a_mesh_that_divides_nothing_trains_and_decodes_like_one_device(style):
   mesh = mesh_of((2, 2, 2))
   p = set_sharding(config(style=style)).set(mesh_axis_names=mesh.axis_names)
   p.decoder_tpl.set(max_decode_steps=3, temperature=0.0)
-  model, (_, variables) = p.instantiate(), make(style=style)
+  model, (on_one, variables) = p.instantiate(), make(style=style)
 
-  def run(variables, data, prompts):
+  def on_mesh(variables, data, prompts):
     def loss(v):
       (metrics, _), _ = model.apply(v, data)
       return metrics['loss'][0]
 
-    (_, decoded), _ = model.apply(variables, prompts, do_eval=True, method='decode')
-    return *jax.value_and_grad(loss)(variables), decoded['ids']
-
-  def on_mesh(*args):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return run(*args)
+      (_, decoded), _ = model.apply(variables, prompts, do_eval=True, method='decode')
+      return jax.value_and_grad(loss)(variables), decoded['ids']
 
   replicated = NamedSharding(mesh, PartitionSpec())
-  arguments = (variables, batch(), prompts())
-  got = jax.jit(on_mesh, in_shardings=replicated)(*arguments)
-  expected = jax.jit(run)(*arguments)
+  got = jax.jit(on_mesh, in_shardings=replicated)(variables, batch(), prompts())
+  expected = _loss_and_gradients(on_one)(variables, batch()), decode(greedy(style), variables, prompts())[1]['ids']
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
@@ -463,7 +484,8 @@ def test_a_prefix_lm_attends_to_its_prefix_on_one_device_and_on_a_mesh():
   on_mesh = GuardedJit(on_mesh)(*jax.device_put((variables, data), NamedSharding(mesh, PartitionSpec())))
   for each in found, on_mesh:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), each, expected)
-  assert abs(expected[0] - loss(variables, data, make(num_kv_heads=1)[0])) > 1e-3, 'a causal mask makes a difference'
+  (causal, _), _ = evaluate(make(num_kv_heads=1)[0], variables, data)
+  assert abs(expected[0] - causal['loss'][0]) > 1e-3, 'a causal mask makes a difference'
 
 
 def test_a_prefix_lm_decodes_with_its_prompt_as_the_prefix():

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from praxis_lite.errors import ConfigError, LostHostError
-from praxis_lite.runtime.clusters import Job, find_job, resolved
-from praxis_lite.runtime.rendezvous import meet
+from praxis_lite.hosts.clusters import Job, find_job, resolved
+from praxis_lite.hosts.rendezvous import meet
 
 SLURM = {
   **{'SLURM_JOB_ID': '4242', 'SLURM_STEP_NODELIST': 'n[07-08,12]', 'SLURM_NTASKS': '4'},

@@ -7,7 +7,8 @@ import io
 import numpy as np
 import pytest
 
-from praxis_lite.runtime.console import Console, LiveConsole, metrics_line, short_number, train_line
+from praxis_lite.records.figures import short_number
+from praxis_lite.runtime.console import Console, LiveConsole, metrics_line, train_line
 from praxis_lite.runtime.throughput import Rates
 
 METRICS = {'loss': np.float64(2.34549), 'learning_rate': np.float64(3e-4), 'grad_norm': np.float64(0.8134)}

@@ -183,7 +183,32 @@ def test_the_commands_on_checkpoints(saved, capsys):
 @pytest.mark.parametrize('command', ['train', 'eval', 'decode', 'checkpoints'])
 def test_object_stores_are_refused_in_a_line(command, capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  arguments = ['verify', 's3://bucket/run'] if command == 'checkpoints' else ['--job_log_dir=s3://bucket/run']
+  arguments = ['diff', 's3://bucket/run', 'runs/1'] if command == 'checkpoints' else ['--job_log_dir=s3://bucket/run']
   assert main([command, *arguments]) == 2
-  assert 's3://bucket/run: runs are in directories of a file system' in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert 's3://bucket/run: runs are in directories of a file system' in said and said.count('\n') == 1
+  assert '--set task.train.mirror=s3://bucket/run;' in said and 'checkpoints copy s3://bucket/run runs/1' in said
   assert not list(tmp_path.iterdir())
+
+
+def test_reads_that_a_failure_leaves_behind_are_not_reported(run_python):
+  """As Orbax and TensorStore leave them when another one has failed; what others leave behind is reported."""
+  code = """
+import asyncio
+from praxis_lite.checkpoints.orbax import orbax_checkpoint
+orbax_checkpoint()
+loop = asyncio.new_event_loop()
+async def read(says):
+  try:
+    await loop.create_future()
+  except BaseException as error:
+    raise ValueError(says) from (error if says == 'thrown away' else None)
+for says in ('thrown away', 'of others'):
+  read(says).send(None)
+for says in ("DATA_LOSS [tensorstore_spec='{}']", 'of others, too'):
+  loop.create_future().set_exception(ValueError(says))
+"""
+  _, err = run_python(code).communicate()
+  assert [line for line in err.splitlines() if line.startswith('ValueError')] == [
+    'ValueError: of others', 'ValueError: of others, too'
+  ]  # fmt: skip

@@ -13,7 +13,7 @@ from small_states import layout_on, random_state
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.errors import UserError
-from praxis_lite.runtime.metrics import SummaryWriter
+from praxis_lite.records.metrics import SummaryWriter
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.records.run_config import check_all_take_part
 from praxis_lite.runtime import run_train
 from praxis_lite.runtime.elastic import fitted
-from praxis_lite.runtime.run_config import check_all_take_part
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 

@@ -71,6 +71,26 @@ def started(config, directory):
   return first, run_train(config, directory, hooks=[first])
 
 
+class Seen(Exception):
+  pass
+
+
+class OnlyFirst(First):
+  """Ends the run before a step is compiled."""
+
+  def on_start(self, run):
+    super().on_start(run)
+    raise Seen
+
+
+def first_values(config, directory):
+  """The true values of the variables that a run starts from."""
+  first = OnlyFirst()
+  with pytest.raises(Seen):
+    run_train(config, directory, hooks=[first])
+  return first.variables
+
+
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """The directory of a run on 8 devices, and the true values of its last step and its averages."""
@@ -86,7 +106,7 @@ def test_renamed_partial_and_fresh_variables_are_the_same_on_one_device_and_on_t
   for devices in (1, 3):
     plain = other_run(devices, directory)
     plain.task.train.init_from.path = None
-    seeded[devices] = started(plain, tmp_path / f'seeded{devices}')[0].variables
+    seeded[devices] = first_values(plain, tmp_path / f'seeded{devices}')
   capsys.readouterr()
   runs = {}
   for devices in (1, 3):
@@ -119,23 +139,23 @@ def test_a_run_that_resumes_does_not_start_from_it_again(trained, tmp_path, caps
 
 def test_averages_and_earlier_steps_can_be_taken_and_what_is_not_used_is_told(trained, tmp_path, capsys):
   directory, _, averages = trained
-  first, _ = started(other_run(1, directory, use_ema=True), tmp_path / 'ema')
-  np.testing.assert_array_equal(first.variables['body']['w'], averages['w'])
+  variables = first_values(other_run(1, directory, use_ema=True), tmp_path / 'ema')
+  np.testing.assert_array_equal(variables['body']['w'], averages['w'])
   rules = ((r'body\..*', 'w'), ('.*', None))
   capsys.readouterr()
-  run_train(other_run(1, directory, rules=rules, partial=(), step=3), tmp_path / 'earlier')
+  first_values(other_run(1, directory, rules=rules, partial=(), step=3), tmp_path / 'earlier')
   told = capsys.readouterr().out
   assert f'init_from {directory}/checkpoints/3: 1 variables from' in told and f'  not used  v ({HIDDEN},)' in told
   best = Checkpointer(directory, read_only=True).existing_step('best')
-  run_train(other_run(1, directory, step='best'), tmp_path / 'best')
+  first_values(other_run(1, directory, step='best'), tmp_path / 'best')
   assert f'init_from {directory}/checkpoints/{best}: ' in capsys.readouterr().out
 
 
 def test_two_variables_may_come_from_one(trained, tmp_path):
   rules = ((r'body\.w', 'w'), ('head|bias', 'v'))
-  first, _ = started(other_run(3, trained[0], rules=rules, partial=('.*',)), tmp_path)
-  np.testing.assert_array_equal(first.variables['bias'], trained[1]['v'][:3])
-  np.testing.assert_array_equal(first.variables['head'][:HIDDEN], trained[1]['v'])
+  variables = first_values(other_run(3, trained[0], rules=rules, partial=('.*',)), tmp_path)
+  np.testing.assert_array_equal(variables['bias'], trained[1]['v'][:3])
+  np.testing.assert_array_equal(variables['head'][:HIDDEN], trained[1]['v'])
 
 
 MISTAKES = {

@@ -9,8 +9,8 @@ import pytest
 
 from praxis_lite.cli.main import main
 from praxis_lite.errors import UserError
-from praxis_lite.runtime.clusters import find_job
-from praxis_lite.runtime.jobset import jobset, parse_resources
+from praxis_lite.hosts.clusters import find_job
+from praxis_lite.hosts.jobset import jobset, parse_resources
 
 EXPERIMENT = pathlib.Path(__file__).parents[1] / 'cli' / 'tiny_experiment.py'
 TRAIN = ['train', f'--exp={EXPERIMENT}:Tiny', '--job_log_dir=/runs/1', '--grace_s=25']

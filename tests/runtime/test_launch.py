@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
+import subprocess
 import sys
 import threading
 
@@ -13,12 +15,19 @@ import numpy as np
 import pytest
 from quick_xla import xla_flags
 from tiny_runs import expected_loss, open_gate, tiny_run
+from warm_python import WarmPopen
 
 from praxis_lite.errors import UserError
-from praxis_lite.runtime import launch, run_train
-from praxis_lite.runtime.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.hosts import launch
+from praxis_lite.hosts.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.runtime import run_train
 
 HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def warm_hosts(monkeypatch):
+  monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
 
 
 class Watched:
@@ -134,8 +143,9 @@ def test_what_cannot_be_launched_is_a_mistake(arguments, devices, message):
 LOOP = """
 import os, sys, time, pathlib
 import jax, numpy as np
-from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.watchdog import doing, watched_by_others
+from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.hosts.distributed import initialize_distributed
+from praxis_lite.hosts.watchdog import doing, watched_by_others
 simulate_cpu_devices(1)
 job = initialize_distributed(hang_timeout_s=float(sys.argv[2]))
 from jax.experimental import multihost_utils
@@ -175,20 +185,25 @@ def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_one_process_does(tmp_path, monkeypatch):
+def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_with_the_same_bits(tmp_path, monkeypatch):
   jax.devices()  # Those of this process, before the environment is that of the others.
   gate = tmp_path / 'gate'
   for name, value in {
-    **{'GATE': open_gate(gate, 9), 'TOTAL_DEVICES': '4', 'XLA_FLAGS': xla_flags(2), 'JAX_PLATFORMS': 'cpu'},
+    **{'GATE': open_gate(gate, 9), 'TOTAL_DEVICES': '2', 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'},
     'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'programs'),
     'PYTHONPATH': os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')]),
   }.items():
     monkeypatch.setenv(name, value)
-  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', f'--job_log_dir={tmp_path / "two"}', '--noverify']
-  job = Watched(
-    launched_command([*train, '--hang_timeout_s=20'], devices=2, elastic=False), 2, max_restarts=1, grace_s=60
-  )
-  job.on('step 6/', lambda: job.signal(0, signal.SIGKILL))  # The one that JAX's service is in.
+  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', '--noverify', '--hang_timeout_s=20']
+  train += ['--set=task.train.save_interval_steps=20', '--set=task.train.emergency_copies.every_n_steps=2']
+  train += [f"--set=task.train.emergency_copies.directories=('{tmp_path}',)"]
+
+  def started(name):
+    command = launched_command([*train, f'--job_log_dir={tmp_path / name}'], devices=1, elastic=False)
+    return Watched(command, 2, max_restarts=1, grace_s=60)
+
+  job = started('two')
+  job.on('step 7/', lambda: job.signal(0, signal.SIGKILL))  # The one that JAX's service is in.
   job.on('restart 1 of 1', lambda: open_gate(gate))
   assert job.run() == 0, job.text
   assert 'host 0: 2 processes, found by praxis-lite launch; process 0 is at localhost:' in job.lines[0]
@@ -196,7 +211,15 @@ def test_a_run_of_two_processes_goes_on_after_one_is_killed_and_ends_as_one_proc
   assert 'exit code 75: started again, the run continues from its last checkpoint' in job.text
   assert 'Current thread' in (tmp_path / 'two' / 'stacks' / 'host_1.txt').read_text()
   together = run_train(tiny_run(4, noise=0.0), tmp_path / 'two')  # Restores what two processes have saved.
-  alone = run_train(tiny_run(4, noise=0.0), tmp_path / 'one')
+  alone = run_train(tiny_run(4, noise=0.0, save_interval_steps=100), tmp_path / 'one')
+  assert re.search('restored step [468] of 20 from emergency copies, newer than the checkpoints', job.text)
+  whole = started('whole')
+  assert whole.run() == 0, whole.text
+  # What two processes have saved is restored in one.
+  together, undisturbed = (run_train(tiny_run(2, noise=0.0), tmp_path / name) for name in ('two', 'whole'))
+  for a, b in zip(jax.tree.leaves(together.state), jax.tree.leaves(undisturbed.state)):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+  alone = run_train(tiny_run(2, noise=0.0), tmp_path / 'one')
   assert together.step == alone.step == 20
   for a, b in zip(together.state.mdl_vars.values(), alone.state.mdl_vars.values()):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4 * np.abs(np.asarray(b)).max())

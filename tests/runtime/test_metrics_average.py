@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.runtime.metrics import MetricsAverage, mean_values
+from praxis_lite.records.metrics import MetricsAverage, mean_values
 
 
 def test_batches_of_unequal_weight_average_as_one_batch():

@@ -19,9 +19,11 @@ from praxis_lite.runtime import run_eval, run_train
 from praxis_lite.runtime.inference import decode_prompts
 from praxis_lite.runtime.prompts import check_ids
 
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
 
 @pytest.fixture(scope='module')
-def tiny(tmp_path_factory):
+def tiny(shared_programs, tmp_path_factory):
   """A run of a regression task on 8 devices, with moving averages, and its config."""
   directory = tmp_path_factory.mktemp('tiny')
   config = tiny_run(8, learner={'ema_decay': 0.5}, log_interval_steps=5, save_interval_steps=10, eval_interval_steps=10)
@@ -41,7 +43,7 @@ def model(run):
 
 
 @pytest.fixture(scope='module')
-def lm(tmp_path_factory):
+def lm(shared_programs, tmp_path_factory):
   """A run of a language model, which its directory describes."""
   directory = tmp_path_factory.mktemp('lm')
   (directory / 'text.txt').write_text('def main():\n  return 1\n' * 200)
@@ -170,10 +172,11 @@ def test_texts_in_and_texts_out(lm):
   ids = [list(b'def '), list(b'class A')]
   tokens = model.decode(ids, temperature=0, max_tokens=6)
   assert [len(row) for row in tokens] == [6, 6]
-  # Greedy decoding is the likeliest token after each prefix.
-  for prompt, row in zip(ids, tokens):
-    logits = model.predict({'ids': np.array([prompt + row])})['logits'][0]
-    assert row == np.argmax(logits, -1)[len(prompt) - 1 : -1].tolist()
+  # Greedy decoding is the likeliest token after each prefix; what is after it makes no difference.
+  whole = [prompt + row for prompt, row in zip(ids, tokens)]
+  logits = model.predict({'ids': np.array([row + [0] * (13 - len(row)) for row in whole])})['logits']
+  for prompt, row, after in zip(ids, tokens, np.argmax(logits, -1)):
+    assert row == after[len(prompt) - 1 :][:6].tolist()
   first = bytes(tokens[0][:1]).decode()
   assert model.decode(ids, temperature=0, max_tokens=6, stop=[first])[0] == tokens[0][:1]
   # Other lengths take the same program, and change nothing.

@@ -11,9 +11,9 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.hosts.clusters import LAUNCHER
+from praxis_lite.hosts.preemption import _is_noticed
 from praxis_lite.runtime import Hook, run_train
-from praxis_lite.runtime.clusters import LAUNCHER
-from praxis_lite.runtime.preemption import _is_noticed
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -31,8 +31,13 @@ class Slow(Hook):
       time.sleep(0.1)
 
 
+@pytest.fixture(scope='module')
+def whole(shared_programs, tmp_path_factory):
+  return run_train(tiny_run(save_interval_steps=100), tmp_path_factory.mktemp('whole'))
+
+
 @pytest.mark.parametrize('kind', ['a file', 'no launcher'])
-def test_a_notice_saves_and_the_run_goes_on_when_it_is_started_again(kind, tmp_path, monkeypatch):
+def test_a_notice_saves_and_the_run_goes_on_when_it_is_started_again(kind, whole, tmp_path, monkeypatch):
   notice = tmp_path / 'notice'
   call = notice.touch if kind == 'a file' else (lambda: None)
   if kind == 'no launcher':
@@ -40,8 +45,7 @@ def test_a_notice_saves_and_the_run_goes_on_when_it_is_started_again(kind, tmp_p
   result = run_train(tiny_run(), tmp_path / 'run', preemption_notice=str(notice), grace_s=60, hooks=[Slow(call)])
   assert result.ended_by == 'SIGTERM' and result.step < 20
   monkeypatch.delenv(LAUNCHER, raising=False)
-  again = run_train(tiny_run(), tmp_path / 'run')
-  whole = run_train(tiny_run(), tmp_path / 'whole')
+  again = run_train(tiny_run(save_interval_steps=100), tmp_path / 'run')
   assert again.ended_by == 'done'
   for a, b in zip(again.state.mdl_vars.values(), whole.state.mdl_vars.values()):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -16,8 +16,8 @@ from praxis_lite.config.text import to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import configure
+from praxis_lite.records.record import read_record, write_record
 from praxis_lite.runtime import run_train
-from praxis_lite.runtime.record import read_record, write_record
 
 
 def experiment(name='lm.SyntheticLmTiny', *overrides):
@@ -112,6 +112,7 @@ def test_a_file_that_is_trusted_by_its_path(tmp_path, monkeypatch):
     '{"format": 1}',
     '{"format": 99}',
     '{"format": 1, "launches": 3, "config": {}, "lost": {}}',
+    '{"format": 1, "launches": [{"started": 1, "command": "", "seed": Infinity, "step": 0}], "config": {}, "lost": {}}',
     '["' * 9,
   ],
 )

@@ -15,14 +15,13 @@ from praxis_lite import registry
 from praxis_lite.config.overrides import alternatives, apply_overrides
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import configure
-from praxis_lite.runtime.record import write_record
-from praxis_lite.runtime.run_config import held_for_training
-from praxis_lite.runtime.runs import (
+from praxis_lite.records.record import write_record
+from praxis_lite.records.run_config import held_for_training
+from praxis_lite.records.runs import (
   age,
   best_run,
   differing_fields,
   find_runs,
-  format_age,
   metric_to_compare,
   read_run,
   short_names,
@@ -136,11 +135,6 @@ def test_which_metric_runs_are_compared_by(tmp_path):
   assert metric_to_compare([two, one, one], None, None) == ('eval/valid/loss', 'min')  # Most runs have it.
   assert best_run([one, two], 'eval/valid/loss', 'min') is one
   assert best_run([one, two], 'nothing', 'min') is None
-
-
-@pytest.mark.parametrize(('seconds', 'text'), [(0, '0 s'), (119, '119 s'), (120, '2 min'), (7200, '2 h'), (2e5, '2 d')])
-def test_ages(seconds, text):
-  assert format_age(seconds) == text
 
 
 # ---------------------------------------------------------------- sweeps

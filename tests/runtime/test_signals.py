@@ -11,13 +11,13 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from praxis_lite.runtime.distributed import StopSignals
+from praxis_lite.hosts.stop_signals import StopSignals
 
 pytestmark = pytest.mark.slow
 
 LOOP = """
 import sys, time
-from praxis_lite.runtime.distributed import StopSignals
+from praxis_lite.hosts.stop_signals import StopSignals
 with StopSignals() as stop:
   print('running', flush=True)
   while not stop.requested_now():

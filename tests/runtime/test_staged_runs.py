@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import signal
 
 import jax
@@ -118,7 +119,10 @@ def test_a_run_goes_from_rounds_to_none_and_back_and_ends_as_the_unchanged_one(t
     return run_train(config, tmp_path / directory)
 
   whole = run('whole', 6, 2, 2, (2, 2, 1))
-  for steps, S, R, mesh in ((2, 2, 2, (2, 2, 1)), (4, 4, 1, (4, 1, 2)), (6, 2, 2, (2, 2, 1))):
+  shutil.copytree(tmp_path / 'whole', tmp_path / 'changed')
+  for step in (4, 6):  # It is as it was after two steps.
+    shutil.rmtree(tmp_path / 'changed' / 'checkpoints' / str(step))
+  for steps, S, R, mesh in ((4, 4, 1, (4, 1, 2)), (6, 2, 2, (2, 2, 1))):
     changed = run('changed', steps, S, R, mesh)
     assert changed.step == steps
   states = [jax.tree.leaves((r.state.mdl_vars, r.state.opt_states)) for r in (changed, whole)]

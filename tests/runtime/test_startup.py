@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from praxis_lite.errors import ConfigError, UserError
-from praxis_lite.runtime.distributed import initialize_distributed, simulate_cpu_devices
-from praxis_lite.runtime.run_config import job_directory
+from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.hosts.distributed import initialize_distributed
+from praxis_lite.records.run_config import job_directory
 from praxis_lite.runtime.throughput import StartupTimes
 
 
@@ -35,7 +36,7 @@ def finish(process):
 def test_devices_are_simulated_whatever_the_flags_say(run_python):
   code = """
 import jax
-from praxis_lite.runtime.distributed import simulate_cpu_devices
+from praxis_lite.hosts.devices import simulate_cpu_devices
 simulate_cpu_devices(5)
 simulate_cpu_devices(5)
 print(jax.device_count(), jax.default_backend())
@@ -61,7 +62,7 @@ def test_one_process_needs_no_arguments():
 def test_half_of_the_arguments_is_an_error(run_python):
   code = """
 from praxis_lite.errors import ConfigError
-from praxis_lite.runtime.distributed import initialize_distributed
+from praxis_lite.hosts.distributed import initialize_distributed
 try:
   initialize_distributed('localhost:1234')
 except ConfigError as error:
@@ -76,9 +77,9 @@ except ConfigError as error:
 def test_compiled_programs_are_found_again_in_the_cache(run_python, tmp_path):
   code = """
 import sys, jax, jax.numpy as jnp
-from praxis_lite.runtime import distributed
-distributed._MIN_CACHED_COMPILE_SECONDS = 0
-print(distributed.set_up_compilation_cache(enabled=sys.argv[1] == 'on'))
+from praxis_lite.hosts import compilation_cache
+compilation_cache._MIN_CACHED_COMPILE_SECONDS = 0
+print(compilation_cache.set_up_compilation_cache(enabled=sys.argv[1] == 'on'))
 hits = []
 jax.monitoring.register_event_listener(lambda name, **kw: hits.append(name) if name.endswith('cache_hits') else None)
 jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))).block_until_ready()
@@ -96,7 +97,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(run_python, tmp_path):
   (tmp_path / 'file').write_text('')
   code = """
 import jax.numpy as jnp
-from praxis_lite.runtime.distributed import set_up_compilation_cache
+from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
 print(set_up_compilation_cache())
 print(float(jnp.ones(()) + 1))
 """

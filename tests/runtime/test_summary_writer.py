@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.call import Summary
-from praxis_lite.runtime.metrics import SummaryWriter, expand_scalars
+from praxis_lite.records.metrics import SummaryWriter, expand_scalars
 
 
 def read_jsonl(directory):
@@ -114,6 +114,19 @@ def test_event_files_of_a_resumed_run_purge_what_came_after(tmp_path):
   accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
   events = accumulator.EventAccumulator(str(tmp_path / 'summaries' / 'train')).Reload().Scalars('loss')
   assert [e.step for e in events] == [10, 20, 30]
+
+
+def test_an_evaluation_that_the_lines_have_lost_is_in_the_events_once(tmp_path):
+  curves = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
+  for resumed_step, losses in ((0, {10: 3.0, 20: 2.0}), (20, {20: 2.0, 30: 1.0})):
+    writer = SummaryWriter(tmp_path, resumed_step=resumed_step)
+    assert not writer.was_written('eval/valid')
+    for step, loss in losses.items():
+      writer.write(step, 'eval/valid', {'loss': loss})
+    writer.close()
+    (tmp_path / 'metrics.jsonl').write_text('')  # As where the file could not be written until the end.
+  events = curves(str(tmp_path / 'summaries' / 'eval' / 'valid')).Reload().Scalars('loss')
+  assert [(e.step, e.value) for e in events] == [(10, 3.0), (20, 2.0), (30, 1.0)]
 
 
 def test_a_run_started_anew_in_a_used_directory_starts_its_curves_anew(tmp_path):

@@ -14,7 +14,7 @@ from tiny_runs import expected_loss, open_gate, shared_rows_run, tiny_run
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.runtime import run_train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
 RUN = """
 import os, signal, sys
@@ -111,7 +111,7 @@ def test_both_stop_after_the_same_step_and_together_end_as_one_process_does(tmp_
   first, second = (last_line(p) for p in processes)
   # Each names the signal that it got itself.
   assert (first, second) in (('ended by done 20',) * 2, ('ended by SIGTERM 20', 'ended by SIGINT 20'))
-  alone = run_train(tiny_run(4, noise=0.0), tmp_path / 'one')
+  alone = run_train(tiny_run(4, noise=0.0, save_interval_steps=100), tmp_path / 'one')
   # Restores what two processes have saved, and does what they may have left out.
   intervals = {'eval_interval_steps': 8, 'decode_interval_steps': 15}
   together = run_train(tiny_run(4, noise=0.0, best_metric='loss', **intervals), tmp_path / 'two')

@@ -14,7 +14,7 @@ from praxis_lite.runtime import run_eval, run_train
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
 
 class CharLm(BaseExperiment):
@@ -51,8 +51,7 @@ def run(tmp_path, monkeypatch):
 
 
 def _decode(*flags):
-  command = ['decode', '--exp=experiment.py:CharLm', '--job_log_dir=run', '--max_tokens=20', '--nocompilation_cache']
-  return main.main([*command, *flags])
+  return main.main(['decode', '--exp=experiment.py:CharLm', '--job_log_dir=run', '--max_tokens=20', *flags])
 
 
 def test_a_run_keeps_its_vocabulary(run, capfd):

@@ -15,11 +15,12 @@ from tiny_runs import open_gate, tiny_run
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
+from praxis_lite.records.figures import duration
+from praxis_lite.records.goodput import Goodput, SlowSteps, goodput_line, seconds_of
+from praxis_lite.records.heartbeat import Heartbeat, life, read_heartbeats
+from praxis_lite.records.status import status_of
 from praxis_lite.runtime import Hook, run_train
-from praxis_lite.runtime.goodput import Goodput, SlowSteps, duration, goodput_line, seconds_of
-from praxis_lite.runtime.heartbeat import Heartbeat, life, read_heartbeats
 from praxis_lite.runtime.profiling import STEPS_OF_A_SIGNAL
-from praxis_lite.runtime.status import status_of
 
 
 class Clock:
@@ -68,7 +69,8 @@ def test_all_time_belongs_to_one_activity_and_steps_taken_again_are_lost():
 
 
 def test_durations():
-  assert [duration(s) for s in (3.21, 59, 600, 9000, 1e6)] == ['3.2 s', '59 s', '10 min', '2.5 h', '11.6 d']
+  texts = {0: '0.0 s', 3.21: '3.2 s', 119: '119 s', 120: '2 min', 9000: '2.5 h', 1e6: '11.6 d'}
+  assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 def test_a_slow_step_is_named_with_what_it_waited_for():

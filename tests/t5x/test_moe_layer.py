@@ -6,15 +6,16 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.config import Config
 from praxis_lite.layers import MoeFeedForward
 from praxis_lite.models import transformer_lm
-from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.t5x.moe import MoePjitPartitioner
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import lookup
 
@@ -49,18 +50,19 @@ def named(config):
   return config
 
 
-def after_a_step(config, **mesh):
+def after_a_step(config, partitioner=None):
   config.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0)
-  model = partition_spmd_model(config, jax.random.key(0), jax.eval_shape(lambda: BATCH), **mesh)
-  out = model.train_step(model.partitioned_train_state, jax.random.key(1), BATCH)
-  state = model.partitioned_task.unpadded(out.state)
-  return model, float(out.weighted_loss), jax.tree.map(np.asarray, state.mdl_vars)
+  if partitioner is not None:
+    config.set(mesh_axis_names=partitioner.mesh.axis_names, logical_axis_rules=partitioner.logical_axis_rules)
+  model = PartitionedTask(config.instantiate(), jax.eval_shape(lambda: BATCH), partitioner=partitioner)
+  out = model.train_step(drawn_state(model), jax.random.key(1), BATCH)
+  return model, float(out.weighted_loss), model.unpadded(out.state).mdl_vars
 
 
 def test_a_step_with_two_data_axes_is_that_of_one_device():
   partitioner = MoePjitPartitioner(4, num_partitions=1)
   model, loss, variables = after_a_step(named(task()), partitioner=partitioner)
-  assert lookup(model.train_state_partition_specs.mdl_vars, (*MOE, 'up')) == P(None, 'data', None, None)
+  assert lookup(model.state_specs.mdl_vars, (*MOE, 'up')) == P(None, 'data', None, None)
   assert collectives(model.train_step.compiled)['all-to-all'].count == 4
   _, expected, on_one = after_a_step(task())
   np.testing.assert_allclose(loss, expected, rtol=1e-5)

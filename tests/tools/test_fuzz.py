@@ -14,7 +14,7 @@ import pytest
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.files import parse_json
 from praxis_lite.hf.files import read_folder
-from praxis_lite.runtime.metrics import metric_lines
+from praxis_lite.records.metrics import metric_lines
 from tools.fuzz.parsers import PARSERS
 from tools.fuzz_parsers import Guard, fuzz, run_case
 
@@ -94,7 +94,7 @@ def test_json_that_is_nested_deeply_is_an_error_of_a_value():
 def test_an_experiment_imports_what_it_names_and_a_record_imports_nothing(tmp_path, monkeypatch):
   """`--exp` runs the file that the user names; a directory that names the same module in its record does not."""
   from praxis_lite.cli.main import main
-  from praxis_lite.runtime.record import read_record
+  from praxis_lite.records.record import read_record
 
   (tmp_path / 'theirs.py').write_text('from pathlib import Path\nPath("ran").touch()\n')
   monkeypatch.chdir(tmp_path)

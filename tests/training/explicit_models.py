@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+from drawn_state import drawn_state
 
 from praxis_lite.config import Config
 from praxis_lite.models import transformer_lm
@@ -48,7 +49,7 @@ def partitioned(task, batch):
 def train(task, batches):
   """Returns (output of the first step, on the host; losses; last state)."""
   p = partitioned(task, batches[0])
-  state, first, losses = p.init_state(jax.random.key(0)), None, []
+  state, first, losses = drawn_state(p), None, []
   for batch in batches:
     out = p.train_step(state, jax.random.key(1), batch)
     first = jax.device_get(out) if first is None else first

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.config import Config
 from praxis_lite.layers import MoeFeedForward
 from praxis_lite.models import set_pipeline, set_sharding, transformer_lm
-from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.trees import leaves_by_path, path_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
@@ -52,12 +53,12 @@ def after_a_step(model, batch, mesh=None, microbatches=1, **fields):
   task = Config(SingleTask, model=model, mesh_axis_names=AXES, ici_mesh_shape=mesh, **fields)
   task.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0, num_microbatches=microbatches)
   task.train.inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
-  made = partition_spmd_model(task, jax.random.key(0), jax.eval_shape(lambda: batch))
-  out = made.train_step(made.partitioned_train_state, jax.random.key(1), batch)
-  variables = leaves_by_path(made.partitioned_task.unpadded(out.state).mdl_vars)
+  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
+  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
+  variables = leaves_by_path(partitioned.unpadded(out.state).mdl_vars)
   metrics = {name: float(mean) for name, (mean, _) in out.mean_metrics.items() if name.startswith('aux/')}
   summaries = {name.rpartition('/')[2]: np.asarray(s.value) for name, s in out.summaries.items()}
-  return float(out.weighted_loss), {path: np.asarray(v) for path, v in variables.items()}, metrics, summaries
+  return float(out.weighted_loss), variables, metrics, summaries
 
 
 def assert_same_step(found, expected):

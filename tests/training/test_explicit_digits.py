@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite import registry
 from praxis_lite.experiment import configure
@@ -29,7 +30,7 @@ def batches():
 def curve(task):
   data = batches()
   p = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: data[0]))
-  state, losses = p.init_state(jax.random.key(0)), []
+  state, losses = drawn_state(p), []
   for batch in data:
     out = p.train_step(state, jax.random.key(1), batch)
     state = out.state

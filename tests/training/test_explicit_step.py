@@ -22,9 +22,9 @@ def assert_close(left, right, rtol=1e-5, atol=1e-6):
 
 
 @pytest.mark.parametrize('devices, strategy', [(8, None), (5, FSDP)], ids=['data_8', 'fsdp_5'])
-def test_one_step_and_fifty_match_compiler_placement(devices, strategy):
+def test_one_step_and_twenty_match_compiler_placement(devices, strategy):
   # 13 rows leave a device with padding alone, and the weights of rows differ: a mean of means would be wrong.
-  batches = [lm_batch(13, seed) for seed in range(50)]
+  batches = [lm_batch(13, seed) for seed in range(20)]  # Fifty are taken in test_ways_agree.py.
   first, losses, _ = train(lm_task('auto', devices, strategy), batches)
   explicit, explicit_losses, state = train(lm_task('shard_map', devices, strategy), batches)
   assert_close(explicit, first)
@@ -47,9 +47,8 @@ def classifier(partitioning, network, mesh=(('data',), (8,)), **learner):
 
 MLP = Config(Mlp, input_dims=16, hidden_dims=(30,))
 CASES = {
-  'microbatches': (MLP, (('data',), (8,)), {'num_microbatches': 4}),
+  'microbatches': (MLP, (('data',), (8,)), {'num_microbatches': 4, 'clip_gradient_single_norm_to_value': 0.01}),
   'two_axes': (MLP, (('replica', 'data'), (2, 3)), {'ema_decay': 0.9, 'report_param_norm': True}),
-  'single_norms_clipped': (MLP, (('data',), (8,)), {'clip_gradient_single_norm_to_value': 0.01}),
   'batch_norm': (Config(ConvNet, input_channels=1, channels=(9,)), (('data',), (8,)), {'num_microbatches': 2}),
 }
 
@@ -96,14 +95,14 @@ class PerClass(ClassificationModel):
 
 @pytest.mark.parametrize('num_microbatches', [1, 2])
 def test_metrics_may_be_arrays(num_microbatches):
-  def task(partitioning):
+  def task(partitioning, num_microbatches):
     config = classifier(partitioning, MLP, num_microbatches=num_microbatches)
     config.model = Config(PerClass, num_classes=10, network_tpl=MLP)
     return config
 
   batches = [class_batch(13)]
-  first, _, _ = train(task('auto'), batches)
-  explicit, _, _ = train(task('shard_map'), batches)
+  first, _, _ = train(task('auto', 1), batches)
+  explicit, _, _ = train(task('shard_map', num_microbatches), batches)
   assert first.mean_metrics['loss_of_class'][0].shape == (10,)
   assert_close(explicit.mean_metrics, first.mean_metrics)
 
@@ -145,7 +144,7 @@ def test_a_batch_without_a_mapping_for_its_rank_is_refused_as_under_compiler_pla
     partitioned(task, class_batch(8)).train_step.compile()
 
 
-@pytest.mark.parametrize('kind', [{'style': 'gpt2'}, {'repeat': False, 'remat': 'full'}, {'remat': 'dots_saveable'}])
+@pytest.mark.parametrize('kind', [{'style': 'gpt2', 'remat': 'dots_saveable'}, {'repeat': False, 'remat': 'full'}])
 def test_other_language_models_match_too(kind):
   def task(partitioning):
     sizes = {'vocab_size': 37, 'model_dims': 20, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 44}

@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite import registry
 from praxis_lite.experiment import configure
 from praxis_lite.explain import explain_task
-from praxis_lite.partitioning import partition_spmd_model
 from praxis_lite.partitioning.hlo import collectives
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 
 def trained(name, mesh_shape):
@@ -17,13 +18,13 @@ def trained(name, mesh_shape):
   config.task.ici_mesh_shape = mesh_shape
   batches = iter(config.datasets[0].instantiate())
   batches = [next(batches), next(batches)]
-  model = partition_spmd_model(config.task, jax.random.key(0), batches[0])
-  state, losses = model.partitioned_train_state, []
+  model = PartitionedTask(config.task.instantiate(), batches[0])
+  state, losses = drawn_state(model), []
   for batch in batches:
     out = model.train_step(state, jax.random.key(1), batch)
     state = out.state
     losses.append(float(out.weighted_loss))
-  return losses, model.partitioned_task.unpadded(state).mdl_vars, model.train_step.compiled
+  return losses, model.unpadded(state).mdl_vars, model.train_step.compiled
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.config import Config
 from praxis_lite.layers import ConvNet
 from praxis_lite.layers.images import Pooling
 from praxis_lite.models import ClassificationModel, set_sharding, transformer_lm
 from praxis_lite.task import SingleTask
-from praxis_lite.training.partitioned_task import partition_spmd_model
+from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.trees import leaves_by_path, path_name
 
 pytestmark = pytest.mark.slow
@@ -34,11 +35,9 @@ def task_of(model, mesh, inputs):
 
 def after_a_step(task, batch):
   """The loss, and the variables after one step of SGD: their first values less their gradients."""
-  model = partition_spmd_model(task, jax.random.key(0), jax.eval_shape(lambda: batch))
-  out = model.train_step(model.partitioned_train_state, jax.random.key(1), batch)
-  shapes = task.instantiate().model.abstract_init()
-  true = jax.tree.map(lambda w, x: np.asarray(x)[tuple(map(slice, w.full_shape))], shapes, out.state.mdl_vars)
-  return float(out.weighted_loss), true
+  partitioned = PartitionedTask(task.instantiate(), jax.eval_shape(lambda: batch))
+  out = partitioned.train_step(drawn_state(partitioned), jax.random.key(1), batch)
+  return float(out.weighted_loss), partitioned.unpadded(out.state).mdl_vars
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import Config
@@ -36,7 +37,7 @@ def data():
 
 
 def two_steps(built):
-  source, state = data(), built.init_state(jax.random.key(0))
+  source, state = data(), drawn_state(built)
   for _ in range(2):
     out = built.train_step(state, jax.random.key(1), source.get_next())
     state = out.state

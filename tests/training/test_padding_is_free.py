@@ -6,8 +6,9 @@ import pytest
 
 from praxis_lite.config import Config
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import collectives, partition_spmd_model
+from praxis_lite.partitioning import collectives
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ def step_of(batch, vocab, dims, heads, hidden, mesh):
   config.train.inputs_split_mapping = {'map_2d': ('data', None)}
   dtypes = {'ids': jnp.int32, 'labels': jnp.int32, 'weights': jnp.float32}
   struct = {name: jax.ShapeDtypeStruct((batch, 16), dtype) for name, dtype in dtypes.items()}
-  return partition_spmd_model(config, jax.random.key(0), struct).train_step
+  return PartitionedTask(config.instantiate(), struct).train_step
 
 
 @pytest.mark.parametrize('mesh', [(2, 4), (4, 2)], ids=str)

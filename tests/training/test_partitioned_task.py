@@ -23,6 +23,8 @@ from praxis_lite.training.state import initialize_partitioned_model_states, init
 from praxis_lite.training.steps import eval_step_single_learner, train_step_single_learner
 from praxis_lite.weights import WeightHParams, WeightInit
 
+pytestmark = pytest.mark.usefixtures('shared_programs')
+
 AXES = ('replica', 'data', 'mdl')
 BATCH, LENGTH = 6, 4
 
@@ -93,6 +95,11 @@ OPTIMIZERS = {
 }
 
 
+@functools.cache
+def trained_on_one_device(optimizer):
+  return train(task(optimizer=OPTIMIZERS[optimizer]))
+
+
 MESHES = [(1, 2, 4), (1, 1, 4), (1, 3, 1), (1, 5, 1), (7, 1, 1), (2, 2, 2)]
 
 
@@ -102,7 +109,7 @@ MESHES = [(1, 2, 4), (1, 1, 4), (1, 3, 1), (1, 5, 1), (7, 1, 1), (2, 2, 2)]
   [*((shape, 'adam') for shape in MESHES), *(((1, 2, 4), name) for name in OPTIMIZERS if name != 'adam')],
 )
 def test_uneven_mesh_has_the_loss_curve_of_one_device(shape, optimizer):
-  _, alone, expected = train(task(optimizer=OPTIMIZERS[optimizer]))
+  _, alone, expected = trained_on_one_device(optimizer)
   _, state, losses = train(task(shape, OPTIMIZERS[optimizer]))
   np.testing.assert_allclose(losses, expected, rtol=1e-4)
   assert expected[-1] < expected[0]
@@ -113,7 +120,7 @@ def test_uneven_mesh_has_the_loss_curve_of_one_device(shape, optimizer):
 
 def test_the_unpartitioned_step_is_the_oracle():
   config = task(clip_gradient_norm_to_value=0.5, ema_decay=0.9).instantiate()
-  state = initialize_train_state(config, jax.random.key(0))
+  state = jax.jit(initialize_train_state, static_argnums=0)(config, jax.random.key(0))
   expected = []
   for i in range(6):
     out = jax.jit(train_step_single_learner, static_argnums=0)(config, state, jax.random.key(1), batch(seed=i))
@@ -123,8 +130,8 @@ def test_the_unpartitioned_step_is_the_oracle():
   np.testing.assert_allclose(losses, expected, rtol=1e-4)
   np.testing.assert_allclose(np.asarray(partitioned.ema_vars['emb'])[:5, :6], state.ema_vars['emb'], rtol=1e-3)
   assert float(partitioned.mdl_vars['seen']) == pytest.approx(float(state.mdl_vars['seen']), rel=1e-5)
-  loss = eval_step_single_learner(config, state.mdl_vars, jax.random.key(0), state.step, batch()).weighted_loss
-  assert np.isfinite(loss)
+  evaluate = jax.jit(eval_step_single_learner, static_argnums=0)
+  assert np.isfinite(evaluate(config, state.mdl_vars, jax.random.key(0), state.step, batch()).weighted_loss)
 
 
 def test_state_is_padded_and_split_and_its_slots_too():

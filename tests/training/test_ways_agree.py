@@ -6,17 +6,19 @@ import jax
 import numpy as np
 import optax
 import pytest
+from drawn_state import drawn_state
 
 from praxis_lite.config import Config
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.learning import Learner
 from praxis_lite.models import set_sharding, transformer_lm
-from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner, partition_spmd_model
+from praxis_lite.partitioning import MoePjitPartitioner, PjitPartitioner
 from praxis_lite.task import SingleTask
+from praxis_lite.training.partitioned_task import PartitionedTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
-STEPS = 50
+STEPS, FEW = 50, 10
 AXES = ('data', 'model')
 RULES = (('batch', 'data'), ('embed', 'data'), ('heads', 'model'))
 
@@ -53,13 +55,14 @@ def by_strategy(mesh):
 def by_t5x(mesh):
   config = task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), None)
   partitioner = PjitPartitioner(mesh[1], logical_axis_rules=RULES, devices=jax.devices()[: mesh[0] * mesh[1]])
-  return config, {'partitioner': partitioner}
+  return config.set(mesh_axis_names=partitioner.mesh.axis_names, logical_axis_rules=RULES), {'partitioner': partitioner}
 
 
 def by_moe(mesh):
   config = task(model(batch_axes='batch', data_axis='embed', mdl_axis='heads'), None)
   devices = jax.devices()[: mesh[0] * mesh[1]]
-  return config, {'partitioner': MoePjitPartitioner(0, mesh[1], logical_axis_rules=RULES, devices=devices)}
+  partitioner = MoePjitPartitioner(0, mesh[1], logical_axis_rules=RULES, devices=devices)
+  return config.set(mesh_axis_names=partitioner.mesh.axis_names, logical_axis_rules=RULES), {'partitioner': partitioner}
 
 
 def explicitly(mesh, data_axis):
@@ -78,22 +81,29 @@ WAYS = {
 }
 
 
-def losses(config, arguments):
+def losses(config, arguments, steps=STEPS):
+  """Returns (losses, the variables after a few steps, their specs)."""
   data = Config(SyntheticLMInput, seq_len=12, vocab_size=37, batch_size=10, num_synthetic_examples=40, is_training=True)
   source = data.instantiate()
-  trained = partition_spmd_model(config, jax.random.key(0), source.batch_struct(), **arguments)
-  state, key, curve = trained.partitioned_train_state, jax.random.key(1), []
-  for _ in range(STEPS):
+  trained = PartitionedTask(config.instantiate(), source.batch_struct(), **arguments)
+  state, key, curve = drawn_state(trained), jax.random.key(1), []
+  for step in range(steps):
     out = trained.train_step(state, key, source.get_next())
     state = out.state
     curve.append(float(out.weighted_loss))
-  return np.array(curve), jax.device_get(state.mdl_vars), trained.train_state_partition_specs.mdl_vars
+    if step + 1 == FEW:
+      variables = jax.tree.map(np.array, state.mdl_vars)
+  return np.array(curve), variables, trained.state_specs.mdl_vars
+
+
+# Their specs and their programs are those of 'mapping', bit for bit, so that a few steps tell.
+SAME_AS_MAPPING = ('rules', 't5x', 'moe')
 
 
 @functools.cache
 def curve_of(way, mesh):
   with jax.default_matmul_precision('highest'):
-    return losses(*WAYS[way](mesh))
+    return losses(*WAYS[way](mesh), FEW if way in SAME_AS_MAPPING else STEPS)
 
 
 @pytest.fixture(scope='module')
@@ -108,17 +118,18 @@ def one_device():
   'way, mesh', [*((way, (4, 2)) for way in WAYS), ('mapping', (5, 1)), ('shard_map_fsdp', (5, 1))]
 )
 def test_trains_like_one_device(way, mesh, one_device):
-  np.testing.assert_allclose(curve_of(way, mesh)[0], one_device, rtol=1e-4)
+  curve = curve_of(way, mesh)[0]
+  np.testing.assert_allclose(curve, one_device[: len(curve)], rtol=1e-4)
 
 
-@pytest.mark.parametrize('way', ['rules', 't5x', 'moe'])
+@pytest.mark.parametrize('way', SAME_AS_MAPPING)
 def test_equal_specs_train_bit_for_bit_alike(way):
   curve, variables, _ = curve_of(way, (4, 2))
   expected_curve, expected, _ = curve_of('mapping', (4, 2))
-  np.testing.assert_array_equal(curve, expected_curve)
+  np.testing.assert_array_equal(curve, expected_curve[:FEW])
   jax.tree.map(np.testing.assert_array_equal, variables, expected)
 
 
 def test_the_specs_are_equal_where_bits_are_compared():
-  specs = [curve_of(way, (4, 2))[2] for way in ('mapping', 'rules', 't5x', 'moe')]
+  specs = [curve_of(way, (4, 2))[2] for way in ('mapping', *SAME_AS_MAPPING)]
   assert all(s == specs[0] for s in specs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -50,12 +52,14 @@ class Seen:
     where: the moment, and what else was drawn.
     lost: steps that were taken twice; None where that is not known.
     bound: how many these may be.
+    copies: there were emergency copies.
     too_late: the run had ended before.
   """
 
   where: str = ''
   lost: int | None = None
   bound: int = SAVE_INTERVAL
+  copies: bool = False
   too_late: bool = False
 
 
@@ -67,14 +71,24 @@ class Lab:
     rng: of this fault alone.
     baseline: what to compare with.
     experiment: class name in `experiment.py`.
+    copies: the runs make emergency copies, in a folder beside their directory.
   """
 
-  def __init__(self, directory: Path, rng: np.random.Generator, baseline: Baseline, experiment: str = 'Faults'):
+  def __init__(
+    self,
+    directory: Path,
+    rng: np.random.Generator,
+    baseline: Baseline,
+    experiment: str = 'Faults',
+    *,
+    copies: bool = False,
+  ):
     self.directory = directory
     self.rng = rng
     self.baseline = baseline
     self.experiment = experiment
-    self.seen = Seen()
+    self.seen = Seen(copies=copies)
+    self.folder_of_copies = directory.parent / 'copies'
     self.hosts = 1
     self.started: list[Training] = []
 
@@ -83,6 +97,10 @@ class Lab:
     command = ['train', f'--exp={EXPERIMENT}:{self.experiment}', f'--job_log_dir={self.directory}', '--noverify']
     if self.experiment == 'FaultsInFiles':
       command += [f'--set=datasets[0].path={self.directory.parent / "data.array_record"}']
+    if self.seen.copies:
+      self.folder_of_copies.mkdir(exist_ok=True)
+      command += [f'--set=task.train.emergency_copies.every_n_steps={SAVE_INTERVAL // 2}']
+      command += [f"--set=task.train.emergency_copies.directories=('{self.folder_of_copies}',)"]
     if self.hosts > 1:
       command = [*f'launch --processes={self.hosts} --devices=1 --max_restarts=6 --'.split(), *command]
       command += ['--hang_timeout_s=30']
@@ -104,6 +122,15 @@ class Lab:
     folder = self.directory / 'checkpoints'
     return sorted((p for p in folder.glob('*') if p.name.isdecimal()), key=lambda p: int(p.name))
 
+  def copies(self) -> list[Path]:
+    """Files of complete emergency copies, by step and process."""
+    files = (p for p in self.folder_of_copies.rglob('*.*') if not p.name.endswith('incomplete'))
+    return sorted(files, key=lambda p: tuple(map(int, p.name.split('.'))))
+
+  def bound(self, damaged: int = 0) -> int:
+    """How many steps a run may lose that is ended now, and whose newest checkpoints or copies are damaged."""
+    return SAVE_INTERVAL * (1 + damaged + (self.is_saving() and not self.seen.copies))
+
   def is_saving(self) -> bool:
     """Whether a checkpoint is not complete."""
     return any('tmp' in p.name for p in (self.directory / 'checkpoints').glob('*'))
@@ -119,7 +146,7 @@ class Lab:
       lost_before: as in `differences`.
       clock: of the run that goes on, as `inside/sitecustomize.py` says.
     """
-    self.seen.bound = SAVE_INTERVAL * (1 + damaged + self.is_saving())
+    self.seen.bound = self.bound(damaged)
     run = self.start(FAULTS_CLOCK=clock)
     code = run.wait()
     if code != 0:
@@ -253,27 +280,54 @@ def one_host_killed(lab: Lab) -> None:
   _one_host(lab, signal.SIGKILL)
 
 
+def one_of_four_hosts_killed(lab: Lab) -> None:
+  """one host of four killed"""
+  lab.experiment = 'FaultsOnFour'
+  _one_host(lab, signal.SIGKILL, 4)
+
+
 def one_host_stopped(lab: Lab) -> None:
   """one host of two stopped"""
   _one_host(lab, signal.SIGSTOP)
 
 
-def _one_host(lab: Lab, number: int) -> None:
-  lab.hosts = 2
-  host, step = int(lab.rng.integers(2)), int(lab.rng.integers(0, NUM_STEPS))
+def _one_host(lab: Lab, number: int, hosts: int = 2) -> None:
+  lab.hosts = hosts
+  host, step = int(lab.rng.integers(hosts)), int(lab.rng.integers(0, NUM_STEPS))
   lab.seen.where = f'host {host}, step {step}'
   run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2)
-  hosts = children(run.process.pid)
-  if len(hosts) == 2:
-    os.kill(hosts[host], number)
-  before = run.last_step
+  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == hosts)
+  processes = children(run.process.pid)
+  if len(processes) == hosts:
+    os.kill(processes[host], number)
+  before, lab.seen.bound = run.last_step, SAVE_INTERVAL * (1 if lab.seen.copies else 2)
   if run.wait(600) != 0:
     raise SurvivalError(f'the job ended with {run.process.returncode}: {run.lines[-4:]}')
   lab.seen.too_late = 'restart 1 of' not in run.text
   if run.restored_step is not None:
-    lab.seen.lost, lab.seen.bound = max(before - run.restored_step, 0), 2 * SAVE_INTERVAL
+    lab.seen.lost = max(before - run.restored_step, 0)
+    if lab.seen.lost > lab.seen.bound:
+      raise SurvivalError(f'{lab.seen.lost} steps were lost, of {before}')
   lab.compare()
+
+
+def one_host_cannot_write(lab: Lab) -> None:
+  """one host of two cannot write"""
+  lab.hosts = 2
+  host, step, limit = int(lab.rng.integers(2)), int(lab.rng.integers(1, NUM_STEPS)), int(lab.rng.integers(3000))
+  is_for_a_while = lab.rng.random() < 0.5
+  lab.seen.where = f'host {host}, step {step}, no file above {limit} bytes{", for a while" * is_for_a_while}'
+  run = lab.start()
+  if run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2):
+    pid = children(run.process.pid)[host]
+    with contextlib.suppress(ProcessLookupError):
+      _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+      resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
+      if is_for_a_while and run.wait_for(lambda: run.last_step >= min(step + 6, NUM_STEPS)):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+  _ended_as_promised(run)
+  is_told = any('error: metrics cannot be written' in line for line in run.lines)
+  lab.go_on(run if run.process.returncode == 0 else None, lost_before=NUM_STEPS if is_told else None)
 
 
 # ---- disks
@@ -416,6 +470,20 @@ def _damaged_checkpoint(lab: Lab, damage: Callable[[Path, np.random.Generator], 
     raise SurvivalError(f'step {restored} was restored, and only {newest.name} was damaged')
 
 
+def copy_damaged(lab: Lab) -> None:
+  """damaged emergency copy"""
+  lab.seen.copies = True
+  _ended_by(lab, signal.SIGKILL, ('step', 'saving'))
+  copies, checkpoints = lab.copies(), lab.checkpoints()
+  if copies:
+    damage = (_truncate, _flip, _remove)[int(lab.rng.integers(3))]
+    lab.seen.where += f', {copies[-1].name}: {damage(copies[-1], lab.rng)}'
+  lab.go_on(damaged=1)
+  undamaged = [int(p.name.split('.')[0]) for p in copies[:-1]] + [int(p.name) for p in checkpoints]
+  if (lab.started[-1].restored_step or NUM_STEPS) != max(undamaged, default=NUM_STEPS) and not lab.seen.too_late:
+    raise SurvivalError(f'step {lab.started[-1].restored_step} was restored, and there were {undamaged}')
+
+
 def events_damaged(lab: Lab) -> None:
   """damaged event files and metrics"""
   lab.take()
@@ -507,7 +575,9 @@ FAULTS: dict[Callable[[Lab], None], int] = {
   killed_again_and_again: 3,
   two_at_once: 4,
   one_host_killed: 3,
+  one_of_four_hosts_killed: 1,
   one_host_stopped: 1,
+  one_host_cannot_write: 3,
   disk_full: 5,
   permission_lost: 4,
   checkpoint_truncated: 5,
@@ -515,6 +585,7 @@ FAULTS: dict[Callable[[Lab], None], int] = {
   checkpoint_file_gone: 2,
   events_damaged: 5,
   record_damaged: 3,
+  copy_damaged: 3,
   data_damaged: 3,
   clock_set_back: 5,
 }

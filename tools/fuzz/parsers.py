@@ -6,6 +6,7 @@ What reads it may return anything, or raise a UserError. All else is a fault.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -31,11 +32,15 @@ from praxis_lite.hf.hf_config import read_config
 from praxis_lite.inputs import ArrayInput, ByteTokenizer, CharTokenizer, TextInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 from praxis_lite.partitioning.strategies import infer_sharding
+from praxis_lite.plan import snapshot
 from praxis_lite.plan.calibration import calibrated
 from praxis_lite.plan.targets import find_target
 from praxis_lite.plan.topology import parse_topology
-from praxis_lite.runtime import record, runs
-from praxis_lite.runtime.metrics import SummaryWriter, read_results
+from praxis_lite.records import record, runs
+from praxis_lite.records.heartbeat import Heartbeat, read_heartbeats
+from praxis_lite.records.metrics import SummaryWriter, read_results
+from praxis_lite.records.status import status_of
+from praxis_lite.runtime.trouble import Trouble, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
 
@@ -314,6 +319,42 @@ def _calibration(data: bytes, folder: Path) -> object:
   return calibrated(parse_topology('cpu:8'), folder / 'calibration.json')
 
 
+@functools.cache
+def _snapshot_text() -> str:
+  weights = {'lm.w': snapshot.Weight('data, -', '64 x 7', 'lm.weight_split_dims_mapping.wt')}
+  groups = {('all-gather', 'data', 'lm', 'forward'): snapshot.Group(3, 4096, 'fully sharded', 'lm.w')}
+  heads = ('lm.X', ('task.train.num_train_steps=5',), 'h100:1x8', 'data 8', 'compiled', snapshot.Limits())
+  return str(snapshot.Snapshot(*heads, {'peak': 1_234, 'parameters': 567}, weights, groups))
+
+
+def _snapshot(data: str, folder: Path) -> None:
+  (folder / 'plan.txt').write_text(data, encoding='utf-8', errors='surrogatepass')
+  kept = snapshot.read(folder / 'plan.txt')
+  if snapshot.differences(kept, kept):
+    raise AssertionError('a snapshot differs from itself')
+
+
+def _heartbeat(data: bytes, folder: Path) -> None:
+  (folder / 'heartbeats').mkdir(exist_ok=True)
+  (folder / 'heartbeats' / '0.json').write_bytes(data)
+  if beats := read_heartbeats(folder):
+    _ = str(status_of(beats, is_held=False))
+
+
+_TROUBLE = {'first': 5, 'last': 6, 'what': 'the loss is nan', 'action': 'rollback', 'batches': [{'epoch': 0, 'at': 8}]}
+_TROUBLE |= {'back_to': 4, 'examples': ['record 7 of a']}
+
+
+def _troubles(data: bytes, folder: Path) -> None:
+  (folder / 'trouble.jsonl').write_bytes(data)
+  found = read_troubles(folder)
+  if not all(isinstance(state, dict) for state in left_out(found)):
+    raise AssertionError('a state of the input is none')
+  go_back(folder, Trouble(7, 7, 'what', 'rollback'), max_rollbacks=9)
+  if not [t for t in read_troubles(folder) if t.first == 7]:
+    raise AssertionError('what happened last is not on record')
+
+
 def _json_of(value: Callable[[], Any] | Any) -> Draw:
   return lambda rng: mutated_json_text(value() if callable(value) else value, rng)
 
@@ -347,4 +388,7 @@ PARSERS: dict[str, Parser] = {
   ),
   'topologies and targets': Parser(_of(_TOPOLOGIES), _topology, 6),
   'calibration': Parser(_json_of(_EFFICIENCY), _calibration, 4),
+  'snapshot of a plan': Parser(lambda rng: mutated_text(_snapshot_text(), rng), _snapshot, 4),
+  'heartbeat': Parser(_json_of(dataclasses.asdict(Heartbeat(host='a', step=3, total_steps=9))), _heartbeat, 4),
+  'trouble.jsonl': Parser(_json_of(_TROUBLE), _troubles, 4),
 }

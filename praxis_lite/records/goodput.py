@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from praxis_lite.records.figures import duration
+
 # What they are called on the console and in the command `status`.
 ACTIVITIES = {
   'productive': 'training',
@@ -28,7 +30,7 @@ ACTIVITIES = {
   'hooks': 'hooks and traces',
   'lost': 'lost to restarts',
 }
-_MAX_MARKS = 200
+_MAX_MARKS, _MAX_COPIES = 200, 2
 
 
 class Goodput:
@@ -42,6 +44,7 @@ class Goodput:
     self._lock = threading.Lock()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
     self._marks: dict[int, float] = {}  # By the step of a checkpoint, the productive seconds until it.
+    self._copies: dict[int, float] = {}  # The same of emergency copies.
     self._activities = ['starting']
     self._since = clock()
     self._began = self._since
@@ -72,11 +75,13 @@ class Goodput:
     finally:
       self._change(self._activities.pop)
 
-  def mark(self, step: int) -> None:
-    """Says that a checkpoint of `step` is being saved: a restart from it loses none of the time until now."""
-    self._marks[step] = self.seconds()['productive']
-    for old in sorted(self._marks)[:-_MAX_MARKS]:
-      del self._marks[old]
+  def mark(self, step: int, *, is_copy: bool = False) -> None:
+    """Says that a checkpoint of `step`, or an emergency copy, is being saved: a restart from it loses none of the time
+    until now."""
+    marks, most = (self._copies, _MAX_COPIES) if is_copy else (self._marks, _MAX_MARKS)
+    marks[step] = self.seconds()['productive']
+    for old in sorted(marks)[:-most]:
+      del marks[old]
 
   def seconds(self) -> dict[str, float]:
     """Returns the seconds by activity until now."""
@@ -94,7 +99,8 @@ class Goodput:
   def record(self, step: int) -> dict[str, Any]:
     """Returns what `resume` needs, for JSON."""
     seconds = {name: round(value, 3) for name, value in self.seconds().items()}
-    return {'step': step, 'seconds': seconds, 'marks': {str(s): round(t, 3) for s, t in list(self._marks.items())}}
+    marks = {**self._marks, **self._copies}
+    return {'step': step, 'seconds': seconds, 'marks': {str(s): round(t, 3) for s, t in marks.items()}}
 
   def _change(self, change: Callable[[], object]) -> None:
     with self._lock:
@@ -125,15 +131,6 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
   )
   good = f'goodput {shares(seconds).get("productive", 0.0):.0%} of {duration(sum(seconds.values()))}'
   return f'{good}: {rest}' if rest else good
-
-
-def duration(seconds: float) -> str:
-  """'12 s', '5 min', '3.0 h', '8.2 d'."""
-  if seconds < 120:
-    return f'{seconds:.1f} s' if seconds < 10 else f'{seconds:.0f} s'
-  if seconds < 7200:
-    return f'{seconds / 60:.0f} min'
-  return f'{seconds / 3600:.1f} h' if seconds < 48 * 3600 else f'{seconds / 86400:.1f} d'
 
 
 class SlowSteps:

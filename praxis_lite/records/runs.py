@@ -17,9 +17,10 @@ import numpy as np
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config.text import fields_of
 from praxis_lite.errors import UserError, did_you_mean
-from praxis_lite.runtime.curves import MetricsTable, read_metrics
-from praxis_lite.runtime.record import has_record, read_record
-from praxis_lite.runtime.run_config import is_held
+from praxis_lite.records.curves import MetricsTable, read_metrics
+from praxis_lite.records.figures import duration
+from praxis_lite.records.record import has_record, read_record
+from praxis_lite.records.run_config import is_held
 
 
 class RunState(NamedTuple):
@@ -232,14 +233,6 @@ def _endings(path: str) -> list[str]:
   return ['.'.join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
 
 
-def format_age(seconds: float) -> str:
-  """'12 s', '5 min', '3 h', '8 d'."""
-  for unit, size in (('d', 86400), ('h', 3600), ('min', 60)):
-    if seconds >= 2 * size:
-      return f'{int(seconds // size)} {unit}'
-  return f'{max(int(seconds), 0)} s'
-
-
 def format_number(value: float | None) -> str:
   """Four digits, or '-'."""
   return '-' if value is None else f'{value:.4g}' if math.isfinite(value) else str(value)
@@ -249,7 +242,7 @@ def age(run: RunState) -> str:
   """'running', or how long ago the run last wrote something; '-' if it never did."""
   if run.is_running or not run.written:
     return 'running' if run.is_running else '-'
-  return format_age(time.time() - run.written)
+  return duration(time.time() - run.written)
 
 
 # -------------------------------------------------------------------- files

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from praxis_lite.errors import LostHostError, UserError
-from praxis_lite.runtime.clusters import LAUNCHER
+from praxis_lite.hosts.clusters import LAUNCHER
 
 _POLL = 0.05
 _LONGEST_WAIT = 60.0

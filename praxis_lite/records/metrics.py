@@ -159,7 +159,7 @@ class SummaryWriter:
     record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
     self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
     try:
-      events = self._events(split)
+      events = self._events(split, step)
       for name, value in scalars.items():
         events.add_scalar(name, value, step)
       for name, summary in summaries.items():
@@ -187,18 +187,19 @@ class SummaryWriter:
       self._report(f'{line}; they are kept, and written later' if line else f'metrics are written to {self._directory}')
       self._reported = line
 
-  def _events(self, split: str) -> tensorboardX.SummaryWriter:
+  def _events(self, split: str, step: int) -> tensorboardX.SummaryWriter:
     if split not in self._event_writers:
       import tensorboardX
       from tensorboardX.record_writer import register_writer_factory
 
       register_writer_factory(_PATIENT, _PatientFiles())
       logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
-      # TensorBoard hides the entries of earlier files from purge_step on. File names contain whole seconds: without the
-      # suffix, a run that resumes at once would overwrite the previous file.
+      # TensorBoard hides the entries of earlier files from purge_step on: those after the resumed step, and those of
+      # that step itself where metrics.jsonl has lost an evaluation, which is made again. File names contain whole
+      # seconds: without the suffix, a run that resumes at once would overwrite the previous file.
       self._event_writers[split] = tensorboardX.SummaryWriter(
         f'{_PATIENT}:{self._directory / "summaries" / split}',
-        purge_step=self._resumed_step + 1,
+        purge_step=min(step, self._resumed_step + 1),
         filename_suffix=f'.{time.time_ns()}',
       )
     return self._event_writers[split]

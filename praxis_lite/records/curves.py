@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
-from praxis_lite.runtime.metrics import metric_lines
+from praxis_lite.records.metrics import metric_lines
 
 if TYPE_CHECKING:
   import pandas

@@ -21,9 +21,9 @@ from pathlib import Path
 import jax
 
 from praxis_lite.errors import ConfigError, LostHostError
-from praxis_lite.runtime.clusters import LAUNCHER
-from praxis_lite.runtime.distributed import StopSignals
-from praxis_lite.runtime.watchdog import dump_stacks, the_watchdog
+from praxis_lite.hosts.clusters import LAUNCHER
+from praxis_lite.hosts.stop_signals import StopSignals
+from praxis_lite.hosts.watchdog import dump_stacks, the_watchdog
 
 _INTERVAL = 0.5
 _URL_INTERVAL = 5.0

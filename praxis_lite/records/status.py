@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from praxis_lite.runtime.console import short_number
-from praxis_lite.runtime.goodput import ACTIVITIES, duration, goodput_line, seconds_of
-from praxis_lite.runtime.heartbeat import Heartbeat, life
+from praxis_lite.records.figures import duration, short_number
+from praxis_lite.records.goodput import ACTIVITIES, goodput_line, seconds_of
+from praxis_lite.records.heartbeat import Heartbeat, life
 
 
 class Status(NamedTuple):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from praxis_lite.errors import LostHostError
-from praxis_lite.runtime.clusters import Job
+from praxis_lite.hosts.clusters import Job
 
 _PAUSE = 0.1
 _PATIENCE = 1.0

@@ -1,0 +1,378 @@
+"""Emergency copies: the state of a run in a folder of each host, every few steps, beside its checkpoints.
+
+    <directory>/praxis_lite-<user>/<run>/<lineage>/<step>.<process>     in each of the directories
+    job_log_dir/emergency_copies.json                                   {"lineage": 2715493}
+
+A copy is one file of each process: a line of JSON, sealed by a checksum, and the bytes of the process's shards, each
+with a checksum too. It is renamed when it is complete. Nothing is flushed to the disk: what the end of a process leaves
+is whole, and what the end of a machine leaves is found to be damaged, or gone.
+
+Before a copy begins, all processes agree on whether the one before is whole everywhere; only then older ones are
+removed. So there is always one that is whole on all hosts, and a host has at most two.
+
+A copy belongs to a lineage. That of a run which has gone back to an earlier checkpoint, or whose job_log_dir was
+deleted, is another one, and its copies are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
+from praxis_lite.errors import CheckpointError, UserError, first_line
+from praxis_lite.files import parse_json, replace_file
+from praxis_lite.hosts.distributed import by_host, told_by_all
+from praxis_lite.training.state import TrainState
+from praxis_lite.trees import leaves_by_path, map_with_path, path_name
+
+Index = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a global array.
+
+_LINEAGE = 'emergency_copies.json'
+_INCOMPLETE = '.incomplete'
+_FIELD = 'task.train.emergency_copies'
+# What reading a file of anything may raise.
+_NO_COPY = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
+
+
+class _Shard(NamedTuple):
+  """A part of an array in the file of a copy; `at` is its offset there."""
+
+  name: str
+  bounds: Index
+  dtype: np.dtype
+  at: int
+  checksum: int
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in self.bounds)
+
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+  def read(self, file: io.BufferedReader) -> np.ndarray:
+    """Returns the values; raises ValueError if they are not what was written."""
+    data = np.empty(self.nbytes, np.uint8)
+    file.seek(self.at)
+    if file.readinto(data.data) != self.nbytes or zlib.crc32(data.data) != self.checksum:
+      raise ValueError(f'{self.name} is not what was written')
+    return data.view(self.dtype).reshape(self.shape)
+
+
+class EmergencyCopy:
+  """The part of this process of a copy, which is verified.
+
+  Args:
+    file: where it is.
+
+  Attributes:
+    step: of the state.
+    record: what is said of it: 'mesh', 'processes', 'variables', 'checkpoint', 'input_state'.
+
+  Raises:
+    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not what was written.
+  """
+
+  def __init__(self, file: Path):
+    self._file = file
+    self._shards: dict[tuple[str, Index], _Shard] = {}
+    with open(file, 'rb') as opened:
+      self.record = unsealed(parse_json(opened.readline()), 'its record')
+      self.step: int = self.record['step']
+      at = opened.tell()
+      for name, bounds, dtype, checksum in self.record['shards']:
+        shard = _Shard(name, tuple((start, stop) for start, stop in bounds), jnp.dtype(dtype), at, checksum)
+        self._shards[shard.name, shard.bounds] = shard
+        shard.read(opened)
+        at += shard.nbytes
+
+  @property
+  def input_state(self) -> dict[str, Any] | None:
+    """The state of the training input after the batch of this step."""
+    state: dict[str, Any] | None = self.record['input_state']
+    return state
+
+  def has(self, name: str, index: Index) -> bool:
+    """Whether a part of an array is in it."""
+    return (name, index) in self._shards
+
+  def restore(self, shapes: TrainState) -> TrainState:
+    """Returns the state, in the padded `shapes` and shardings that it was copied from.
+
+    Raises:
+      CheckpointError: it has changed since it was verified.
+    """
+
+    def restored(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+      data, name = data_shape(shape), path_name(path)
+      part = lambda index: self._shards[name, _bounds(index, data.shape)].read(opened)  # noqa: E731
+      return from_data(shape, jax.make_array_from_callback(data.shape, data.sharding, part))
+
+    try:
+      with open(self._file, 'rb') as opened:
+        return map_with_path(restored, shapes)
+    except (OSError, ValueError) as error:
+      raise CheckpointError(f'{self._file}: {first_line(error)}') from error
+
+
+class EmergencyCopies:
+  """The emergency copies of a run. With several processes, each calls every method.
+
+  Args:
+    job_log_dir: the run's directory, which all processes see.
+    directories: folders of this host; without any, there are no copies, and the methods do nothing.
+    shapes: padded shapes of the state, with shardings.
+    true_shapes: the same without padding.
+
+  Raises:
+    UserError: one of the folders cannot be used, or is too small for two copies.
+  """
+
+  def __init__(
+    self,
+    job_log_dir: str | os.PathLike[str],
+    directories: Sequence[str],
+    shapes: TrainState,
+    true_shapes: TrainState,
+  ):
+    job_log_dir = Path(job_log_dir).absolute()
+    self._shapes = shapes
+    self._process = jax.process_index()
+    self._about = {
+      'mesh': dict(shapes.step.sharding.mesh.shape),
+      'processes': jax.process_count(),
+      'variables': records_of(true_shapes),
+    }
+    run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
+    self._homes = [Path(directory).expanduser() / _of_user() / run for directory in directories]
+    self._lineage_file = job_log_dir / _LINEAGE
+    self._lineage = _lineage_in(self._lineage_file) if directories else 0
+    self._folders = [home / str(self._lineage) for home in self._homes]
+    for folder in self._folders:
+      _make(folder, 2 * _num_bytes(shapes))
+      for other in folder.parent.iterdir():
+        if other != folder:
+          shutil.rmtree(other, ignore_errors=True)
+    self._writing: threading.Thread | None = None
+    self._step, self._error, self._told = 0, '', ''  # Of the last copy: why it failed here; what was said of it.
+
+  def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
+    """Returns the newest copy that all processes have whole, and why those that are newer are not used, or ''.
+
+    Only what is newer than the newest checkpoint, of the step `checkpoint` (0: there is none), is looked at. All others
+    are removed.
+    """
+    copies: dict[int, EmergencyCopy] = {}
+    unfit: list[str] = []
+    ours = [(step, file) for folder in self._folders for step, file in _files(folder) if self._is_ours(step, file)]
+    for step, file in sorted(ours, key=lambda entry: -entry[0]):
+      if step <= checkpoint or step in copies:
+        continue
+      try:
+        copy = EmergencyCopy(file)
+        reason = self._reason_against(copy, checkpoint)
+      except _NO_COPY as error:
+        reason = f'{file} is damaged ({first_line(error)})'
+      if reason:
+        unfit.append(reason)
+      else:
+        copies[step] = copy
+    if not self._folders:
+      return None, ''
+    whole = [set(map(int, steps.split())) for steps in told_by_all(' '.join(map(str, copies)))]
+    step, newest = max(set.intersection(*whole), default=0), max(set.union(*whole), default=0)
+    why = told_by_all('; '.join(dict.fromkeys(unfit)))
+    if newest > step:
+      why = [reason or ('' if newest in steps else f'no copy of step {newest}') for reason, steps in zip(why, whole)]
+    self._remove(lambda other: other != step)
+    return copies.get(step), f'emergency copies that are not used: {by_host(why)}' if any(why) else ''
+
+  def write(self, step: int, state: TrainState, input_state: dict[str, Any] | None, checkpoint: int) -> str:
+    """Copies the arrays to the host, and writes them in the background; the state may be donated when this returns.
+
+    Args:
+      step, state: the padded state on the mesh, and its step.
+      input_state: `get_state()` of the training input after the batch of this step.
+      checkpoint: step of the newest checkpoint; 0 if there is none.
+
+    Returns:
+      A line to print: that the copy before has failed, or is the first that has not. '' otherwise.
+    """
+    if not self._folders:
+      return ''
+    said = self.settle()
+    if self._process == 0 and not self._lineage_file.exists():
+      with contextlib.suppress(OSError):  # A restart will not know the copies. The next one tries again.
+        replace_file(self._lineage_file, json.dumps({'lineage': self._lineage}) + '\n')
+    record = {**self._about, 'step': step, 'checkpoint': checkpoint, 'input_state': input_state}
+    self._step, self._error = step, 'it was not written'
+    self._writing = threading.Thread(target=self._write, args=(record, _shards_of(state)), name='emergency_copy')
+    self._writing.start()
+    return said
+
+  def settle(self) -> str:
+    """Waits until all processes have written the last copy, and removes those before it, or what is left of it if it
+    has failed. Returns a line to print, or ''."""
+    if self._writing is None:
+      return ''
+    self.close()
+    step, failed = self._step, by_host(told_by_all(self._error))
+    self._remove(lambda other: other == step if failed else other < step)
+    before, self._told = self._told, failed
+    if failed == before:
+      return ''
+    if not failed:
+      return f'step {step}: emergency copies are written again'
+    return f'step {step}: the emergency copy failed: {failed}; training goes on, and the copy before is kept'
+
+  def remove(self) -> None:
+    """Removes all copies, once the last checkpoint of the run is complete."""
+    self.settle()
+    for home in self._homes:
+      shutil.rmtree(home, ignore_errors=True)
+
+  def close(self) -> None:
+    """Waits until this process writes nothing any more."""
+    if self._writing is not None:
+      self._writing.join()
+      self._writing = None
+
+  def _is_ours(self, step: int, file: Path) -> bool:
+    return file.name == f'{step}.{self._process}'
+
+  def _reason_against(self, copy: EmergencyCopy, checkpoint: int) -> str:
+    """Returns why the run cannot go on from a copy that is whole; '' if it can."""
+    if copy.record['checkpoint'] > checkpoint:
+      return (
+        f'there was a checkpoint of step {copy.record["checkpoint"]} before that of step {copy.step}, and it is gone'
+      )
+    for what, ours in self._about.items():
+      if (theirs := copy.record[what]) != ours:
+        return f'that of step {copy.step} has other {what}' + ('' if what == 'variables' else f', {theirs}')
+    for name, index in _needed(self._shapes):
+      if not copy.has(name, index):
+        return f'that of step {copy.step} has other parts of {name}'
+    return ''
+
+  def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
+    """Removes the files of some steps, of other processes too: one may have left its files when it changed its host."""
+    for folder in self._folders:
+      for step, file in _files(folder):
+        if is_unwanted(step):
+          with contextlib.suppress(OSError):
+            file.unlink()
+
+  def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Index, np.ndarray]]) -> None:
+    """Writes a copy to all directories, of which one is enough."""
+    described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
+    header = json.dumps(sealed({**record, 'shards': described})).encode() + b'\n'
+    errors = []
+    for folder in self._folders:
+      complete = folder / f'{record["step"]}.{self._process}'
+      incomplete = complete.with_name(complete.name + _INCOMPLETE)
+      try:
+        with open(incomplete, 'wb') as file:
+          file.write(header)
+          for _, _, data in shards:
+            file.write(_bytes(data))
+        incomplete.rename(complete)
+      except OSError as error:
+        errors.append(f'{folder}: {error.strerror or error}')
+        with contextlib.suppress(OSError):
+          incomplete.unlink()
+    self._error = '; '.join(errors) if len(errors) == len(self._folders) else ''
+
+
+def forget_copies(job_log_dir: str | os.PathLike[str]) -> None:
+  """Begins a new lineage: copies that there are now are not read any more. One process of a run calls this."""
+  Path(job_log_dir, _LINEAGE).unlink(missing_ok=True)
+
+
+def _lineage_in(file: Path) -> int:
+  """Returns the lineage that the first process reads in a file; a new one if it says none."""
+  lineage = secrets.randbits(31)
+  if jax.process_index() == 0:
+    with contextlib.suppress(*_NO_COPY):
+      lineage = int(parse_json(file.read_bytes())['lineage']) % 2**31
+  return int(multihost_utils.broadcast_one_to_all(np.int32(lineage)))
+
+
+def _of_user() -> str:
+  return f'praxis_lite-{os.getuid() if hasattr(os, "getuid") else "user"}'
+
+
+def _make(folder: Path, num_bytes: int) -> None:
+  """Makes the folder of a lineage, which nobody else may write to, on a disk of at least `num_bytes`."""
+  of_user = folder.parent.parent
+  try:
+    of_user.mkdir(mode=0o700, exist_ok=True)
+    if hasattr(os, 'getuid') and (of_user.is_symlink() or of_user.stat().st_uid != os.getuid()):
+      raise OSError(f'{of_user} is of another user')
+    folder.mkdir(parents=True, exist_ok=True)
+    total = shutil.disk_usage(folder).total
+  except OSError as error:
+    reason = error.strerror or error
+    raise UserError(f'{_FIELD}.directories: {of_user.parent} cannot be used on this host: {reason}') from None
+  if total < num_bytes:
+    raise UserError(
+      f'{_FIELD}.directories: {of_user.parent} has {total / 1e9:.2g} GB on this host, and two copies take '
+      f'{num_bytes / 1e9:.2g} GB'
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[int, Path]]:
+  """Yields (step, file) of all copies in a folder, those that are not complete included."""
+  for file in folder.glob('*.*'):
+    if (step := file.name.partition('.')[0]).isdecimal():
+      yield int(step), file
+
+
+def _needed(shapes: TrainState) -> Iterator[tuple[str, Index]]:
+  """Yields (name, index) of each part of the state that this process has; equal parts are yielded once."""
+  for path, shape in leaves_by_path(shapes).items():
+    data = data_shape(shape)
+    indices = data.sharding.addressable_devices_indices_map(data.shape).values()
+    yield from dict.fromkeys((path_name(path), _bounds(index, data.shape)) for index in indices)
+
+
+def _num_bytes(shapes: TrainState) -> int:
+  sizes = {path_name(path): data_shape(shape).dtype.itemsize for path, shape in leaves_by_path(shapes).items()}
+  return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in _needed(shapes))
+
+
+def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:
+  """Returns copies of the parts of the arrays that this process has; of equal parts, one."""
+  shards: dict[tuple[str, Index], jax.Array] = {}
+  for path, leaf in leaves_by_path(state).items():
+    array = as_data(leaf)
+    for shard in array.addressable_shards:
+      shards.setdefault((path_name(path), _bounds(shard.index, array.shape)), shard.data)
+  for data in shards.values():
+    data.copy_to_host_async()
+  return [(name, index, np.array(np.asarray(data), copy=True)) for (name, index), data in shards.items()]
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Index:
+  return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def _bytes(data: np.ndarray) -> memoryview:
+  return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data

@@ -1,0 +1,74 @@
+"""How the processes of a run wait for each other while a checkpoint is written in the background.
+
+Orbax lets them meet after each part of a save:
+
+    number      1, 2           3                  4                    5, 6
+    meeting     a save begins  all have written   the folder has its   the save is over, well or not
+                                                  name
+
+A process in which a save fails goes to the last ones at once, and by itself Orbax would let the others wait for it at 3
+or 4 for many minutes. Here it first says why it has failed, and comes to the meeting that it would leave out. So all
+come to all meetings; and whoever comes out of one, and reads that a process has failed, fails likewise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import jax
+
+from praxis_lite.checkpoints.failures import first_line
+from praxis_lite.errors import CheckpointError
+
+if TYPE_CHECKING:
+  from jax._src.lib import _jax
+
+_KEY = 'praxis_lite/saves'
+_numbers = itertools.count(1)  # Of the saves of this process; the same in all.
+
+
+class SaveBarrier:
+  """Orbax's `barrier_sync_fn`; call `begin` before each save, in all processes. `client` is of JAX's service."""
+
+  def __init__(self, client: _jax.DistributedRuntimeClient):
+    self._client = client
+    self._save = 0
+    self._meetings = 0
+    self._has_failed = False
+
+  def begin(self) -> None:
+    """Says that the next save begins; the one before is over in this process."""
+    self._save = next(_numbers)
+    self._meetings, self._has_failed = 0, False
+
+  def __call__(self, *, key: str, timeout_ms: int) -> None:
+    """Waits until all processes have come; `key`, the name of the meeting, follows from its number.
+
+    Raises:
+      CheckpointError: another process has failed; the message says where and why.
+    """
+    error = sys.exc_info()[1]  # Orbax calls this while it handles an error.
+    in_background = threading.current_thread() is not threading.main_thread()
+    if in_background and isinstance(error, Exception) and not self._has_failed:
+      self._has_failed = True
+      # To the meeting that this process would leave out.
+      self._client.key_value_set(f'{self._next()}/failed/{jax.process_index()}', first_line(error))
+      self._meet(timeout_ms)
+    failed = self._meet(timeout_ms)
+    if failed and not self._has_failed:
+      self._has_failed = True
+      raise CheckpointError(failed)
+
+  def _next(self) -> str:
+    return f'{_KEY}/{self._save}/{self._meetings + 1}'
+
+  def _meet(self, timeout_ms: int) -> str:
+    """Waits for the others; returns which of them have failed before, and why."""
+    meeting = self._next()
+    self._meetings += 1
+    self._client.wait_at_barrier(meeting, timeout_ms)
+    failed = self._client.key_value_dir_get(f'{meeting}/failed')
+    return '; '.join(f'host {name.rpartition("/")[2]}: {why}' for name, why in sorted(failed))

@@ -1,0 +1,83 @@
+"""The signals that end a run: every process stops after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignals:
+  """Context manager that catches the signals that end a run; outside the main thread, it catches nothing.
+
+  SIGTERM (sent by a scheduler that needs the machine) and SIGINT (Ctrl-C) only set a flag, which the training loop
+  reads between steps: it finishes the step, saves and exits. A second signal ends the process at once.
+
+  With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
+  preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
+
+  An evaluation is interrupted likewise: after a batch that all agree on.
+
+  Attributes:
+    received: name of the signal that this process received, or None.
+    since: when it came, by `time.monotonic`.
+  """
+
+  def __init__(self) -> None:
+    self.received: str | None = None
+    self.since: float | None = None
+    self._calls = 0
+    self._agreed = False
+    self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+    self._several_processes = jax.process_count() > 1
+
+  def requested_now(self) -> bool:
+    """Whether to stop now; with several processes, each must call this equally often, at the same points."""
+    if self._several_processes:
+      self._calls += 1
+      if multihost_utils.reached_preemption_sync_point(self._calls):
+        self._agreed = True
+        self.received = self.received or signal.SIGTERM.name
+    return self.requested
+
+  @property
+  def requested(self) -> bool:
+    """Whether to stop: with several processes, what all of them agreed on when `requested_now` was last called."""
+    return self._agreed if self._several_processes else self.received is not None
+
+  def request_of_all(self) -> None:
+    """Asks all processes to stop after the same step, as a SIGTERM to this one does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  def __enter__(self) -> StopSignals:
+    if threading.current_thread() is threading.main_thread():
+      # The preemption service has its own handler of SIGTERM, which ours would replace.
+      caught = (signal.SIGINT,) if self._several_processes else (signal.SIGTERM, signal.SIGINT)
+      self._previous = {s: signal.signal(s, self._handle) for s in caught}
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    for s, handler in self._previous.items():
+      signal.signal(s, handler)
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    if self.received is not None:
+      if os.isatty(1):
+        os.write(1, b'\x1b[?25h')  # Show the cursor: the progress bar has hidden it.
+      signal.signal(number, signal.SIG_DFL)
+      os.kill(os.getpid(), number)
+      return
+    self.received, self.since = signal.Signals(number).name, time.monotonic()
+    text = f'{self.received}: finishing the step and saving; once more ends the run at once\n'
+    if os.isatty(2):
+      text = f'\n{text}\n'  # The progress bar, two lines high, is redrawn over the last line and the one before.
+    # os.write: a handler that prints may interrupt another print, and buffered files are not re-entrant.
+    os.write(2, text.encode())
+    if self._several_processes:
+      os.kill(os.getpid(), signal.SIGTERM)

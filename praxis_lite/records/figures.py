@@ -1,0 +1,23 @@
+"""Figures as people read them: few digits, and units that fit."""
+
+
+def short_number(value: float) -> str:
+  """Returns a number with three digits: 0.123, 12.3, 50.0k, 1.23M."""
+  for size, suffix in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
+    if value >= 0.9995 * size:
+      return f'{digits(value / size, 3)}{suffix}'
+  return digits(value, 3)
+
+
+def digits(value: float, count: int) -> str:
+  """Returns a number with `count` digits, final zeros included, so that figures in successive lines align."""
+  return f'{value:#.{count}g}'.removesuffix('.')
+
+
+def duration(seconds: float) -> str:
+  """'12 s', '5 min', '3.0 h', '8.2 d'."""
+  if seconds < 120:
+    return f'{seconds:.1f} s' if seconds < 10 else f'{seconds:.0f} s'
+  if seconds < 7200:
+    return f'{seconds / 60:.0f} min'
+  return f'{seconds / 3600:.1f} h' if seconds < 48 * 3600 else f'{seconds / 86400:.1f} d'

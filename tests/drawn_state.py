@@ -1,0 +1,34 @@
+"""Variables and first train states drawn by NumPy: a program that draws them compiles for as long as a small step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import TrainState
+from praxis_lite.trees import NestedDict
+from praxis_lite.weights import WeightHParams
+
+
+def drawn_variables(weights: NestedDict, seed: int = 0) -> NestedDict:
+  """Values of declared variables, around zero or the constant that they start as; other constants stay as they are."""
+  rng = np.random.default_rng(seed)
+
+  def value(weight: WeightHParams) -> np.ndarray:
+    assert weight.init is not None
+    start = weight.init.scale if weight.init.method == 'constant' else 0.0
+    drawn = start + 0.1 * rng.standard_normal(weight.full_shape)
+    kept = weight.init.method == 'constant' and not weight.trainable
+    return np.asarray(np.full(weight.full_shape, start) if kept else drawn, weight.as_struct().dtype)
+
+  return jax.tree.map(value, weights)
+
+
+def drawn_state(partitioned: PartitionedTask, seed: int = 0) -> TrainState[jax.Array]:
+  """A state on the mesh of a task, the same on any: random variables, and slots of zeros, with which Adam starts."""
+  weights = partitioned.jax_task.model.abstract_init()
+  variables = drawn_variables(weights, seed)
+  zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), partitioned.unpadded_state_shapes)
+  averages = None if zeros.ema_vars is None else partitioned.jax_task.learner.bind(weights).trained(variables)
+  return partitioned.padded(zeros.replace(mdl_vars=variables, ema_vars=averages))

@@ -1,0 +1,77 @@
+"""What a step is by default on a GPU, in programs traced for one: no device is needed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from praxis_lite.config import Config
+from praxis_lite.learning import Learner
+from praxis_lite.models import transformer_lm
+from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.plan.compilers import as_if_with_cudnn
+from praxis_lite.weights import WeightHParams
+
+B, T, D, V = 2, 256, 32, 64
+
+
+def gradient_program(platform, size=1, packed=False, **fields):
+  """The gradient of a language model of two layers, traced for a mesh of this platform and size."""
+  config = transformer_lm(vocab_size=V, model_dims=D, num_layers=2, num_heads=2, fprop_dtype=jnp.bfloat16)
+  config.lm_tpl.transformer_tpl.set(**fields)
+  model = config.set(packed=packed).instantiate()
+  batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ('ids', 'labels', 'segment_ids', 'segment_pos')}
+  batch['weights'] = jax.ShapeDtypeStruct((B, T), jnp.float32)
+  variables = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+
+  def loss(variables, batch):
+    return model.apply(variables, batch)[0][0]['loss'][0]
+
+  with jax.sharding.use_abstract_mesh(abstract_mesh({'data': size}, platform)), as_if_with_cudnn():
+    return str(jax.make_jaxpr(jax.grad(loss))(variables, batch))
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_attention_is_the_fused_kernel_and_runs_once_forward(packed):
+  program = gradient_program('gpu', packed=packed)
+  assert program.count('dot_product_attention_fwd_wrapper[') == 1  # In the body of the loop: none is computed again.
+  assert program.count('dot_product_attention_bwd_wrapper[') == 1
+  assert f'{B},2,{T},{T}]' not in program  # No logits of all heads.
+
+
+def test_a_single_gpu_has_no_loop_over_layers_and_several_have():
+  assert re.findall(r'unroll=(\d)', gradient_program('gpu')) == ['2', '2']  # Forward and backward.
+  for program in (gradient_program('gpu', size=2), gradient_program('cpu')):
+    assert re.findall(r'unroll=(\d)', program) == ['1', '1']
+
+
+def test_norms_and_activations_are_computed_again():
+  """Kept of a layer are its input and results of products, in bfloat16."""
+  kept = gradient_program('gpu', size=2)
+  assert f'f32[2,{B},{T},{D}]' not in kept and f'f32[2,{B},{T},{D}]' in gradient_program('gpu', size=2, remat='none')
+  assert f'bf16[2,{B},{T},{D}]' in kept
+
+
+@pytest.mark.parametrize('platform, branches', [('gpu', 0), ('cpu', 1)])
+def test_a_step_that_is_not_finite_is_masked_on_a_gpu(platform, branches):
+  weights = {'w': WeightHParams((4, 4))}
+  learner = Config(Learner, optimizer=Config(optax.adamw)).instantiate().bind(weights)
+  params = {'w': jnp.ones((4, 4))}
+  state = learner.init(params)
+
+  def update(params, state, gradient, loss):
+    out = learner.update({'w': gradient}, loss, params, state, None, jnp.int32(0))
+    return out.mdl_vars, out.opt_states, out.stats['skipped']
+
+  with jax.sharding.use_abstract_mesh(abstract_mesh({'data': 1}, platform)):
+    traced = jax.jit(update).trace(params, state, params['w'], jnp.float32(0))
+  assert str(traced.jaxpr).count('cond[') == branches
+  if platform == 'gpu':  # What was traced for it is computed here all the same.
+    run = jax.extend.core.jaxpr_as_fun(traced.jaxpr)
+    for bad, skipped in ((jnp.nan, 1), (0.5, 0)):
+      leaves = jax.tree.leaves((params, state, jnp.full((4, 4), bad), jnp.float32(0)))
+      *changed, flag = run(*leaves)
+      same = all(bool(jnp.array_equal(a, b)) for a, b in zip(changed, leaves))
+      assert flag == skipped and same == bool(skipped)

@@ -1,0 +1,53 @@
+"""The step of `handwritten_lm.py` as a side of the GPU benchmark."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from tools.gpu import case as shared
+from tools.gpu.case import Case
+from tools.gpu.jax_side import JaxSide, set_up
+from tools.gpu.turn import Options, main
+from tools.handwritten_lm import Size, Tuning, make_step
+
+
+class ByHand(JaxSide):
+  """Options: those of `Tuning` but the dtype."""
+
+  def prepare(self, case: Case, batch: int, options: Options) -> None:
+    shapes = self.shapes(case, batch)
+    sizes = (case.model_dims, case.num_layers, case.num_heads, case.hidden_dims, case.vocab)
+    size = Size(batch, case.length, *sizes, tied=True)
+    decayed = {name: 'norm' not in name for name in case.shapes}
+    b1, b2 = shared.BETAS
+    tx = optax.adamw(
+      shared.LEARNING_RATE, b1=b1, b2=b2, eps=shared.EPSILON, weight_decay=shared.WEIGHT_DECAY, mask=decayed
+    )
+    attention = 'cudnn' if jax.default_backend() == 'gpu' and case.compute != 'float32' else None
+    chosen: Options = {'dtype': case.compute, 'attention': attention} | options
+    step = make_step(size, tx, tuning=Tuning(**chosen))
+    params = {name: jax.device_put(x.astype(case.state)) for name, x in shared.first_weights(case)}
+    state = params, jax.jit(tx.init)(params)
+    jitted: Any = jax.jit(step, donate_argnums=(0, 1))
+    self._compiled = jitted.lower(*state, shapes).compile()
+    self._state = state
+
+  def take(self, inputs: dict[str, np.ndarray]) -> jax.Array:
+    assert self._compiled is not None
+    params, opt_state, metrics = self._compiled(*self._state, jax.device_put(inputs))
+    self._state = params, opt_state
+    loss: jax.Array = metrics['loss']
+    return loss
+
+
+if __name__ == '__main__':
+  set_up()
+  main(ByHand())
