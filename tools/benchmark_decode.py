@@ -120,7 +120,7 @@ def measure(sides: dict[str, Decode], batch: int, args: argparse.Namespace, voca
     each = [functools.partial(decode, prompts, tokens) for decode in sides.values()]
     return in_turn(each, args.rounds, warm_up=args.warm_up)
 
-  # Not by turns: other caches are compiled for on the other side, and more than two sizes for any size, which is slower.
+  # One number of tokens after the other: the other side compiles anew, and more generally, when it changes.
   wholes, firsts, rows = calls(args.tokens), calls(1), []
   for name, found, first_calls in zip(sides, wholes, firsts):
     first, whole = (statistics.median(call.seconds for call in of) for of in (first_calls, found))
