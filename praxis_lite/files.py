@@ -12,12 +12,19 @@ from typing import Any
 from praxis_lite.errors import UserError
 
 
+def is_url(path: object) -> bool:
+  """Whether a path is one of an object store, such as s3://bucket/run."""
+  return isinstance(path, str | os.PathLike) and re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)) is not None
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
   """Returns the path of a run or of its checkpoints; raises UserError if it is one of an object store."""
-  if re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)):
+  if is_url(path):
+    url = os.fspath(path)
     raise UserError(
-      f'{os.fspath(path)}: runs are in directories of a file system that all hosts see, not in object stores; mount '
-      'the store, or train in a local directory and copy it there'
+      f'{url}: runs are in directories of a file system that all hosts see, and object stores have copies of them. To '
+      f'train: --job_log_dir=runs/1 --set task.train.mirror={url}; to use what is there: praxis-lite checkpoints copy '
+      f'{url} runs/1'
     )
   return Path(path).expanduser()
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
 from praxis_lite.errors import ConfigError, check_choice, located
+from praxis_lite.files import is_url
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import create_device_mesh, mesh_sizes
@@ -139,6 +140,9 @@ class TrainParams(Configurable):
     best_metric: name of a metric, or `eval/<input>/<metric>`; the checkpoint of the evaluation with its best value is
       kept as well. None: the metric of `early_stopping`, if that is on.
     best_metric_mode: 'min' if lower is better, 'max' if higher is.
+    mirror: URL of a folder in an object store, such as 's3://bucket/runs/1', that has a copy of the run: each complete
+      checkpoint that is kept, and the other files of its directory. Where it is newer than the directory, the run goes
+      on from there. None: there is none.
     max_skipped_steps: number of steps in a row without a finite loss and gradient that end the run, with an error; 0
       or None: any number is skipped.
     slow_step_factor: a step that takes more than this times the median of those before is reported; None: none is.
@@ -158,6 +162,7 @@ class TrainParams(Configurable):
   keep_interval_steps: int | None = None
   best_metric: str | None = None
   best_metric_mode: str = 'min'
+  mirror: str | None = None
   max_skipped_steps: int | None = 100
   slow_step_factor: float | None = 5.0
   max_rollbacks: int = 10
@@ -168,6 +173,11 @@ class TrainParams(Configurable):
 
   def __post_init__(self) -> None:
     check_choice('task.train.best_metric_mode', self.best_metric_mode, ('min', 'max'))
+    if self.mirror is not None and not is_url(self.mirror):
+      raise ConfigError(
+        f'task.train.mirror = {self.mirror!r}: expected the URL of a folder in an object store, such as '
+        's3://bucket/runs/1, or None'
+      )
     if self.max_skipped_steps is not None and self.max_skipped_steps < 0:
       where = 'task.train.max_skipped_steps'
       raise ConfigError(f'{where}: expected a number of steps, or None for any, got {self.max_skipped_steps}')

@@ -56,12 +56,17 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
     CheckpointError: it cannot be read.
   """
   try:
-    record = parse_json((folder / item / 'metadata').read_bytes())
-    is_old = 'checksum' not in record and record.get('format', 1) == 1
-    content = record if is_old else unsealed(record, item)
-    _check_content(content, item)
+    return parse_record((folder / item / 'metadata').read_bytes(), item)
   except (OSError, ValueError, AttributeError) as error:
     raise unreadable(folder, error) from error
+
+
+def parse_record(data: bytes, item: str) -> dict[str, Any]:
+  """Returns what the file of a record says; raises ValueError or AttributeError if it is not what was written."""
+  record = parse_json(data)
+  is_old = 'checksum' not in record and record.get('format', 1) == 1
+  content = record if is_old else unsealed(record, item)
+  _check_content(content, item)
   return content
 
 

@@ -6,15 +6,17 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from praxis_lite.cli.command import Command
 from praxis_lite.errors import CheckpointError, UserError, check_choice
-from praxis_lite.files import local_path
+from praxis_lite.files import is_url, local_path
 
 if TYPE_CHECKING:
+  from praxis_lite.checkpoints.remote import RemoteCheckpoint
   from praxis_lite.checkpoints.stored import StoredCheckpoint
 
 _ACTIONS = ('list', 'show', 'diff', 'verify', 'copy')
@@ -34,12 +36,33 @@ _USES = {
   'show': 'one run, as in praxis-lite checkpoints show runs/1 --step=100',
   'diff': 'two runs, or two steps of one, as in praxis-lite checkpoints diff runs/1 --step=100 --other_step=200',
   'verify': 'directories of runs, as in praxis-lite checkpoints verify runs/1',
-  'copy': 'a run and where to, as in praxis-lite checkpoints copy runs/1 runs/2 --nooptimizer',
+  'copy': 'a run and a directory, as in praxis-lite checkpoints copy runs/1 runs/2 --nooptimizer',
 }
 
 
+def _found(directory: str, step: int | None) -> Sequence[StoredCheckpoint | RemoteCheckpoint]:
+  """Returns the checkpoints of a run, on a disk or in an object store."""
+  if is_url(directory):
+    from praxis_lite.checkpoints.remote import remote_checkpoints
+
+    return remote_checkpoints(directory, step)
+  from praxis_lite.checkpoints.stored import checkpoints_at
+
+  return checkpoints_at(directory, step)
+
+
+def _best_step(directory: str) -> int | None:
+  if is_url(directory):
+    from praxis_lite.checkpoints.remote import remote_best_step
+
+    return remote_best_step(directory)
+  from praxis_lite.checkpoints.stored import best_step
+
+  return best_step(directory)
+
+
 def _newest(directory: str, step: int | None) -> StoredCheckpoint:
-  """Returns the checkpoint of a step; by default the newest that is not set aside."""
+  """Returns the checkpoint of a step on a disk; by default the newest that is not set aside."""
   from praxis_lite.checkpoints.stored import checkpoints_at
 
   found = checkpoints_at(directory, step)
@@ -47,13 +70,12 @@ def _newest(directory: str, step: int | None) -> StoredCheckpoint:
 
 
 def _list(values: flags.FlagValues) -> int:
-  from praxis_lite.checkpoints.stored import best_step, checkpoints_at
   from praxis_lite.records.figures import duration
 
   rows = [('step', 'age', 'size', 'mesh', 'state')]
   for directory in values.dirs:
-    best = best_step(directory)
-    for checkpoint in checkpoints_at(directory, values.step):
+    best = _best_step(directory)
+    for checkpoint in _found(directory, values.step):
       state = ['best'] if checkpoint.step == best else []
       age = mesh = '-'
       try:
@@ -64,14 +86,15 @@ def _list(values: flags.FlagValues) -> int:
         state.append('damaged')
       if checkpoint.is_set_aside:
         state = ['damaged, kept aside']
-      name = str(checkpoint.folder) if len(values.dirs) > 1 else checkpoint.folder.name
+      name = str(checkpoint.folder) if len(values.dirs) > 1 else PurePath(checkpoint.folder).name
       rows.append((name, age, _size(checkpoint.num_bytes), mesh, ', '.join(state)))
   _print_columns(rows)
   return 0
 
 
 def _show(values: flags.FlagValues) -> int:
-  checkpoint = _newest(values.dirs[0], values.step)
+  directory = values.dirs[0]
+  checkpoint = _found(directory, values.step)[-1] if is_url(directory) else _newest(directory, values.step)
   about = checkpoint.about()
   versions = ', '.join(f'{name} {about[name]}' for name in ('praxis_lite', 'jax') if name in about)
   saved_at = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(about['saved_at'])) if 'saved_at' in about else '-'
@@ -105,10 +128,8 @@ def _diff(values: flags.FlagValues) -> int:
 
 
 def _verify(values: flags.FlagValues) -> int:
-  from praxis_lite.checkpoints.stored import checkpoints_at
-
   is_whole = True
-  for checkpoint in [c for directory in values.dirs for c in checkpoints_at(directory, values.step)]:
+  for checkpoint in [c for directory in values.dirs for c in _found(directory, values.step)]:
     damage = checkpoint.damage()
     is_whole = is_whole and (not damage or checkpoint.is_set_aside)
     aside = ' (kept aside)' if checkpoint.is_set_aside else ''
@@ -121,6 +142,13 @@ def _verify(values: flags.FlagValues) -> int:
 
 def _copy(values: flags.FlagValues) -> int:
   source, target = values.dirs
+  if is_url(source):
+    from praxis_lite.checkpoints.remote import copy_here
+
+    if not values.optimizer:
+      raise UserError('copy --nooptimizer: copy all of it to a directory first, and from there without the optimizer')
+    print(f'copied to {copy_here(source, local_path(target), values.step)}')
+    return 0
   checkpoint = _newest(source, values.step)
   print(f'copied to {checkpoint.copy(local_path(target), optimizer=values.optimizer)}')
   return 0
@@ -150,7 +178,9 @@ def _flags() -> flags.FlagValues:
   integer = functools.partial(flags.DEFINE_integer, flag_values=values)
   does = 'list, show, diff, verify or copy'
   flags.DEFINE_string('action', 'list', f'What to do: {does}. Example: --action=verify', flag_values=values)
-  where = 'Directory of a run, or of one step in its checkpoints; may be repeated. Example: --dirs=runs/1'
+  where = (
+    'Directory of a run, or of one step in its checkpoints, or URL of a copy; may be repeated. Example: --dirs=runs/1'
+  )
   flags.DEFINE_multi_string('dirs', [], where, flag_values=values)
   integer('step', None, 'Step of the checkpoint; by default the newest, or all. Example: --step=100')
   integer('other_step', None, 'Step of the second checkpoint of diff. Example: --other_step=200')
@@ -164,7 +194,7 @@ COMMAND = Command(
   'list, compare, verify and copy checkpoints',
   'list the checkpoints of runs (age, size, mesh, the best, damaged ones); show the arrays of one; diff two by the '
   'largest difference of each array; verify all checksums, with exit code 1 if anything is damaged; copy one to '
-  'another run directory.',
+  'another run directory. All but diff take the URL of a copy in an object store too, as in s3://bucket/runs/1.',
   'praxis-lite checkpoints verify runs/1',
   _flags(),
   _run,

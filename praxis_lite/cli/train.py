@@ -38,7 +38,7 @@ def _run(values: flags.FlagValues) -> int:
   result = run_train(
     config,
     job_log_dir,
-    seed=_seed(values),
+    seed=values.seed if values['seed'].present else None,
     restore_input=values.restore_input,
     verify_numerics=values.verify_numerics,
     advise=_warnings,
@@ -52,14 +52,6 @@ def _run(values: flags.FlagValues) -> int:
   )
   # As shells report a process that a signal has ended, so that `train && eval` goes no further.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
-
-
-def _seed(values: flags.FlagValues) -> int:
-  """Returns --seed; where it is not given, the seed that the run records."""
-  from praxis_lite.records.record import has_record, read_record
-
-  is_recorded = not values['seed'].present and has_record(values.job_log_dir)
-  return read_record(values.job_log_dir).seed if is_recorded else values.seed
 
 
 def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from praxis_lite.config.text import diff_texts, to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import replace_file
+from praxis_lite.files import parse_json, replace_file
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
@@ -226,9 +226,22 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
   return RunRecord(directory, launches, text, lost, encoded, tuple(trusted))
 
 
+def first_launch(record: bytes) -> float | None:
+  """Returns when the run of a run.json was first started, by which runs are told apart; None if it does not say."""
+  try:
+    return float(parse_json(record)['launches'][0]['started'])
+  except (ValueError, TypeError, KeyError, IndexError):
+    return None
+
+
 def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
   """Whether a directory is that of a recorded run."""
   return (Path(job_log_dir).expanduser() / _RECORD).is_file()
+
+
+def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
+  """Returns the seed of a run; 0 where none is recorded."""
+  return read_record(job_log_dir).seed if has_record(job_log_dir) else 0
 
 
 @contextlib.contextmanager

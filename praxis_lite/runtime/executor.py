@@ -32,7 +32,7 @@ from praxis_lite.inputs.rows import Struct
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.records.metrics import EvalResult, HostMetrics, SummaryWriter, read_results
-from praxis_lite.records.record import changes_named, write_record
+from praxis_lite.records.record import changes_named, recorded_seed, write_record
 from praxis_lite.records.run_config import (
   build_datasets,
   check_all_take_part,
@@ -48,6 +48,7 @@ from praxis_lite.runtime.elastic import fitted
 from praxis_lite.runtime.hooks import Hook, Hooks, Run, check_hooks
 from praxis_lite.runtime.improvement import own_hooks, watched_metrics
 from praxis_lite.runtime.init_from import WarmStart
+from praxis_lite.runtime.mirror import Mirror
 from praxis_lite.runtime.nonfinite import SKIPPED, Hints, hints_in
 from praxis_lite.runtime.profiling import ProfiledSteps, ProfileOnSignal, ProfileSteps
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, Programs, TaskOnMesh
@@ -89,7 +90,7 @@ def run_train(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None = None,
-  seed: int = 0,
+  seed: int | None = None,
   restore_input: bool = True,
   verify_numerics: bool = False,
   advise: Advice | None = None,
@@ -108,7 +109,7 @@ def run_train(
     config: configs of the task and its datasets, exactly one of them with `is_training=True`.
     job_log_dir: directory of checkpoints, summaries and decoded outputs.
     devices: the devices to build the mesh from; all by default.
-    seed: seed of the initial values and of all random numbers in training.
+    seed: seed of the initial values and of all random numbers in training; None: the one that the run records, or 0.
     restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
     verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
     advise: returns warnings about the task, to print before anything is compiled.
@@ -167,7 +168,7 @@ def _run_train(
   job_log_dir: str | Path,
   *,
   devices: Sequence[jax.Device] | None,
-  seed: int,
+  seed: int | None,
   restore_input: bool,
   verify_numerics: bool,
   advise: Advice | None,
@@ -190,6 +191,9 @@ def _run_train(
     directory = to_close.enter_context(job_directory(job_log_dir))
     if is_primary_process():
       to_close.enter_context(held_for_training(directory))
+    mirror = to_close.enter_context(contextlib.closing(Mirror(config.task.train.mirror, directory)))
+    mirror.fetch(on_damage)
+    seed = recorded_seed(directory) if seed is None else seed
     watch = to_close.enter_context(Watch(directory))
     config = with_vocabulary(config, directory)
     task_p, fit = fitted(config.task, len(devices or jax.devices())) if elastic else (config.task, '')
@@ -379,7 +383,7 @@ def _run_train(
     profiling = [to_close.enter_context(profiler)]
     stop_all = stop.request_of_all if jax.process_count() > 1 else None
     all_hooks = Hooks(
-      [*profiling, BadRecordLines(train_input), *own_hooks(settings, watched, checkpointer), *hooks], stop_all
+      [*profiling, BadRecordLines(train_input), *own_hooks(settings, watched, checkpointer), mirror, *hooks], stop_all
     )
     programs = Programs(
       [*evaluation, *decoding], console, writer, stop, first_step=first_step, results=results, on_result=take_result
@@ -461,6 +465,8 @@ def _run_train(
       console.line(watch.summary())
     all_taken = '; all steps are taken' if run.step == first_step == total else ''
     console.line(f'{how_far}: saved in {checkpointer.directory}{all_taken}')
+    with watch.goodput.doing('saving'):
+      mirror.finish(run)
     if all_hooks.error is not None:
       raise all_hooks.error
     if run.stop_reason is not None:

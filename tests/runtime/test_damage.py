@@ -183,9 +183,11 @@ def test_the_commands_on_checkpoints(saved, capsys):
 @pytest.mark.parametrize('command', ['train', 'eval', 'decode', 'checkpoints'])
 def test_object_stores_are_refused_in_a_line(command, capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  arguments = ['verify', 's3://bucket/run'] if command == 'checkpoints' else ['--job_log_dir=s3://bucket/run']
+  arguments = ['diff', 's3://bucket/run', 'runs/1'] if command == 'checkpoints' else ['--job_log_dir=s3://bucket/run']
   assert main([command, *arguments]) == 2
-  assert 's3://bucket/run: runs are in directories of a file system' in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert 's3://bucket/run: runs are in directories of a file system' in said and said.count('\n') == 1
+  assert '--set task.train.mirror=s3://bucket/run;' in said and 'checkpoints copy s3://bucket/run runs/1' in said
   assert not list(tmp_path.iterdir())
 
 

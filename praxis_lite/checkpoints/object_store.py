@@ -1,0 +1,159 @@
+"""A folder of an object store, through fsspec: names of objects below a URL, and their bytes.
+
+Any scheme that fsspec knows will do, `s3://` and `gs://` with the packages s3fs and gcsfs. Objects appear complete or
+not at all. Whatever fails is a StoreError of one line: each of these packages has errors of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from praxis_lite.checkpoints.failures import DamagedError, first_line
+from praxis_lite.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+  from fsspec import AbstractFileSystem
+
+_BLOCK = 1 << 23
+_READING = 'reading '
+
+
+class StoreError(CheckpointError):
+  """An object store cannot be reached, or does not take or give what it is asked for."""
+
+
+class FileSum(NamedTuple):
+  """What says whether a file is the same: its size in bytes, and its SHA-256 as `sha256sum` prints it."""
+
+  size: int
+  sha256: str
+
+
+def sum_of_file(path: Path) -> FileSum:
+  """Returns the sum of a local file."""
+  digest, size = hashlib.sha256(), 0
+  with open(path, 'rb') as file:
+    while block := file.read(_BLOCK):
+      digest.update(block)
+      size += len(block)
+  return FileSum(size, digest.hexdigest())
+
+
+class ObjectStore:
+  """The objects below a URL.
+
+  Args:
+    url: such as 's3://bucket/runs/1'.
+    where: what has named it, for errors; '' if that is clear.
+
+  Attributes:
+    url: without a slash at its end.
+
+  Raises:
+    ConfigError: it is no URL, its scheme is not known, or the package for it is not installed.
+  """
+
+  def __init__(self, url: str, where: str = ''):
+    named = f'{where} = {url!r}' if where else url
+    scheme, is_url, rest = url.partition('://') if isinstance(url, str) else ('', '', '')
+    if not is_url or not rest.strip('/'):
+      raise ConfigError(f'{named}: expected the URL of a folder in an object store, such as s3://bucket/runs/1')
+    try:
+      import fsspec.core
+    except ImportError:
+      raise ConfigError(f"{named}: object stores need fsspec: pip install 'praxis_lite[remote]'") from None
+    self.url = url.rstrip('/')
+    self._is_local = scheme in ('file', 'local')
+    fs: AbstractFileSystem
+    try:
+      fs, root = fsspec.core.url_to_fs(self.url, **({'auto_mkdir': True} if self._is_local else {}))
+    except ImportError as error:  # Names the package: 'Install s3fs to access S3'.
+      raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}, as with pip') from None
+    except Exception as error:
+      known = ', '.join(f'{name}://' for name in ('s3', 'gs', 'az', 'file'))
+      raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}; there are {known} and others') from None
+    self._fs, self._root = fs, root.rstrip('/')
+
+  def check_writable(self) -> None:
+    """Writes an object and removes it; raises StoreError if that is not possible."""
+    name = f'.test-{uuid.uuid4().hex[:8]}'
+    self.write(name, b'')
+    self.remove(name)
+
+  def names(self, folder: str) -> list[str]:
+    """Returns the names of what is directly in a folder, objects and folders, without the folder's."""
+    with self._told(f'looking into {folder}'):
+      self._fs.invalidate_cache()
+      with contextlib.suppress(FileNotFoundError):
+        return [str(path).rstrip('/').rpartition('/')[2] for path in self._fs.ls(self._path(folder), detail=False)]
+    return []
+
+  def sizes(self, folder: str = '') -> dict[str, int]:
+    """Returns the sizes of all objects below a folder, by their names below it."""
+    root = self._path(folder) + '/'
+    found: dict[str, int] = {}
+    with self._told(f'looking into {folder or self.url}'):
+      self._fs.invalidate_cache()
+      with contextlib.suppress(FileNotFoundError):
+        found = {path: entry['size'] for path, entry in self._fs.find(root, detail=True).items()}
+    return {path[len(root) :]: size for path, size in found.items() if path.startswith(root) and path != root}
+
+  def read(self, name: str) -> bytes:
+    """Returns the bytes of an object; raises DamagedError if there is none."""
+    with self._told(f'{_READING}{name}'):
+      return bytes(self._fs.cat_file(self._path(name)))
+
+  def sum(self, name: str) -> FileSum:
+    """Reads an object, and returns its sum; raises DamagedError if there is none."""
+    digest, size = hashlib.sha256(), 0
+    with self._told(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
+      while block := file.read(_BLOCK):
+        digest.update(block)
+        size += len(block)
+    return FileSum(size, digest.hexdigest())
+
+  def get(self, name: str, path: Path) -> None:
+    """Copies an object to a local file; raises DamagedError if there is none."""
+    with self._told(f'{_READING}{name}'):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      self._fs.get_file(self._path(name), str(path))
+
+  def write(self, name: str, data: bytes) -> None:
+    """Writes an object."""
+    with self._told(f'writing {name}'):
+      path = self._path(name)
+      if self._is_local:
+        self._fs.pipe_file(f'{path}.part', data)
+        os.replace(f'{path}.part', path)
+      else:
+        self._fs.pipe_file(path, data)
+
+  def put(self, path: Path, name: str) -> None:
+    """Copies a local file that does not change to an object. One of a file system may be seen before it is complete."""
+    with self._told(f'writing {name}'):
+      self._fs.put_file(str(path), self._path(name))
+
+  def remove(self, name: str) -> None:
+    """Removes an object, or all below a folder, if there is any."""
+    with self._told(f'removing {name}'), contextlib.suppress(FileNotFoundError):
+      self._fs.invalidate_cache()
+      self._fs.rm(self._path(name), recursive=True)
+
+  def _path(self, name: str) -> str:
+    return f'{self._root}/{name}' if name else self._root
+
+  @contextlib.contextmanager
+  def _told(self, what: str) -> Iterator[None]:
+    """Makes what a package raises an error of one line."""
+    try:
+      yield
+    except Exception as error:
+      is_missing = isinstance(error, FileNotFoundError) and what.startswith(_READING)
+      raised = DamagedError if is_missing else StoreError
+      raise raised(f'{self.url}: {what} failed: {first_line(error)}') from error

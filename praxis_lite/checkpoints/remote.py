@@ -1,0 +1,329 @@
+"""Copies of a run in an object store: checkpoints that are complete or not there, and the other files of the run.
+
+    <url>/checkpoints/<step>/...         the files of a checkpoint, as in the directory of the run
+          checkpoints/<step>.complete    JSON, written last: size and SHA-256 of each of these files
+          run.json, metrics.jsonl, summaries/...
+
+So all of it, copied by any tool, is a run directory. What an upload that was killed has left has no `.complete`, and is
+replaced by the next one. A checkpoint that is fetched is compared with its sums, and renamed when it is complete.
+
+An evaluation is written to metrics.jsonl and then to an event file. In the store too, event files are at least as new
+as metrics.jsonl: that is read first and written last. So a run that goes on from there finds no evaluation in it that
+event files lack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from praxis_lite.checkpoints.best import BEST, BestRecord
+from praxis_lite.checkpoints.contents import Record, parse_record, sealed, unsealed
+from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.checkpoints.object_store import FileSum, ObjectStore, StoreError, sum_of_file
+from praxis_lite.checkpoints.retention import being_read
+from praxis_lite.errors import CheckpointError
+from praxis_lite.files import parse_json
+
+_CHECKPOINTS, _COMPLETE, _METRICS = 'checkpoints', '.complete', 'metrics.jsonl'
+# Of the directory of a run, what is of one machine alone.
+_OF_THE_MACHINE = ('stacks', 'profile', 'emergency_copies.json')
+# Files of a checkpoint that are copied at once.
+_STREAMS = 4
+
+S = TypeVar('S')
+T = TypeVar('T')
+
+
+class RemoteCheckpoint:
+  """A complete checkpoint in an object store: what of `StoredCheckpoint` needs no arrays.
+
+  Attributes:
+    url: of its folder.
+    step: of the state.
+    files: the sums of its files, by their names.
+    rollbacks: how often the run had gone back to an earlier checkpoint before this one.
+  """
+
+  is_set_aside = False
+
+  def __init__(self, store: ObjectStore, step: int, files: Mapping[str, FileSum], rollbacks: int):
+    self.url = f'{store.url}/{_CHECKPOINTS}/{step}'
+    self.step = step
+    self.files = files
+    self.rollbacks = rollbacks
+    self._store = store
+
+  @property
+  def folder(self) -> str:
+    return self.url
+
+  @property
+  def num_bytes(self) -> int:
+    """Size of its files."""
+    return sum(file.size for file in self.files.values())
+
+  def about(self) -> dict[str, Any]:
+    """Returns what it records; see `StoredCheckpoint.about`."""
+    try:
+      return parse_record(self._store.read(self._name('about/metadata')), 'about')
+    except (ValueError, AttributeError) as error:
+      raise error if isinstance(error, CheckpointError) else DamagedError(f'{self.url}: {error}') from None
+
+  def variables(self) -> dict[str, Record]:
+    """Returns the true shape and the dtype of each array, by name."""
+    variables: dict[str, Record] = self.about()['variables']
+    return variables
+
+  def damage(self) -> dict[str, str]:
+    """Reads all of it; returns the names of the files that are damaged, and how, so {} if it is whole."""
+
+    def of(name: str) -> str:
+      try:
+        return _difference(self._store.sum(self._name(name)), self.files[name])
+      except DamagedError:
+        return 'is missing'
+
+    return {name: how for name, how in zip(self.files, _in_parallel(of, self.files)) if how}
+
+  def is_that_in(self, folder: Path) -> bool:
+    """Whether it is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
+    about = folder / 'about' / 'metadata'
+    try:
+      return self.files.get('about/metadata') == sum_of_file(about)
+    except OSError:
+      return False
+
+  def fetch(self, job_log_dir: Path) -> Path:
+    """Copies it to a run directory that has no checkpoint of this step; returns its folder there.
+
+    Raises:
+      DamagedError: it is not what was written.
+      StoreError: it cannot be read, or the disk does not take it.
+    """
+    target = job_log_dir / _CHECKPOINTS / str(self.step)
+    partial = target.with_name(f'{self.step}.fetching')
+    shutil.rmtree(partial, ignore_errors=True)  # What a process that was killed has left.
+
+    def get(name: str) -> None:
+      self._store.get(self._name(name), partial / name)
+      if how := _difference(sum_of_file(partial / name), self.files[name]):
+        raise DamagedError(f'{self.url} is damaged ({name} {how})')
+
+    try:
+      _in_parallel(get, self.files)
+      partial.rename(target)
+    except OSError as error:
+      raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
+    finally:
+      shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+  def _name(self, file: str) -> str:
+    return f'{_CHECKPOINTS}/{self.step}/{file}'
+
+
+class RemoteRun:
+  """A run in an object store.
+
+  Args:
+    store: where it is.
+    between: is called before each file that is copied; what it raises ends the copying.
+
+  Attributes:
+    incomplete: steps of which there are files without a `.complete`, when `checkpoints` was last called.
+  """
+
+  def __init__(self, store: ObjectStore, between: Callable[[], object] = lambda: None):
+    self.url = store.url
+    self._store = store
+    self._between = between
+    self.incomplete: set[int] = set()
+    self._known: dict[int, RemoteCheckpoint] = {}
+    self._copied: dict[str, tuple[int, int]] = {}  # Sizes and times of files as they were copied last.
+
+  def checkpoints(self) -> list[RemoteCheckpoint]:
+    """Returns the complete checkpoints, in order."""
+    names = self._store.names(_CHECKPOINTS)
+    steps = {int(name.removesuffix(_COMPLETE)) for name in names if name.removesuffix(_COMPLETE).isdecimal()}
+    complete = {step for step in steps if f'{step}{_COMPLETE}' in names}
+    self._known = {step: checkpoint for step, checkpoint in self._known.items() if step in complete}
+    for step in complete - self._known.keys():
+      data = self._store.read(f'{_CHECKPOINTS}/{step}{_COMPLETE}')
+      try:
+        self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
+      except (ValueError, TypeError, KeyError, AttributeError):
+        continue  # Half of it was written, where the store is a file system.
+    self.incomplete = steps - self._known.keys()
+    return [self._known[step] for step in sorted(self._known)]
+
+  def upload(self, folder: Path, rollbacks: int) -> None:
+    """Copies the checkpoint in a local folder, which is locked meanwhile.
+
+    Args:
+      folder: whose name is the step.
+      rollbacks: see `RemoteCheckpoint`.
+
+    Raises:
+      RemovedError: retention has removed it.
+      StoreError: the store does not take it.
+    """
+    step = int(folder.name)
+
+    def put(path: Path) -> FileSum:
+      self._between()
+      self._store.put(path, f'{_CHECKPOINTS}/{step}/{path.relative_to(folder).as_posix()}')
+      return sum_of_file(path)
+
+    with being_read(folder):
+      self.remove(step)
+      paths = sorted(path for path in folder.rglob('*') if path.is_file())
+      files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _in_parallel(put, paths)))
+    sizes = self._store.sizes(f'{_CHECKPOINTS}/{step}')
+    if sizes != {name: file.size for name, file in files.items()}:
+      raise StoreError(f'{self.url}: what has arrived of step {step} is not what was sent')
+    record = sealed({'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}})
+    self._between()
+    self._store.write(f'{_CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(record, indent=1).encode())
+    self._known[step] = RemoteCheckpoint(self._store, step, files, rollbacks)
+
+  def remove(self, step: int) -> None:
+    """Removes a checkpoint, or what there is of it."""
+    self._known.pop(step, None)
+    if f'{step}{_COMPLETE}' in self._store.names(_CHECKPOINTS):
+      self._store.remove(f'{_CHECKPOINTS}/{step}{_COMPLETE}')  # First: it is complete, or not there.
+    if self._store.names(f'{_CHECKPOINTS}/{step}'):
+      self._store.remove(f'{_CHECKPOINTS}/{step}')
+
+  def upload_files(self, directory: Path) -> None:
+    """Copies the other files of a run directory that have changed since the last call."""
+    changed = {}
+    for path in directory.rglob('*'):
+      name = path.relative_to(directory).as_posix()
+      if _is_copied(name) and path.is_file() and not path.is_symlink():
+        about = path.stat()
+        if self._copied.get(name) != (about.st_size, about.st_mtime_ns):
+          changed[name] = about.st_size, about.st_mtime_ns
+    metrics = (directory / _METRICS).read_bytes() if _METRICS in changed else b''
+    for name in sorted(changed, key=lambda name: (name == _METRICS, name)):
+      self._between()
+      try:
+        data = metrics if name == _METRICS else (directory / name).read_bytes()
+      except FileNotFoundError:
+        continue
+      self._store.write(name, data)
+      self._copied[name] = changed[name]
+
+  def fetch_files(self, directory: Path, *, overwrite: bool) -> None:
+    """Copies the other files of a run to a local directory: those that are missing there, or all."""
+    for name in filter(_is_copied, self._store.sizes()):
+      path = directory / name
+      if overwrite or not path.exists():
+        partial = path.with_name(f'.{path.name}.fetching')
+        self._store.get(name, partial)
+        os.replace(partial, path)
+
+  def record(self) -> bytes | None:
+    """Returns the bytes of run.json; None if there is none."""
+    try:
+      return self._store.read('run.json')
+    except DamagedError:
+      return None
+
+  def best_step(self) -> int | None:
+    """Returns the step of the best checkpoint that the run has recorded, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+      path = Path(folder, BEST)
+      try:
+        path.write_bytes(self._store.read(BEST))
+      except DamagedError:
+        return None
+      best = BestRecord(path, self._known or [c.step for c in self.checkpoints()]).value
+    return None if best is None else best.step
+
+  def check_writable(self) -> None:
+    """Raises StoreError if nothing can be written there."""
+    self._store.check_writable()
+
+
+def remote_checkpoints(url: str, step: int | None = None) -> list[RemoteCheckpoint]:
+  """Returns the complete checkpoints of a run in an object store, or that of one step; CheckpointError if none is."""
+  found = RemoteRun(ObjectStore(url)).checkpoints()
+  wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
+  if not wanted:
+    which = 'no complete checkpoint' if step is None else f'no complete checkpoint of step {step}'
+    raise CheckpointError(f'there is {which} in {url}; there are {[checkpoint.step for checkpoint in found]}')
+  return wanted
+
+
+def remote_best_step(url: str) -> int | None:
+  """Returns the step of the best checkpoint that a run in an object store has recorded, or None."""
+  return RemoteRun(ObjectStore(url)).best_step()
+
+
+def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
+  """Copies a checkpoint of a run in an object store, and the other files of the run, to a directory.
+
+  Args:
+    url: of the run.
+    job_log_dir: where to; files that are there stay.
+    step: of the checkpoint; None: the newest.
+
+  Returns:
+    The folder of the checkpoint.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or there is one of its step here already; it is damaged; or it cannot
+      be read or written.
+  """
+  run = RemoteRun(ObjectStore(url))
+  checkpoint = remote_checkpoints(url, step)[-1]
+  if (job_log_dir / _CHECKPOINTS / str(checkpoint.step)).exists():
+    raise CheckpointError(f'there is a checkpoint of step {checkpoint.step} in {job_log_dir} already')
+  run.fetch_files(job_log_dir, overwrite=False)
+  return checkpoint.fetch(job_log_dir)
+
+
+def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
+  """Returns the files and the rollbacks of a `.complete`; raises an error of Python if it is not what was written."""
+  record = unsealed(parse_json(data), 'the list of files')
+  files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
+  if record['step'] != step or not all(map(_is_inside, files)):
+    raise ValueError('it is of another step, or names files elsewhere')
+  return files, int(record['rollbacks'])
+
+
+def _is_inside(name: str) -> bool:
+  """Whether the name of a file leads to no other directory; the list of files may be of anyone."""
+  parts = PurePosixPath(name).parts
+  return bool(parts) and name == '/'.join(parts) and '..' not in parts and '\\' not in name and '\0' not in name
+
+
+def _is_copied(name: str) -> bool:
+  """Whether a file of a run directory is copied on its own."""
+  parts = PurePosixPath(name).parts
+  is_hidden = any(part.startswith('.') for part in parts)
+  return _is_inside(name) and not is_hidden and parts[0] not in (_CHECKPOINTS, *_OF_THE_MACHINE)
+
+
+def _difference(found: FileSum, expected: FileSum) -> str:
+  """Returns how a file differs from what was written; '' if it does not."""
+  if found.size != expected.size:
+    return f'has {found.size} bytes instead of {expected.size}'
+  return '' if found == expected else 'has changed'
+
+
+def _in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
+  """Returns what `call` returns for each item; after the first error, begins no other."""
+  with ThreadPoolExecutor(_STREAMS) as pool:
+    try:
+      return list(pool.map(call, items))
+    except BaseException:
+      pool.shutdown(cancel_futures=True)
+      raise

@@ -1,0 +1,251 @@
+"""Copies of a run in an object store, kept while it trains, and fetched where it goes on: `task.train.mirror`.
+
+    train | step | step | save 20 | step | step | step | save 30 | ...
+    mirror               | files, then checkpoint 20, then what need not stay there |  | files, ...
+
+A pass of the mirror makes the store what it should be, from what is there and what is here. So one that failed, or was
+killed, needs nothing but another one. Which checkpoints stay there is decided by the rule of the directory, applied to
+those in the store. A checkpoint of before the run has gone back to an earlier one does not stay.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from praxis_lite.checkpoints import OnDamage
+from praxis_lite.checkpoints.best import BEST, BestRecord
+from praxis_lite.checkpoints.checkpointer import saved_steps
+from praxis_lite.checkpoints.emergency import forget_copies
+from praxis_lite.checkpoints.failures import DamagedError
+from praxis_lite.checkpoints.object_store import ObjectStore
+from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
+from praxis_lite.checkpoints.retention import RemovedError, steps_to_remove
+from praxis_lite.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.watchdog import doing, meet_others
+from praxis_lite.records.metrics import DeviceMetrics
+from praxis_lite.records.record import first_launch
+from praxis_lite.runtime.hooks import Hook, Run
+from praxis_lite.runtime.trouble import read_troubles
+from praxis_lite.task import TrainParams
+
+_FIELD = 'task.train.mirror'
+
+
+class _ClosedError(Exception):
+  """The run has ended, and what is being copied need not be copied to its end."""
+
+
+class Mirror(Hook):
+  """Keeps a copy of a run in an object store; process 0 does, for all.
+
+  Args:
+    url: of the copy; None keeps none.
+    directory: of the run.
+
+  Raises:
+    ConfigError: the URL cannot be used.
+    StoreError: nothing can be written there.
+  """
+
+  def __init__(self, url: str | None, directory: Path):
+    self._directory = directory
+    self._has_url = url is not None
+    self._remote: RemoteRun | None = None
+    self._passes: deque[concurrent.futures.Future[None]] = deque()
+    self._newest: int | None = None
+    self._closing = False
+    self._progress = time.monotonic()
+    if url is not None and is_primary_process():
+      self._remote = RemoteRun(ObjectStore(url, _FIELD), self._go_on)
+      try:
+        self._remote.check_writable()
+      except CheckpointError as error:
+        raise ConfigError(f'{_FIELD}: {error}') from error
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, 'mirror')
+
+  # -------------------------------------------------------------------- before the run
+
+  def fetch(self, on_damage: OnDamage = 'previous') -> None:
+    """Copies the newest checkpoint of the store to the run's directory, if it is newer; all processes call this.
+
+    With it come the best one and the other files of the run. Files that are missing come in any case.
+
+    Args:
+      on_damage: where that checkpoint is damaged: 'previous' takes the one before, here or there; 'fail' raises.
+
+    Raises:
+      ConfigError: in the store is another run than in the directory.
+      CheckpointError: it cannot be read; or all are damaged, and there is none in the directory.
+    """
+    if self._remote is not None:
+      self._fetch(self._remote, on_damage)
+    if self._has_url and jax.process_count() > 1:
+      meet_others()
+      multihost_utils.sync_global_devices('praxis_lite: fetched')
+
+  def _fetch(self, remote: RemoteRun, on_damage: OnDamage) -> None:
+    here, rollbacks = saved_steps(self._directory), self._rollbacks()
+    there = remote.checkpoints()
+    if here and there:
+      self._check_same_run(remote)
+    newer = [c for c in there if c.step > max(here, default=-1) and c.rollbacks >= rollbacks]
+    if newer:
+      forget_copies(self._directory)  # They have no metrics, and other machines have gone on since.
+    remote.fetch_files(self._directory, overwrite=bool(newer))
+    damaged: list[DamagedError] = []
+    for checkpoint in reversed(newer):
+      try:
+        self._fetch_best(remote, older_than=checkpoint.step)
+        self._fetch_one(checkpoint)
+        return
+      except DamagedError as error:
+        if on_damage == 'fail':
+          raise
+        print(f'{error}; the checkpoint before is used', flush=True)
+        damaged.append(error)
+    if damaged and not here:
+      raise DamagedError(f'{damaged[0]}; there is no other one in {remote.url} or {self._directory}')
+
+  def _fetch_best(self, remote: RemoteRun, *, older_than: int) -> None:
+    """Fetches the best checkpoint, if it is an older one: it comes first, so that the newest one here is complete."""
+    best = remote.best_step()
+    for checkpoint in remote.checkpoints():
+      if checkpoint.step == best and best < older_than and not self._folder(best).exists():
+        with contextlib.suppress(DamagedError):  # The run goes on without.
+          self._fetch_one(checkpoint)
+
+  def _fetch_one(self, checkpoint: RemoteCheckpoint) -> None:
+    start = time.perf_counter()
+    checkpoint.fetch(self._directory)
+    seconds = time.perf_counter() - start
+    print(f'fetched {checkpoint.url}: {checkpoint.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s', flush=True)
+
+  def _check_same_run(self, remote: RemoteRun) -> None:
+    there = remote.record()
+    try:
+      here = (self._directory / 'run.json').read_bytes()
+    except OSError:
+      return
+    if there is not None and first_launch(here) != first_launch(there):
+      raise ConfigError(
+        f'{_FIELD} = {remote.url!r}: another run than the one in {self._directory} has its copy there; each run needs '
+        'a URL of its own'
+      )
+
+  # -------------------------------------------------------------------- while it trains
+
+  def on_start(self, run: Run) -> None:
+    self._begin_pass(run.task.train)
+
+  def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
+    self._report(run)
+
+  def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
+    self._begin_pass(run.task.train)
+    self._report(run)
+
+  def finish(self, run: Run) -> None:
+    """Waits until all is in the store; tries again if that failed, and raises UserError if it fails again.
+
+    All processes call this, and wait for the one that copies.
+    """
+    if self._remote is not None:
+      self._begin_pass(run.task.train)
+      if self._waited_for(self._passes.pop()) is not None:
+        self._begin_pass(run.task.train)
+        error = self._waited_for(self._passes.pop())
+        if error is not None:
+          raise UserError(
+            f'{_failed(error)}; the run is saved in {self._directory}, and the same command copies it'
+          ) from error
+      run.line(f'step {run.step}: copied to {self._remote.url}')
+    if self._has_url:
+      meet_others()
+
+  def close(self) -> None:
+    """Ends copying after the file that is being copied."""
+    self._closing = True
+    self._pool.shutdown(cancel_futures=True)
+
+  def _begin_pass(self, settings: TrainParams) -> None:
+    if self._remote is not None:
+      self._passes.append(self._pool.submit(self._pass, self._remote, settings))
+
+  def _waited_for(self, done: concurrent.futures.Future[None]) -> BaseException | None:
+    seen = 0.0
+    while not concurrent.futures.wait([done], timeout=0.5).done:
+      if self._progress != seen:  # Other hosts wait for this one.
+        seen = self._progress
+        doing('copying to the object store')
+    return done.exception()
+
+  def _report(self, run: Run) -> None:
+    """Reports each pass that has failed."""
+    while self._passes and self._passes[0].done():
+      error = self._passes.popleft().exception()
+      if error is not None:
+        newest = 'there is no copy yet' if self._newest is None else f'the newest copy is of step {self._newest}'
+        run.line(f'{_failed(error)}; training goes on, and {newest}')
+
+  # -------------------------------------------------------------------- in the thread that copies
+
+  def _pass(self, remote: RemoteRun, settings: TrainParams) -> None:
+    """Makes the store what it should be: files, checkpoints that are not there, the newest first, and no others."""
+    rollbacks = self._rollbacks()
+    there = remote.checkpoints()
+    outdated = [c.step for c in there if c.rollbacks < rollbacks and not c.is_that_in(self._folder(c.step))]
+    for step in (*remote.incomplete, *outdated):
+      remote.remove(step)
+    for step in self._missing(remote, settings):
+      remote.upload_files(self._directory)
+      with contextlib.suppress(RemovedError):
+        remote.upload(self._folder(step), rollbacks)
+    remote.upload_files(self._directory)
+    steps = {checkpoint.step for checkpoint in remote.checkpoints()}
+    self._newest = max(steps, default=None)
+    for step in steps - self._kept(steps, settings):
+      remote.remove(step)
+
+  def _missing(self, remote: RemoteRun, settings: TrainParams) -> Iterator[int]:
+    """Yields the steps of checkpoints to copy, the newest first, and looks for newer ones after each."""
+    looked_at: set[int] = set()
+    while True:
+      here, there = saved_steps(self._directory), {checkpoint.step: checkpoint for checkpoint in remote.checkpoints()}
+      steps = (self._kept({*here, *there}, settings) & {*here}) - looked_at
+      if not steps:
+        return
+      step = max(steps)
+      looked_at.add(step)
+      if step not in there or not there[step].is_that_in(self._folder(step)):
+        yield step
+
+  def _kept(self, steps: set[int], settings: TrainParams) -> set[int]:
+    """Returns those of `steps` that stay in the store."""
+    best = BestRecord(self._directory / BEST, steps).kept_steps()
+    rule = {'max_to_keep': settings.max_to_keep, 'keep_interval_steps': settings.keep_interval_steps}
+    return steps - {*steps_to_remove(sorted(steps), **rule, kept=best)}
+
+  def _folder(self, step: int) -> Path:
+    return self._directory / 'checkpoints' / str(step)
+
+  def _rollbacks(self) -> int:
+    """How often the run has gone back to an earlier checkpoint."""
+    return sum(trouble.action == 'rollback' for trouble in read_troubles(self._directory))
+
+  def _go_on(self) -> None:
+    if self._closing:
+      raise _ClosedError
+    self._progress = time.monotonic()
+
+
+def _failed(error: BaseException) -> str:
+  return f'copying the run failed: {error}'
