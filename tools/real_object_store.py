@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from praxis_lite.checkpoints import saved_steps
 from tools.faults.comparison import differences, results_of
 from tools.faults.processes import EXPERIMENT, Training, environment
 
@@ -142,8 +143,10 @@ def kill_in_uploads(folder: Path, store: Store, env: dict[str, str], kills: int,
       f'kill {kill + 1}: began {where[3:] if not kill else "from the store"}', kill == 0 or is_fetched(run), run.text
     )
     complete = max(whole, default=0)
-    if kill % 2 == 0 and not older.exists():
+    if not older.exists():
       shutil.copytree(directory, older)
+      for step in sorted(saved_steps(older))[1:]:
+        shutil.rmtree(older / 'checkpoints' / str(step))
     shutil.rmtree(directory)
     if kill % 2 == 1:
       shutil.copytree(older, directory)

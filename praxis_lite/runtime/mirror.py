@@ -17,9 +17,6 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-from jax.experimental import multihost_utils
-
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import saved_steps
@@ -29,7 +26,7 @@ from praxis_lite.checkpoints.object_store import ObjectStore
 from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
 from praxis_lite.checkpoints.retention import RemovedError, steps_to_remove
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
-from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.distributed import by_host, is_primary_process, told_by_all
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.records.record import first_launch
@@ -50,27 +47,17 @@ class Mirror(Hook):
   Args:
     url: of the copy; None keeps none.
     directory: of the run.
-
-  Raises:
-    ConfigError: the URL cannot be used.
-    StoreError: nothing can be written there.
   """
 
   def __init__(self, url: str | None, directory: Path):
+    self._url = url
     self._directory = directory
-    self._has_url = url is not None
-    self._remote: RemoteRun | None = None
+    self._remote: RemoteRun | None = None  # In the process that copies.
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, 'mirror')
     self._passes: deque[concurrent.futures.Future[None]] = deque()
     self._newest: int | None = None
     self._closing = False
     self._progress = time.monotonic()
-    if url is not None and is_primary_process():
-      self._remote = RemoteRun(ObjectStore(url, _FIELD), self._go_on)
-      try:
-        self._remote.check_writable()
-      except CheckpointError as error:
-        raise ConfigError(f'{_FIELD}: {error}') from error
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, 'mirror')
 
   # -------------------------------------------------------------------- before the run
 
@@ -83,14 +70,30 @@ class Mirror(Hook):
       on_damage: where that checkpoint is damaged: 'previous' takes the one before, here or there; 'fail' raises.
 
     Raises:
-      ConfigError: in the store is another run than in the directory.
-      CheckpointError: it cannot be read; or all are damaged, and there is none in the directory.
+      ConfigError: the URL cannot be used, or has another run than the directory.
+      CheckpointError: what is there cannot be read; or all is damaged, and there is no checkpoint in the directory.
     """
-    if self._remote is not None:
-      self._fetch(self._remote, on_damage)
-    if self._has_url and jax.process_count() > 1:
-      meet_others()
-      multihost_utils.sync_global_devices('praxis_lite: fetched')
+    if self._url is None:
+      return
+    error: UserError | None = None
+    if is_primary_process():
+      try:
+        self._remote = self._opened(self._url)
+        self._fetch(self._remote, on_damage)
+      except UserError as caught:
+        error = caught
+    meet_others()
+    told = by_host(told_by_all('' if error is None else str(error)))
+    if error is not None or told:
+      raise error or ConfigError(told)
+
+  def _opened(self, url: str) -> RemoteRun:
+    remote = RemoteRun(ObjectStore(url, _FIELD), self._go_on)
+    try:
+      remote.check_writable()
+    except CheckpointError as error:
+      raise ConfigError(f'{_FIELD}: {error}') from error
+    return remote
 
   def _fetch(self, remote: RemoteRun, on_damage: OnDamage) -> None:
     here, rollbacks = saved_steps(self._directory), self._rollbacks()
@@ -168,7 +171,7 @@ class Mirror(Hook):
             f'{_failed(error)}; the run is saved in {self._directory}, and the same command copies it'
           ) from error
       run.line(f'step {run.step}: copied to {self._remote.url}')
-    if self._has_url:
+    if self._url is not None:
       meet_others()
 
   def close(self) -> None:
