@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tools')]
 import numpy as np
 from timing import in_turn, median_ratio
 
-_SIZES: dict[str, dict[str, int]] = {
+_SIZES: dict[str, dict[str, Any]] = {
   'tiny': {'vocab_size': 64, 'model_dims': 16, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 32},
   'demo': {'vocab_size': 256, 'model_dims': 128, 'num_layers': 4, 'num_heads': 4, 'hidden_dims': 384},  # lm.StdlibLm
   '124m': {'vocab_size': 32_000, 'model_dims': 768, 'num_layers': 12, 'num_heads': 12, 'hidden_dims': 2048},
@@ -159,7 +159,7 @@ def main() -> None:
   parser.add_argument('--size', default='demo', choices=list(_SIZES))
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
   parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
-  parser.add_argument('--batches', default='1,8,64')
+  parser.add_argument('--batches', default='1,8,64', help='rows at once; empty: none, as with --run alone')
   parser.add_argument('--prompt', type=int, default=16, help='tokens of each prompt')
   parser.add_argument('--tokens', type=int, default=200, help='tokens after each prompt')
   parser.add_argument('--rounds', type=int, default=5)
@@ -177,12 +177,13 @@ def main() -> None:
     print(f'{args.size}: {parameters:,} parameters, {args.dtype}, prompts of {args.prompt} tokens, {args.tokens} after')
     print(f'jax {jax.__version__} on {where}, {os.cpu_count()} CPU cores; medians of {args.rounds} rounds', flush=True)
     rows: list[list[str]] = []
-    for batch in map(int, args.batches.split(',')):
+    for batch in map(int, filter(None, args.batches.split(','))):
       # Processes of their own for each batch: what was compiled before does not change what is compiled now.
       with contestants(args, folder, Path(directory) / f'run{batch}') as sides:
         rows += measure(sides, batch, args, _SIZES[args.size]['vocab_size'])
     head = ['batch', 'side', 'first token, ms', 'tokens/s', 'time / ours', 'CPU s', 'same tokens']
-    print(table(head, rows), flush=True)
+    if rows:
+      print(table(head, rows), flush=True)
   if args.run:
     print('\nFrom the command to the first token:\n')
     head = ['prompt, tokens', 'compile cache', 'seconds', 'CPU s']

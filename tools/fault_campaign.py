@@ -55,18 +55,19 @@ class Report(NamedTuple):
   seconds: float
 
 
-def prepare(folder: Path, rng: np.random.Generator, *, hosts: bool, records: bool, interrupted: int = 3) -> Baseline:
+def prepare(folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, interrupted: int = 3) -> Baseline:
   """Makes the runs that nothing disturbs, and those that are killed and then used by several faults.
 
   Args:
     folder: where.
     rng: of the campaign.
-    hosts: also on two hosts.
+    hosts: the most hosts of a run: 1, 2 or 4.
     records: also with data in files.
     interrupted: how many are killed.
   """
   baseline = Baseline({}, [], folder / 'data.array_record', folder / 'cache')
-  wanted = [('Faults', 1), *([('Faults', 2)] if hosts else []), *([('FaultsInFiles', 1)] if records else [])]
+  wanted = [('Faults', 1), ('Faults', 2), ('FaultsOnFour', 4)]
+  wanted = [*(entry for entry in wanted if entry[1] <= hosts), *([('FaultsInFiles', 1)] if records else [])]
   if records:
     write_array_records(str(baseline.records), examples())
   for name, processes in wanted:
@@ -76,7 +77,7 @@ def prepare(folder: Path, rng: np.random.Generator, *, hosts: bool, records: boo
     if run.wait() != 0:
       raise SystemExit(f'without any fault, training ended with {run.process.returncode}:\n{run.text}')
     baseline.results[name if processes == 1 else f'{name} on {processes}'] = results_of(lab.directory)
-  if hosts and (apart := differences(baseline.results['Faults on 2'], baseline.results['Faults'])):
+  if hosts > 1 and (apart := differences(baseline.results['Faults on 2'], baseline.results['Faults'])):
     print(f'on two hosts: {apart[0]}; runs on two hosts are compared with one of these')
   for number, step in enumerate(interrupted_steps(rng, interrupted)):
     lab = Lab(folder / f'interrupted-{number}', rng, baseline)
@@ -179,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   baseline = prepare(
     folder,
     np.random.default_rng(values.seed),
-    hosts=bool(needed & {'one_host_killed', 'one_host_stopped', 'one_host_cannot_write'}),
+    hosts=4 if 'one_of_four_hosts_killed' in needed else 2 if any('one_host' in name for name in needed) else 1,
     records='data_damaged' in needed,
   )
   print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)

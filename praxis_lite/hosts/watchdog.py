@@ -47,6 +47,8 @@ _BUILDING = ('jax/_src/compiler.py', 'jax/_src/interpreters/partial_eval.py', 'j
 # Where the code is that is neither ours nor the user's.
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
 _KEY = 'praxis_lite/beats'
+# Seconds that the last beat may take.
+_PATIENCE_AT_EXIT = 2.0
 # Characters of an error that other hosts are told.
 _MOST_SHOWN = 300
 # What JAX's preemption service writes to the store when any process has got SIGTERM.
@@ -97,8 +99,13 @@ class Watchdog:
     self._ending = threading.Lock()
     self.directory: Path | None = None
     self.preempted_since: float | None = None
-    for run in (self._beat, self._watch):
-      threading.Thread(target=run, name=f'watchdog-{run.__name__.strip("_")}', daemon=True).start()
+    self._is_over = threading.Event()
+    self._threads = [
+      threading.Thread(target=run, name=f'watchdog-{run.__name__.strip("_")}', daemon=True)
+      for run in (self._beat, self._watch)
+    ]
+    for thread in self._threads:
+      thread.start()
     self._end_well_when_jax_aborts()
     atexit.register(self._at_exit)
 
@@ -149,8 +156,9 @@ class Watchdog:
   # ---- beat
 
   def _beat(self) -> None:
-    number = 0
-    while True:
+    number, is_last = 0, False
+    while not is_last:
+      is_last = self._is_over.is_set()
       number += 1
       beat = {
         'beat': number,
@@ -166,7 +174,7 @@ class Watchdog:
         if self.preempted_since is None:
           self._client.key_value_try_get(_PREEMPTION_KEY)  # Raises as long as there is none.
           self.preempted_since = time.monotonic()
-      time.sleep(self._interval)
+      self._is_over.wait(self._interval)
 
   def _hear(self, beats: list[tuple[str, str]]) -> None:
     for key, value in beats:
@@ -193,8 +201,7 @@ class Watchdog:
 
   def _watch(self) -> None:
     last = time.monotonic()
-    while True:
-      time.sleep(self._interval)
+    while not self._is_over.wait(self._interval):
       now = time.monotonic()
       if now - last > self._timeout / 2:  # This process itself was stopped, or the machine asleep: all is old.
         self._contact = now
@@ -251,7 +258,10 @@ class Watchdog:
     if self._state not in ('', 'running', 'left'):
       self.end(1)
     self._state = 'left'
-    time.sleep(self._interval / 2)
+    # Python ends a thread by force that is in JAX's client when it finishes, which aborts the process.
+    self._is_over.set()
+    for thread in self._threads:
+      thread.join(2 * self._interval + _PATIENCE_AT_EXIT)
 
 
 _watchdogs: list[Watchdog] = []  # At most one.

@@ -36,6 +36,7 @@ from praxis_lite.layers.dot_product import (
   dot_product_attention,
   platform,
 )
+from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
@@ -59,14 +60,17 @@ class Projection(Layer):
     in_shape: trailing dimensions of the input.
     out_shape: trailing dimensions of the output.
     use_bias: whether there is a bias.
+    matmul: as of `Linear`.
   """
 
   in_shape: tuple[int, ...] = REQUIRED
   out_shape: tuple[int, ...] = REQUIRED
   use_bias: bool = False
+  matmul: str = 'fprop'
   weight_split_dims_mapping: Config = template(ProjectionWeightSplit)
 
   def setup(self) -> None:
+    check_choice(f'{self.path_name}.matmul', self.matmul, MATMULS)
     rank_in, rank = len(self.in_shape), len(self.in_shape) + len(self.out_shape)
     weight = WeightHParams(
       (*self.in_shape, *self.out_shape),
@@ -80,7 +84,8 @@ class Projection(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., *out_shape] of x [..., *in_shape]."""
-    y = jnp.tensordot(x.astype(self.fprop_dtype), self.theta.w, axes=len(self.in_shape))
+    axes, field = len(self.in_shape), f'{self.path_name}.matmul'
+    y = matmul(x.astype(self.fprop_dtype), self.theta.w, axes, self.matmul, field)
     if self.use_bias:
       y += self.theta.b
     return self.shard(y)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import jax
 
 from praxis_lite.config import REQUIRED, Config, template
+from praxis_lite.errors import check_choice
 from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.weights import SplitDimsMapping, WeightHParams, WeightHParamsCollection, WeightInit
 
 
@@ -38,15 +40,18 @@ class Linear(Layer):
     input_dims: I.
     output_dims: O.
     use_bias: whether there is a bias.
+    matmul: 'fprop', the product is in `fprop_dtype`; or 'fp8', its operands are in 8 bits, see `fp8.py`.
     weight_split_dims_mapping: `wt`, [I, O], of `w`; the bias is split as the last dimension.
   """
 
   input_dims: int = REQUIRED
   output_dims: int = REQUIRED
   use_bias: bool = False
+  matmul: str = 'fprop'
   weight_split_dims_mapping: Config = template(WeightSplit)
 
   def setup(self) -> None:
+    check_choice(f'{self.path_name}.matmul', self.matmul, MATMULS)
     wt = self.weight_split_dims_mapping.wt
     self.create_variable('w', WeightHParams((self.input_dims, self.output_dims), tensor_split_dims_mapping=wt))
     if self.use_bias:
@@ -54,7 +59,7 @@ class Linear(Layer):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., O] of x [..., I]."""
-    y = x.astype(self.fprop_dtype) @ self.theta.w
+    y = matmul(x.astype(self.fprop_dtype), self.theta.w, 1, self.matmul, f'{self.path_name}.matmul')
     if self.use_bias:
       y += self.theta.b
     return self.shard(y)

@@ -217,6 +217,10 @@ class Pipelined(Repeat):
     """
     return self._run('__call__', x, args, kwargs, self.schedule(_rows(x, self.path_name)))
 
+  @property
+  def _decodes_in_line(self) -> bool:
+    return False
+
   def init_decode_state(self, *args: object) -> None:
     """Allocates the caches of all layers; the arguments are those of the repeated layer."""
 

@@ -168,6 +168,21 @@ class Repeat(Layer):
   def _decodes_in_line(self) -> bool:
     return self.num_layers <= _MOST_IN_LINE or (isinstance(self.unroll, int) and self.unroll >= self._rounds)
 
+  def in_line(self, variables: NestedDict) -> NestedDict:
+    """Returns the layer's variables with an entry for each repetition, by its number, if these decode in line.
+
+    Calls for decoding take them as well as the stacks. A loop of such calls should have them: XLA leaves slices of the
+    stacks inside, where they copy all weights at each turn.
+    """
+    if not self._decodes_in_line:
+      return variables
+    names = {name for name, child in self.children() if child in self._blocks}
+    turns = range(self._rounds)
+    by_turn = {
+      n: {str(t): jax.tree.map(lambda x, t=t: x[t], variables[n]) for t in turns} for n in names & set(variables)
+    }
+    return {**variables, **by_turn}
+
   def _in_line(self, method: str, carry: T, *args: object, **kwargs: Any) -> T:
     """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""
     key = self.next_prng_key() if self.has_prng_key() else None
@@ -176,7 +191,9 @@ class Repeat(Layer):
       turn = len(sides[layer])
       variables, state = layer.variables, layer.decode_state
       if layer in self._blocks:
-        variables, state = jax.tree.map(lambda x, turn=turn: x[turn], variables), state.get(str(turn), {})
+        own = variables.get(str(turn))
+        variables = jax.tree.map(lambda x, turn=turn: x[turn], variables) if own is None else own
+        state = state.get(str(turn), {})
       inputs = () if carry is None else (carry,)
       layer_key = None if key is None else jax.random.fold_in(key, number)
       carry, side = layer.apply(variables, *inputs, *args, key=layer_key, decode_state=state, method=method, **kwargs)
@@ -231,3 +248,10 @@ class Repeat(Layer):
       carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, after + kind)
       layer.absorb(side)
     return carry
+
+
+def in_line(layer: Layer, variables: NestedDict) -> NestedDict:
+  """Returns the variables of a layer with `Repeat.in_line` of the stacks below it."""
+  if isinstance(layer, Repeat):
+    return layer.in_line(variables)
+  return {**variables, **{n: in_line(child, variables[n]) for n, child in layer.children() if n in variables}}

@@ -20,6 +20,7 @@ from praxis_lite.decoding import Sampler, chunk_of, prompt_step
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import SplitMapping
+from praxis_lite.layers.repeat import in_line
 from praxis_lite.layers.softmax import SoftmaxOutput
 from praxis_lite.layers.transformer import TransformerLm
 from praxis_lite.models.base import BaseModel
@@ -191,7 +192,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
     """
     prompt_ids_BP, prompt_lengths_B = batch['ids'], batch['prompt_lengths']
     batch_size, prompt_length = prompt_ids_BP.shape
-    variables = self.lm.variables
+    variables = in_line(self.lm, self.lm.variables)
 
     def step(
       ids_BT: jax.Array, pos_BT: jax.Array, last_B: jax.Array, state: NestedDict

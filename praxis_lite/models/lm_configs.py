@@ -47,6 +47,7 @@ def transformer_lm(
   experts: Config[MoeFeedForward] | None = None,
   first_hidden_dims: tuple[int, ...] = (),
   fprop_dtype: DTypeLike | None = None,
+  matmul: str = 'fprop',
 ) -> Config[LanguageModel]:
   """Returns the config of a language model.
 
@@ -68,6 +69,8 @@ def transformer_lm(
     experts: of the feed-forward layer of each block, a mixture of experts with `hidden_dims` each; None: it is dense.
     first_hidden_dims: of the dense feed-forward layers of blocks that come before those with experts, one for each.
     fprop_dtype: dtype to compute in, such as jnp.bfloat16; None: that of the weights, float32.
+    matmul: of the projections of attention and the linear layers of dense feed-forward layers: 'fprop', or 'fp8' as in
+      `layers/fp8.py`. The softmax stays in `fprop_dtype`.
   """
   if style not in ('llama', 'gpt2'):
     raise ConfigError(f"transformer_lm: style is 'llama' or 'gpt2', got {style!r}")
@@ -91,6 +94,9 @@ def transformer_lm(
   if activation is not None:
     block.ff_tpl.activation = activation
   block.attention_tpl.out_tpl.params_init = residual_init
+  if matmul != 'fprop':
+    for projection in (block.attention_tpl.proj_tpl, block.attention_tpl.out_tpl, block.ff_tpl.proj_tpl):
+      projection.matmul = matmul
   block.norm_tpl, lm.final_norm_tpl = norm, norm.clone()
   lm.dropout_tpl = Config(Dropout, rate=dropout)
   block.dropout_tpl = Config(Dropout, rate=dropout)

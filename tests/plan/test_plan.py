@@ -18,6 +18,7 @@ from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.explain.report import task_and_inputs
 from praxis_lite.partitioning.local_program import local_program
 from praxis_lite.partitioning.mesh import abstract_mesh
+from praxis_lite.partitioning.xla_flags import NO_FLAGS, XlaFlags
 from praxis_lite.plan import compilers, format_plan, parse_topology, plan
 from praxis_lite.training.partitioned_task import PartitionedTask
 
@@ -165,15 +166,16 @@ def test_a_second_plan_takes_the_program_of_the_first(plans, cache, monkeypatch)
 def test_the_key_of_a_program_knows_no_addresses_and_the_chip(monkeypatch):
   rule = '%2 = stablehlo.custom_call @CustomSPMDPartitioning(%1) {api_version = 2 : i32, backend_config = "NUMBER", x}'
 
-  def key(text, topology='h100:8'):
+  def key(text, topology='h100:8', flags=NO_FLAGS):
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(id=0)]))
-    lowered, step = types.SimpleNamespace(as_text=lambda: text), types.SimpleNamespace(mesh=mesh)
+    lowered, step = types.SimpleNamespace(as_text=lambda: text), types.SimpleNamespace(mesh=mesh, flags=flags)
     return compilers._key(lowered, step, parse_topology(topology), ())
 
   first = key(rule.replace('NUMBER', '140110625912144'))
   assert key(rule.replace('NUMBER', '140040091481552')) == first
   assert key(rule.replace('NUMBER', '140040091481552').replace('%1', '%0')) != first
   assert key(rule.replace('NUMBER', '140040091481552'), 'h200:8') != first
+  assert key(rule.replace('NUMBER', '140040091481552'), flags=XlaFlags(given={'xla_gpu_autotune_level': 0})) != first
   monkeypatch.setattr(compilers, 'gpu_target_config', lambda target: 'with more memory')
   assert key(rule.replace('NUMBER', '140110625912144')) != first
 
@@ -265,15 +267,15 @@ class Program:
 
 def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
   v5p = parse_topology('v5p:2x2x1')
-  assert compilers._compiled(Program(writes=True), v5p)[1] == 'the step'
-  compiled, text = compilers._compiled(Program(writes=False), v5p)
+  assert compilers._compiled(Program(writes=True), NO_FLAGS, v5p)[1] == 'the step'
+  compiled, text = compilers._compiled(Program(writes=False), NO_FLAGS, v5p)
   assert (compiled.is_readable, text) == (False, 'the step, without')  # Its memory is that of the real one.
 
 
 def test_a_program_without_text_is_one_that_the_compiler_refuses():
   program = types.SimpleNamespace(as_text=lambda: None)
   with pytest.raises(NotImplementedError, match='has no text'):  # As `compile_step` expects of a compiler.
-    compilers._compiled(types.SimpleNamespace(compile=lambda: program), parse_topology('h100:8'))
+    compilers._compiled(types.SimpleNamespace(compile=lambda **_: program), NO_FLAGS, parse_topology('h100:8'))
 
 
 def test_what_does_not_fit_says_by_how_much():

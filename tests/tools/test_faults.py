@@ -19,7 +19,7 @@ from tools.faults.faults import checkpoint_flipped, events_damaged, killed, term
 def test_training_survives_faults(tmp_path, monkeypatch):
   """Each of these four is a process that is disturbed, or files that are, and one that goes on."""
   monkeypatch.setattr(subprocess, 'Popen', WarmPopen)
-  baseline = prepare(tmp_path, np.random.default_rng(0), hosts=False, records=False, interrupted=1)
+  baseline = prepare(tmp_path, np.random.default_rng(0), hosts=1, records=False, interrupted=1)
   faults = killed, terminated, checkpoint_flipped, events_damaged
   end = time.monotonic() + 1000
   reports = list(campaign(faults, range(4), 0, tmp_path, baseline, jobs=1, end=end))

@@ -85,6 +85,14 @@ class Faults(BaseExperiment):
 
 
 @registry.register
+class FaultsOnFour(Faults):
+  """The same on four devices."""
+
+  def task(self) -> Config:
+    return super().task().set(ici_mesh_shape=(4,))
+
+
+@registry.register
 class FaultsInFiles(Faults):
   """The same of records in a file."""
 

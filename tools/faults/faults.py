@@ -280,20 +280,26 @@ def one_host_killed(lab: Lab) -> None:
   _one_host(lab, signal.SIGKILL)
 
 
+def one_of_four_hosts_killed(lab: Lab) -> None:
+  """one host of four killed"""
+  lab.experiment = 'FaultsOnFour'
+  _one_host(lab, signal.SIGKILL, 4)
+
+
 def one_host_stopped(lab: Lab) -> None:
   """one host of two stopped"""
   _one_host(lab, signal.SIGSTOP)
 
 
-def _one_host(lab: Lab, number: int) -> None:
-  lab.hosts = 2
-  host, step = int(lab.rng.integers(2)), int(lab.rng.integers(0, NUM_STEPS))
+def _one_host(lab: Lab, number: int, hosts: int = 2) -> None:
+  lab.hosts = hosts
+  host, step = int(lab.rng.integers(hosts)), int(lab.rng.integers(0, NUM_STEPS))
   lab.seen.where = f'host {host}, step {step}'
   run = lab.start()
-  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == 2)
-  hosts = children(run.process.pid)
-  if len(hosts) == 2:
-    os.kill(hosts[host], number)
+  run.wait_for(lambda: run.last_step >= step and len(children(run.process.pid)) == hosts)
+  processes = children(run.process.pid)
+  if len(processes) == hosts:
+    os.kill(processes[host], number)
   before, lab.seen.bound = run.last_step, SAVE_INTERVAL * (1 if lab.seen.copies else 2)
   if run.wait(600) != 0:
     raise SurvivalError(f'the job ended with {run.process.returncode}: {run.lines[-4:]}')
@@ -569,6 +575,7 @@ FAULTS: dict[Callable[[Lab], None], int] = {
   killed_again_and_again: 3,
   two_at_once: 4,
   one_host_killed: 3,
+  one_of_four_hosts_killed: 1,
   one_host_stopped: 1,
   one_host_cannot_write: 3,
   disk_full: 5,
