@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import traceback
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ def orbax_checkpoint() -> ModuleType:
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
   # asyncio names the coroutine whose exception was never retrieved, and its file, or what TensorStore was to open.
   theirs = (folder, 'tensorstore')
-  logging.getLogger('asyncio').addFilter(lambda record: not any(name in record.getMessage() for name in theirs))
+  logging.getLogger('asyncio').addFilter(lambda record: not any(name in _text(record) for name in theirs))
   report = sys.unraisablehook
 
   def report_others(unraisable: sys.UnraisableHookArgs) -> None:
@@ -38,6 +39,12 @@ def orbax_checkpoint() -> ModuleType:
   plain = tensorstore_utils.ArrayWriteSpec.json.fget
   tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: with_checksums(plain(spec)))
   return orbax.checkpoint
+
+
+def _text(record: logging.LogRecord) -> str:
+  """Returns what a record says, with the files that its exception has passed through."""
+  error = record.exc_info[1] if record.exc_info else None
+  return record.getMessage() + (''.join(traceback.format_exception(error)) if error else '')
 
 
 def with_checksums(spec: dict[str, Any]) -> dict[str, Any]:

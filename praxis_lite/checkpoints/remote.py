@@ -158,7 +158,7 @@ class RemoteRun:
       data = self._store.read(f'{_CHECKPOINTS}/{step}{_COMPLETE}')
       try:
         self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
-      except (ValueError, TypeError, KeyError, AttributeError):
+      except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         continue  # Half of it was written, where the store is a file system.
     self.incomplete = steps - self._known.keys()
     return [self._known[step] for step in sorted(self._known)]
@@ -302,7 +302,7 @@ def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
 def _is_inside(name: str) -> bool:
   """Whether the name of a file leads to no other directory; the list of files may be of anyone."""
   parts = PurePosixPath(name).parts
-  return bool(parts) and name == '/'.join(parts) and '..' not in parts and '\\' not in name and '\0' not in name
+  return bool(parts) and name == '/'.join(parts) and '..' not in parts and '\\' not in name and name.isprintable()
 
 
 def _is_copied(name: str) -> bool:

@@ -19,6 +19,8 @@ import numpy as np
 from praxis_lite import registry
 from praxis_lite.checkpoints.best import BestRecord
 from praxis_lite.checkpoints.contents import check_same_model, read_record, sealed
+from praxis_lite.checkpoints.object_store import ObjectStore
+from praxis_lite.checkpoints.remote import RemoteRun
 from praxis_lite.checkpoints.stored import best_step
 from praxis_lite.config import Config
 from praxis_lite.config.json import from_json, to_json
@@ -122,6 +124,24 @@ def _about(data: bytes, folder: Path) -> None:
   (folder / 'about' / 'metadata').write_bytes(data)
   found = read_record(folder, 'about')
   check_same_model(found['variables'], _ABOUT['variables'], 'here')
+
+
+_COMPLETE = {'step': 9, 'rollbacks': 0, 'files': {'about/metadata': {'size': 3, 'sha256': 'ab' * 32}}}
+
+
+def _draw_complete(rng: np.random.Generator) -> bytes:
+  if rng.random() < 0.3:
+    return mutated_json_text(sealed(_COMPLETE), rng)
+  changed = mutated_json(_COMPLETE, rng)
+  return json.dumps(sealed(changed) if isinstance(changed, dict) else changed).encode()
+
+
+def _complete(data: bytes, folder: Path) -> None:
+  (folder / 'checkpoints').mkdir(exist_ok=True)
+  (folder / 'checkpoints' / '9.complete').write_bytes(data)
+  for checkpoint in RemoteRun(ObjectStore(f'file://{folder}')).checkpoints():
+    assert checkpoint.num_bytes is not None
+    assert all((folder / name).resolve().is_relative_to(folder.resolve()) for name in checkpoint.files)
 
 
 def _draw_about(rng: np.random.Generator) -> bytes:
@@ -375,6 +395,7 @@ PARSERS: dict[str, Parser] = {
   'best.json': Parser(_json_of({'step': 2, 'metric': 'eval/valid/loss', 'mode': 'min', 'value': 0.5}), _best, 4),
   'vocabulary.json': Parser(_json_of({'vocabulary': 'abc'}), _vocabulary, 2),
   'checkpoint metadata': Parser(_draw_about, _about, 4),
+  'list of files in a store': Parser(_draw_complete, _complete, 2),
   'input state': Parser(
     lambda rng: json.loads(json.dumps(mutated_json(_input().get_state(), rng), allow_nan=True)), _input_state, 4
   ),
