@@ -240,8 +240,10 @@ def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
 
 
 def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
-  """Returns the seed of a run; 0 where none is recorded."""
-  return read_record(job_log_dir).seed if has_record(job_log_dir) else 0
+  """Returns the seed of a run; 0, the default of new runs, where there is no record that can be read."""
+  with contextlib.suppress(UserError):
+    return read_record(job_log_dir).seed if has_record(job_log_dir) else 0
+  return 0
 
 
 @contextlib.contextmanager

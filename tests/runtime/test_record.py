@@ -16,7 +16,7 @@ from praxis_lite.config.text import to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import configure
-from praxis_lite.records.record import read_record, write_record
+from praxis_lite.records.record import read_record, recorded_seed, write_record
 from praxis_lite.runtime import run_train
 
 
@@ -120,6 +120,7 @@ def test_a_record_that_cannot_be_read_is_one_line_and_is_written_anew(tmp_path, 
   (tmp_path / 'run.json').write_text(text)
   with pytest.raises(UserError, match=r'run\.json'):
     read_record(tmp_path)
+  assert recorded_seed(tmp_path) == 0  # So a run whose record is damaged goes on.
   write_record(tmp_path, experiment())
   assert len(read_record(tmp_path).launches) == 1
 
