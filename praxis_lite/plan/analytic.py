@@ -4,8 +4,8 @@
     memory                the state: exact; temporaries: what is live, with guesses of what XLA fuses
     seconds               products, the update of the state and all collectives, one after the other
 
-It takes a second or two for a model and a mesh of any size. What it does not know: other operations, other
-implementations of attention that a target has, and what overlaps.
+It takes a second or two for a model and a mesh of any size. What it does not know: other operations, what overlaps, and
+what a field that is 'auto' chooses on the target: attention, rematerialisation and unrolling are those of a CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 UNCERTAIN = (
   'analytic: these are not of a compiled program. State, FLOPs and collectives are those of the program before XLA '
   'optimizes it; temporaries are an estimate; collectives count as exposed, and other operations than products as free'
+  "; attention, remat and unroll that are 'auto' are as on a CPU"
 )
 _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 
