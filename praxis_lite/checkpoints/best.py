@@ -23,6 +23,15 @@ class BestCheckpoint(NamedTuple):
   mode: str  # 'min' or 'max'
   value: float
 
+  @classmethod
+  def parse(cls, data: bytes, steps: Collection[int]) -> BestCheckpoint | None:
+    """Returns what a file says; None if it is not what was written, or names none of the checkpoints `steps`."""
+    try:
+      best = cls(**parse_json(data))
+    except (ValueError, TypeError):
+      return None
+    return best if best.is_whole() and best.step in steps else None
+
   def is_whole(self) -> bool:
     """Whether all has the right type; a file may be of anyone."""
     is_named = type(self.step) is int and isinstance(self.metric, str) and self.mode in ('min', 'max')
@@ -46,10 +55,10 @@ class BestRecord:
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
     try:
-      best = BestCheckpoint(**parse_json(self._path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+      data = self._path.read_bytes()
+    except OSError:
       return None
-    return best if best.is_whole() and best.step in steps else None
+    return BestCheckpoint.parse(data, steps)
 
   def write(self) -> None:
     """Has the file name the best checkpoint, which is complete by now."""

@@ -45,7 +45,7 @@ from praxis_lite.checkpoints.contents import (
 from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_line, unreadable
 from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
-from praxis_lite.checkpoints.retention import RemovedError, Retention, being_read, set_aside, steps_in
+from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
@@ -58,7 +58,6 @@ from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path,
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
-_DIRECTORY = 'checkpoints'
 # Bytes that a disk must have room for before a save begins.
 _LEAST_ROOM = 1 << 14
 # What processes tell each other of a checkpoint that is not there any more.
@@ -105,7 +104,7 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_interval_steps', keep_interval_steps)):
       if value is not None and value < 1:
         raise ConfigError(f'task.train.{name} = {value}: must be at least 1, or None')
-    self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), _DIRECTORY)
+    self.directory = os.path.join(os.path.abspath(local_path(job_log_dir)), CHECKPOINTS)
     self.notes: list[str] = []
     self._read_only = read_only
     self._on_damage = on_damage
@@ -438,7 +437,7 @@ class Checkpointer:
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
   """Returns the steps of the complete checkpoints of a run, in order, from the names of their folders alone."""
-  return steps_in(Path(job_log_dir, _DIRECTORY))
+  return steps_in(Path(job_log_dir, CHECKPOINTS))
 
 
 def _barrier() -> SaveBarrier | None:

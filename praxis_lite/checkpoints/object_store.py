@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from praxis_lite.checkpoints.failures import DamagedError, first_line
 from praxis_lite.errors import CheckpointError, ConfigError
@@ -37,11 +37,15 @@ class FileSum(NamedTuple):
 
 def sum_of_file(path: Path) -> FileSum:
   """Returns the sum of a local file."""
-  digest, size = hashlib.sha256(), 0
   with open(path, 'rb') as file:
-    while block := file.read(_BLOCK):
-      digest.update(block)
-      size += len(block)
+    return _sum_of(file)
+
+
+def _sum_of(file: IO[bytes]) -> FileSum:
+  digest, size = hashlib.sha256(), 0
+  while block := file.read(_BLOCK):
+    digest.update(block)
+    size += len(block)
   return FileSum(size, digest.hexdigest())
 
 
@@ -111,12 +115,8 @@ class ObjectStore:
 
   def sum(self, name: str) -> FileSum:
     """Reads an object, and returns its sum; raises DamagedError if there is none."""
-    digest, size = hashlib.sha256(), 0
     with self._told(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
-      while block := file.read(_BLOCK):
-        digest.update(block)
-        size += len(block)
-    return FileSum(size, digest.hexdigest())
+      return _sum_of(file)
 
   def get(self, name: str, path: Path) -> None:
     """Copies an object to a local file; raises DamagedError if there is none."""

@@ -17,21 +17,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from praxis_lite.checkpoints.best import BEST, BestRecord
+from praxis_lite.checkpoints.best import BEST, BestCheckpoint
 from praxis_lite.checkpoints.contents import Record, parse_record, sealed, unsealed
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.object_store import FileSum, ObjectStore, StoreError, sum_of_file
-from praxis_lite.checkpoints.retention import being_read
+from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import parse_json
 
-_CHECKPOINTS, _COMPLETE, _METRICS = 'checkpoints', '.complete', 'metrics.jsonl'
+_COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
 # Of the directory of a run, what is of one machine alone.
 _OF_THE_MACHINE = ('stacks', 'profile', 'emergency_copies.json')
 # Files of a checkpoint that are copied at once.
@@ -54,7 +53,7 @@ class RemoteCheckpoint:
   is_set_aside = False
 
   def __init__(self, store: ObjectStore, step: int, files: Mapping[str, FileSum], rollbacks: int):
-    self.url = f'{store.url}/{_CHECKPOINTS}/{step}'
+    self.url = f'{store.url}/{CHECKPOINTS}/{step}'
     self.step = step
     self.files = files
     self.rollbacks = rollbacks
@@ -107,7 +106,7 @@ class RemoteCheckpoint:
       DamagedError: it is not what was written.
       StoreError: it cannot be read, or the disk does not take it.
     """
-    target = job_log_dir / _CHECKPOINTS / str(self.step)
+    target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
     shutil.rmtree(partial, ignore_errors=True)  # What a process that was killed has left.
 
@@ -126,7 +125,7 @@ class RemoteCheckpoint:
     return target
 
   def _name(self, file: str) -> str:
-    return f'{_CHECKPOINTS}/{self.step}/{file}'
+    return f'{CHECKPOINTS}/{self.step}/{file}'
 
 
 class RemoteRun:
@@ -150,12 +149,12 @@ class RemoteRun:
 
   def checkpoints(self) -> list[RemoteCheckpoint]:
     """Returns the complete checkpoints, in order."""
-    names = self._store.names(_CHECKPOINTS)
+    names = self._store.names(CHECKPOINTS)
     steps = {int(name.removesuffix(_COMPLETE)) for name in names if name.removesuffix(_COMPLETE).isdecimal()}
     complete = {step for step in steps if f'{step}{_COMPLETE}' in names}
     self._known = {step: checkpoint for step, checkpoint in self._known.items() if step in complete}
     for step in complete - self._known.keys():
-      data = self._store.read(f'{_CHECKPOINTS}/{step}{_COMPLETE}')
+      data = self._store.read(f'{CHECKPOINTS}/{step}{_COMPLETE}')
       try:
         self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
       except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
@@ -178,28 +177,28 @@ class RemoteRun:
 
     def put(path: Path) -> FileSum:
       self._between()
-      self._store.put(path, f'{_CHECKPOINTS}/{step}/{path.relative_to(folder).as_posix()}')
+      self._store.put(path, f'{CHECKPOINTS}/{step}/{path.relative_to(folder).as_posix()}')
       return sum_of_file(path)
 
     with being_read(folder):
       self.remove(step)
       paths = sorted(path for path in folder.rglob('*') if path.is_file())
       files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _in_parallel(put, paths)))
-    sizes = self._store.sizes(f'{_CHECKPOINTS}/{step}')
+    sizes = self._store.sizes(f'{CHECKPOINTS}/{step}')
     if sizes != {name: file.size for name, file in files.items()}:
       raise StoreError(f'{self.url}: what has arrived of step {step} is not what was sent')
     record = sealed({'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}})
     self._between()
-    self._store.write(f'{_CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(record, indent=1).encode())
+    self._store.write(f'{CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(record, indent=1).encode())
     self._known[step] = RemoteCheckpoint(self._store, step, files, rollbacks)
 
   def remove(self, step: int) -> None:
     """Removes a checkpoint, or what there is of it."""
     self._known.pop(step, None)
-    if f'{step}{_COMPLETE}' in self._store.names(_CHECKPOINTS):
-      self._store.remove(f'{_CHECKPOINTS}/{step}{_COMPLETE}')  # First: it is complete, or not there.
-    if self._store.names(f'{_CHECKPOINTS}/{step}'):
-      self._store.remove(f'{_CHECKPOINTS}/{step}')
+    if f'{step}{_COMPLETE}' in self._store.names(CHECKPOINTS):
+      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First: it is complete, or not there.
+    if self._store.names(f'{CHECKPOINTS}/{step}'):
+      self._store.remove(f'{CHECKPOINTS}/{step}')
 
   def upload_files(self, directory: Path) -> None:
     """Copies the other files of a run directory that have changed since the last call."""
@@ -238,13 +237,11 @@ class RemoteRun:
 
   def best_step(self) -> int | None:
     """Returns the step of the best checkpoint that the run has recorded, or None."""
-    with tempfile.TemporaryDirectory() as folder:
-      path = Path(folder, BEST)
-      try:
-        path.write_bytes(self._store.read(BEST))
-      except DamagedError:
-        return None
-      best = BestRecord(path, self._known or [c.step for c in self.checkpoints()]).value
+    try:
+      data = self._store.read(BEST)
+    except DamagedError:
+      return None
+    best = BestCheckpoint.parse(data, self._known or [c.step for c in self.checkpoints()])
     return None if best is None else best.step
 
   def check_writable(self) -> None:
@@ -284,7 +281,7 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
   """
   run = RemoteRun(ObjectStore(url))
   checkpoint = remote_checkpoints(url, step)[-1]
-  if (job_log_dir / _CHECKPOINTS / str(checkpoint.step)).exists():
+  if step_folder(job_log_dir, checkpoint.step).exists():
     raise CheckpointError(f'there is a checkpoint of step {checkpoint.step} in {job_log_dir} already')
   run.fetch_files(job_log_dir, overwrite=False)
   return checkpoint.fetch(job_log_dir)
@@ -309,7 +306,7 @@ def _is_copied(name: str) -> bool:
   """Whether a file of a run directory is copied on its own."""
   parts = PurePosixPath(name).parts
   is_hidden = any(part.startswith('.') for part in parts)
-  return _is_inside(name) and not is_hidden and parts[0] not in (_CHECKPOINTS, *_OF_THE_MACHINE)
+  return _is_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, *_OF_THE_MACHINE)
 
 
 def _difference(found: FileSum, expected: FileSum) -> str:

@@ -21,10 +21,17 @@ from praxis_lite.errors import CheckpointError
 _INCOMPLETE = '.orbax-checkpoint-tmp'  # What Orbax calls a folder that it writes.
 _REMOVED = '.removed'
 _DAMAGED = '.damaged'
+# The folder of a run directory with a folder for each step.
+CHECKPOINTS = 'checkpoints'
 
 
 class RemovedError(CheckpointError):
   """A checkpoint was removed before it was read."""
+
+
+def step_folder(job_log_dir: str | os.PathLike[str], step: int) -> Path:
+  """Returns where a run has the checkpoint of a step."""
+  return Path(job_log_dir, CHECKPOINTS, str(step))
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[int]:

@@ -19,14 +19,13 @@ import numpy as np
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
 from praxis_lite.checkpoints.contents import Record, read_record
-from praxis_lite.checkpoints.retention import being_read, is_set_aside, steps_in
+from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import local_path
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import inserted
 
-_CHECKPOINTS = 'checkpoints'
 # Files of a run directory that a copy needs to be a run of its own.
 _OF_RUN = ('run.json', 'config.txt', 'vocabulary.json')
 
@@ -105,7 +104,7 @@ class StoredCheckpoint:
     Raises:
       CheckpointError: there is a checkpoint of this step already, this one is damaged, or writing fails.
     """
-    target = job_log_dir / _CHECKPOINTS / str(self.step)
+    target = step_folder(job_log_dir, self.step)
     if target.exists():
       raise CheckpointError(f'there is a checkpoint of step {self.step} in {job_log_dir} already')
     damaged = self.damage()
@@ -167,9 +166,9 @@ def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> lis
     CheckpointError: there is none.
   """
   path = local_path(path)
-  if path.parent.name == _CHECKPOINTS and path.is_dir():
+  if path.parent.name == CHECKPOINTS and path.is_dir():
     return [StoredCheckpoint(path)]
-  directory = path / _CHECKPOINTS
+  directory = path / CHECKPOINTS
   folders = [directory / str(s) for s in steps_in(directory) if step in (None, s)]
   if step is None and directory.is_dir():
     folders = sorted([*folders, *filter(is_set_aside, directory.iterdir())], key=lambda f: StoredCheckpoint(f).step)

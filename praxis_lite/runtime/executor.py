@@ -367,7 +367,6 @@ def _run_train(
         make_copy()
         log.restart_clock(run.step)
       if is_due(run.step, settings.save_interval_steps):
-        log.drain()
         save()
         log.restart_clock(run.step)
       intervals = settings.eval_interval_steps, settings.decode_interval_steps

@@ -24,14 +24,14 @@ from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.object_store import ObjectStore
 from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
-from praxis_lite.checkpoints.retention import RemovedError, steps_to_remove
+from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.hosts.distributed import by_host, is_primary_process, told_by_all
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.records.record import first_launch
 from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.trouble import read_troubles
+from praxis_lite.runtime.trouble import count_rollbacks
 from praxis_lite.task import TrainParams
 
 _FIELD = 'task.train.mirror'
@@ -96,7 +96,7 @@ class Mirror(Hook):
     return remote
 
   def _fetch(self, remote: RemoteRun, on_damage: OnDamage) -> None:
-    here, rollbacks = saved_steps(self._directory), self._rollbacks()
+    here, rollbacks = saved_steps(self._directory), count_rollbacks(self._directory)
     there = remote.checkpoints()
     if here and there:
       self._check_same_run(remote)
@@ -203,7 +203,7 @@ class Mirror(Hook):
 
   def _pass(self, remote: RemoteRun, settings: TrainParams) -> None:
     """Makes the store what it should be: files, checkpoints that are not there, the newest first, and no others."""
-    rollbacks = self._rollbacks()
+    rollbacks = count_rollbacks(self._directory)
     there = remote.checkpoints()
     outdated = [c.step for c in there if c.rollbacks < rollbacks and not c.is_that_in(self._folder(c.step))]
     for step in (*remote.incomplete, *outdated):
@@ -238,11 +238,7 @@ class Mirror(Hook):
     return steps - {*steps_to_remove(sorted(steps), **rule, kept=best)}
 
   def _folder(self, step: int) -> Path:
-    return self._directory / 'checkpoints' / str(step)
-
-  def _rollbacks(self) -> int:
-    """How often the run has gone back to an earlier checkpoint."""
-    return sum(trouble.action == 'rollback' for trouble in read_troubles(self._directory))
+    return step_folder(self._directory, step)
 
   def _go_on(self) -> None:
     if self._closing:

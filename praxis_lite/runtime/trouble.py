@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.emergency import forget_copies
-from praxis_lite.checkpoints.retention import take_away
+from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
 from praxis_lite.files import parse_json, replace_file
 from praxis_lite.hosts.distributed import is_primary_process
@@ -91,6 +91,11 @@ def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
 def left_out(troubles: Sequence[Trouble]) -> list[InputState]:
   """Returns the states of the input before the batches that are left out."""
   return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
+
+
+def count_rollbacks(directory: str | os.PathLike[str]) -> int:
+  """Returns how often a run has gone back to an earlier checkpoint."""
+  return sum(trouble.action == 'rollback' for trouble in read_troubles(directory))
 
 
 class LossSpikes:
@@ -207,7 +212,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
   steps = saved_steps(directory)
   back_to = max((step for step in steps if step < trouble.first), default=0)
   trouble = trouble._replace(back_to=back_to)
-  count = sum(earlier.action == 'rollback' for earlier in read_troubles(directory))
+  count = count_rollbacks(directory)
   if count >= max_rollbacks:
     raise LossSpikeError(
       f'{trouble.what}; the run has gone back {count} times, as often as task.train.max_rollbacks allows. Its '
@@ -218,7 +223,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
     forget_copies(directory)
     for step in steps:
       if step >= trouble.first:
-        shutil.rmtree(take_away(directory / 'checkpoints' / str(step)), ignore_errors=True)
+        shutil.rmtree(take_away(step_folder(directory, step)), ignore_errors=True)
     _record(directory, trouble)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices('praxis_lite: went back')

@@ -12,6 +12,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from praxis_lite.config import Config
+from praxis_lite.config.overrides import set_by_path
 from praxis_lite.learning import Learner
 from praxis_lite.models import transformer_lm
 from praxis_lite.task import SingleTask
@@ -43,11 +44,7 @@ def task_of(case: Case, options: Options) -> Config[SingleTask]:
     clip_gradient_norm_to_value=shared.CLIP_NORM,
   )
   for path, value in options.items():
-    *parents, field = path.split('.')
-    config = task
-    for parent in parents:
-      config = getattr(config, parent)
-    setattr(config, field, value)
+    set_by_path(task, path, value)
   return task
 
 
