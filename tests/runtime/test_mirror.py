@@ -32,9 +32,9 @@ pytestmark = pytest.mark.usefixtures('shared_programs')
 
 
 @pytest.fixture
-def url():
-  """A folder in a store of objects in memory."""
-  yield 'memory://bucket/runs/1'
+def url(request):
+  """A folder in a store of objects in memory, which all tests of a process share: one of this test's own."""
+  yield f'memory://{request.function.__name__}/runs/1'
   fsspec.filesystem('memory').store.clear()
 
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_its_copy_as_if_nothing_had_happened(url, tmp_path, u
   run_train(mirrored(url), tmp_path / 'lost')
   assert results_of(tmp_path / 'lost') == results_of(tmp_path / 'new')
   shutil.copytree(undisturbed, tmp_path / 'other')
-  with pytest.raises(ConfigError, match=r"task.train.mirror = 'memory://bucket/runs/1': another run than the one in "):
+  with pytest.raises(ConfigError, match=rf"task.train.mirror = '{url}': another run than the one in "):
     run_train(mirrored(url), tmp_path / 'other')
 
 
