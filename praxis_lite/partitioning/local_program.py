@@ -8,6 +8,7 @@ later is not seen: what it fuses is guessed, what it combines, reorders and over
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,18 +17,30 @@ import jax
 import numpy as np
 from jaxlib.mlir import ir
 
-from praxis_lite.partitioning.propagation import functions_of, mesh_axes, num_parts, split_of, with_collectives
+from praxis_lite.partitioning.library_calls import fused_attention_flops, is_fused_attention
+from praxis_lite.partitioning.propagation import (
+  functions_of,
+  mesh_axes,
+  num_parts,
+  operations,
+  split_of,
+  with_collectives,
+)
+
+# A custom call of a function that the compiler splits by a rule of its own; see `lower_without_devices`.
+SPLIT_BY_RULE = 'praxis_lite.split_by_rule'
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalProduct:
-  """A matrix product on one device.
+  """A matrix product, or attention by a fused kernel, on one device.
 
   Attributes:
     name: as JAX names the operation, after that of the loops that it is in.
     count: executions in a step.
-    flops, bytes: of one execution; bytes of operands and result.
+    flops, bytes: of one execution; bytes of operands and results.
     dtype: of the operands, as HLO spells it.
+    is_attention: whether it is all of attention, by a fused kernel.
   """
 
   name: str
@@ -35,6 +48,7 @@ class LocalProduct:
   flops: float
   bytes: float
   dtype: str
+  is_attention: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +92,10 @@ def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
   """Reads a lowered program of a mesh, which may be without devices."""
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
-  reader = _Reader(mesh_axes(module))
   root = with_collectives(module)  # Its parts are gone with it.
-  main = functions_of(root)['main']
-  temporaries = reader.read(main.regions[0].blocks[0], 1, '')
+  functions = functions_of(root)
+  reader = _Reader(mesh_axes(module), functions)
+  temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
   return LocalProgram(tuple(reader.products), tuple(reader.collectives), temporaries)
 
 
@@ -116,8 +130,8 @@ _Held = tuple[_Buffer, ...]
 
 
 class _Reader:
-  def __init__(self, sizes: Mapping[str, int]):
-    self._sizes = sizes
+  def __init__(self, sizes: Mapping[str, int], functions: Mapping[str, ir.Operation]):
+    self._sizes, self._functions = sizes, functions
     self.products: list[LocalProduct] = []
     self.collectives: list[LocalCollective] = []
 
@@ -139,6 +153,8 @@ class _Reader:
         inside[at] = self._read_inside(op, count, within)
       elif op.name in _PRODUCTS:
         self.products.append(self._product(op, count, within))
+      elif op.name == 'stablehlo.custom_call':
+        self.products += self._attention(op, count, within)
       elif op.name in _STARTED:  # XLA has one for all uses of the same array, split in the same way.
         (result,) = op.results
         key = (op.name, op.operands[0], split_of(result, self._sizes))
@@ -204,6 +220,24 @@ class _Reader:
     flops = 2.0 * math.prod(self._shape(result)) * math.prod(shape[d] for d in dims)
     moved = sum(map(self._bytes, (*op.operands[:2], result)))
     return LocalProduct(f'{within}/{_name(op)}', count, flops, float(moved), _dtype(left))
+
+  def _attention(self, op: ir.Operation, count: int, within: str) -> list[LocalProduct]:
+    """The fused attention that a custom call with a rule of its own calls: its batch and heads may be split."""
+    if ir.StringAttr(op.attributes['call_target_name']).value != SPLIT_BY_RULE:
+      return []
+    (called,) = ir.ArrayAttr(op.attributes['called_computations'])
+    inside = operations(self._functions[ir.FlatSymbolRefAttr(called).value], {'stablehlo.custom_call'})
+    query = op.operands[0]
+    share = math.prod(self._shape(query)) / math.prod(query.type.shape)
+    moved = sum(map(self._bytes, (*op.operands, *op.results)))
+    found = []
+    for kernel in inside:
+      target = ir.StringAttr(kernel.attributes['call_target_name']).value
+      if is_fused_attention(target):
+        config = json.loads(ir.StringAttr(kernel.attributes['backend_config']).value)
+        flops = share * fused_attention_flops(target, config, query.type.shape[-1])
+        found.append(LocalProduct(f'{within}/{_name(op)}', count, flops, float(moved), _dtype(query), True))
+    return found
 
   def _collective(self, op: ir.Operation, count: int, within: str) -> list[LocalCollective]:
     """None, where nothing moves."""

@@ -18,8 +18,10 @@ import jax
 import numpy as np
 
 from praxis_lite.partitioning.local_program import LocalCollective, LocalProduct, LocalProgram, local_program
+from praxis_lite.plan.compilers import as_if_with_cudnn
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, Operation
 from praxis_lite.plan.links import Groups, Links
+from praxis_lite.plan.lowering import lower_without_devices
 from praxis_lite.plan.memory import Live, Memory, StateBytes
 from praxis_lite.plan.targets import Target
 from praxis_lite.plan.topology import Topology
@@ -30,14 +32,14 @@ UNCERTAIN = (
   'optimizes it; temporaries are an estimate; collectives count as exposed, and other operations than products as free'
   "; attention, remat and unroll that are 'auto' are as on a CPU"
 )
-_PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 
 
 def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
   """Returns what each device of a topology does in the train step of a task on a mesh without devices."""
   step = task.train_step
-  traced = step.jitted.trace(*step.arguments)
-  return local_program(traced.lower(lowering_platforms=(_PLATFORMS[topology.target.kind],)))
+  with as_if_with_cudnn():
+    lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
+  return local_program(lowered)
 
 
 def analytic_memory(program: LocalProgram, state: StateBytes, target: Target) -> Memory:
@@ -76,8 +78,9 @@ def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
 
 def _product(product: LocalProduct, target: Target, names: LayerNames) -> Operation:
   efficiency = target.efficiency
+  reached = efficiency.attention if product.is_attention else efficiency.compute
   seconds = max(
-    product.flops / (target.peak(product.dtype) * efficiency.compute),
+    product.flops / (target.peak(product.dtype) * reached),
     product.bytes / (target.device_bandwidth * efficiency.memory),
     efficiency.seconds_per_operation,
   )

@@ -209,7 +209,7 @@ def plan(
   elif compile:
     notes.append(missing)
   report('tracing')
-  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh))
+  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh, topology.target.kind))
   lowered = program_for(partitioned, topology)
   memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
   cost = analytic_cost(lowered, partitioned, topology, names)
