@@ -10,14 +10,21 @@ what a field that is 'auto' chooses on the target: attention, rematerialisation 
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
-from praxis_lite.partitioning.local_program import LocalCollective, LocalProduct, LocalProgram, local_program
+from praxis_lite.partitioning.local_program import (
+  LocalCollective,
+  LocalFusion,
+  LocalProduct,
+  LocalProgram,
+  local_program,
+)
 from praxis_lite.plan.compilers import as_if_with_cudnn
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, Operation
 from praxis_lite.plan.links import Groups, Links
@@ -50,23 +57,36 @@ def analytic_memory(program: LocalProgram, state: StateBytes, target: Target) ->
   )
 
 
-def analytic_cost(program: LocalProgram, task: PartitionedTask, topology: Topology, names: LayerNames) -> Cost:
+def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
   """Returns the cost of a step; see above. `names` are those of the model's layers."""
-  target, links, mesh = topology.target, Links(topology), dict(task.mesh.shape)
-  operations = [_product(product, target, names) for product in program.products]
-  state = 2 * sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves((task.state_shapes.mdl_vars, task.state_shapes.opt_states))
-    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-  )
-  update = state / (target.device_bandwidth * target.efficiency.memory)
-  operations.append(Operation('optimizer', 'fusion', '', 'update', 1, 0.0, float(state), update))
+  target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
+  operations = [_product(product, target, names) for product in program.products]
+  operations += [_fusion(fusion, target, names) for fusion in program.fusions]
   collectives = [
     _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
   ]
-  seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.seconds for c in collectives)
+  if target.kind != 'cpu':
+    collectives = _beside_work(program, operations, collectives)
+  seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
   return Cost(tuple(operations), tuple(collectives), seconds)
+
+
+def _beside_work(
+  program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
+) -> list[Communication]:
+  """Collectives of loops, exposed as far as the work of the loop that they may run beside takes less time."""
+  work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
+  made: list[LocalProduct | LocalFusion] = [*program.products, *program.fusions]
+  for local, op in zip(made, operations):
+    work[local.loop] += op.count * op.seconds
+  for found, c in zip(program.collectives, collectives):
+    waiting[found.loop] += c.count * c.seconds * found.is_beside_work
+  exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
+  return [
+    dataclasses.replace(c, exposed=c.seconds * exposed[found.loop]) if found.is_beside_work else c
+    for found, c in zip(program.collectives, collectives)
+  ]
 
 
 def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
@@ -87,6 +107,15 @@ def _product(product: LocalProduct, target: Target, names: LayerNames) -> Operat
   layer, phase = names.layer(product.name), names.phase(product.name)
   name = product.name.rpartition('/')[2]
   return Operation(name, 'dot', layer, phase, product.count, product.flops, product.bytes, seconds)
+
+
+def _fusion(fusion: LocalFusion, target: Target, names: LayerNames) -> Operation:
+  efficiency = target.efficiency
+  seconds = max(fusion.bytes / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
+  layer, phase = names.layer(fusion.name), names.phase(fusion.name)
+  return Operation(
+    fusion.name.rpartition('/')[2], 'fusion', layer, phase, fusion.count, 0.0, float(fusion.bytes), seconds
+  )
 
 
 def _communication(

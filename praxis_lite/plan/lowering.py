@@ -1,12 +1,13 @@
 """A step lowered for chips that are not there: for a mesh that has a platform, but neither devices nor a compiler.
 
 What the compiler splits by a rule of its own (`custom_partitioning`, as the fused attention of GPUs), JAX lowers only
-for devices. Here it becomes a custom call all the same, with the rule, by which Shardy propagates as it does on devices.
+for devices. Here it becomes a custom call all the same, with its rule, by which Shardy propagates as for devices.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from praxis_lite.partitioning.local_program import SPLIT_BY_RULE
+from praxis_lite.partitioning.local_program import SPLIT_BY_RULE, UNROLLED
 
 _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 
@@ -29,12 +30,26 @@ def lower_without_devices(traced: jax.stages.Traced, kind: str) -> jax.stages.Lo
   """
   custom_partitioning: Any = importlib.import_module('jax._src.custom_partitioning')
   parameters: Any = importlib.import_module('jax._src.interpreters.mlir').LoweringParameters
-  rules = ((custom_partitioning.custom_partitioning_p, _lower_with_rule),)
+  loops: Any = importlib.import_module('jax._src.lax.control_flow.loops')
+  rules = (
+    (custom_partitioning.custom_partitioning_p, _lower_with_rule),
+    (loops.scan_p, _lower_as_loop),
+  )
   lower: Callable[..., jax.stages.Lowered] = traced.lower
   with _no_devices_needed():
-    return lower(
-      lowering_platforms=(_PLATFORMS[kind],), _private_parameters=parameters(override_lowering_rules=rules)
-    )
+    return lower(lowering_platforms=(_PLATFORMS[kind],), _private_parameters=parameters(override_lowering_rules=rules))
+
+
+def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) -> Sequence[ir.Value]:
+  """How `scan` is lowered: as a loop also where it is unrolled, which is marked as `UNROLLED`."""
+  loops: Any = importlib.import_module('jax._src.lax.control_flow.loops')
+  lower = mlir.lower_fun(functools.partial(loops._scan_impl, unroll=1, **params), multiple_results=True)
+  outputs = lower(context, *values)
+  if unroll >= params['length']:
+    for op in {output.owner for output in outputs}:
+      if op.name == 'stablehlo.while':
+        op.attributes[UNROLLED] = ir.UnitAttr.get()
+  return outputs
 
 
 def _lower_with_rule(

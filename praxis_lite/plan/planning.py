@@ -212,7 +212,7 @@ def plan(
   partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh, topology.target.kind))
   lowered = program_for(partitioned, topology)
   memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
-  cost = analytic_cost(lowered, partitioned, topology, names)
+  cost = analytic_cost(lowered, mesh, topology, names)
   return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
 
 
