@@ -32,12 +32,18 @@ def beside_work(body: ir.Block) -> set[ir.Operation]:
 
 
 def is_joined(op: ir.Operation) -> bool:
-  """Whether a collective is an all-reduce that is added to a later one: XLA reduces their sum, once."""
-  user = _only_user(op)
-  if op.name != 'sdy.all_reduce' or user is None or user.name != 'stablehlo.add':
+  """Whether a collective is an all-reduce in a sum of such, and not the last of them: XLA reduces the sum, once."""
+  if op.name != 'sdy.all_reduce':
     return False
-  first, second = user.operands
-  return first == op.results[0] and _is_reduced(second, str(op.attributes['reduction_axes']))
+  axes = str(op.attributes['reduction_axes'])
+  while (user := _only_user(op)) is not None and user.name == 'stablehlo.add':
+    before, after = user.operands
+    if before == op.results[0]:
+      return _is_reduced(after, axes)
+    if not _is_reduced(before, axes):
+      break
+    op = user
+  return False
 
 
 def _is_reduced(value: ir.Value, axes: str) -> bool:

@@ -105,12 +105,14 @@ class LocalProgram:
   Attributes:
     products, fusions, collectives: in the order of the program.
     temporaries: the most bytes that are live beside arguments and results.
+    unknown_loops: names of the loops of which the program does not say how often they run; they count once.
   """
 
   products: tuple[LocalProduct, ...]
   fusions: tuple[LocalFusion, ...]
   collectives: tuple[LocalCollective, ...]
   temporaries: int
+  unknown_loops: tuple[str, ...] = ()
 
 
 def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
@@ -121,7 +123,9 @@ def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
   functions = functions_of(root)
   reader = _Reader(Sizes(mesh_axes(module)), functions)
   temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
-  return LocalProgram(tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), temporaries)
+  return LocalProgram(
+    tuple(reader.products), tuple(reader.fusions), tuple(reader.collectives), temporaries, tuple(reader.unknown_loops)
+  )
 
 
 # ---------------------------------------------------------------- reading
@@ -133,6 +137,7 @@ class _Reader:
     self.products: list[LocalProduct] = []
     self.fusions: list[LocalFusion] = []
     self.collectives: list[LocalCollective] = []
+    self.unknown_loops: list[str] = []
     self._beside: set[ir.Operation] = set()
     self._loop, self._loops = 0, 0
 
@@ -168,7 +173,10 @@ class _Reader:
       self._loops += 1
       self._loop = self._loops
       self._beside |= beside_work(body)
-      live = self.read(body, count * _trip_count(op), name, fills_in_place=UNROLLED in op.attributes)
+      trips = _trip_count(op)
+      if trips is None:
+        self.unknown_loops.append(name.strip('/'))
+      live = self.read(body, count * (1 if trips is None else trips), name, fills_in_place=UNROLLED in op.attributes)
       self._loop = outside
       return live
     return max(self.read(region.blocks[0], count, name) for region in op.regions)
@@ -252,12 +260,13 @@ def _dtype(value: ir.Value) -> str:
   return {'i8': 's8', 'i16': 's16', 'i32': 's32', 'ui8': 'u8', 'i1': 'pred'}.get(text, text)
 
 
-def _trip_count(loop: ir.Operation) -> int:
-  """How often a loop of `lax.scan` runs, which counts up to a constant from zero; 1 if it is another one."""
+def _trip_count(loop: ir.Operation) -> int | None:
+  """How often a loop of `lax.scan` runs, which counts up to a constant from zero; None if it is another one."""
   for op in loop.regions[0].blocks[0].operations:
     if op.operation.name == 'stablehlo.compare':
-      limit = op.operation.operands[1].owner
-      if isinstance(limit, ir.Block) or 'value' not in limit.operation.attributes:
-        return 1
-      return int(np.array(ir.DenseIntElementsAttr(limit.operation.attributes['value'])).flat[0])
-  return 1
+      number, limit = op.operation.operands
+      if not isinstance(number.type.element_type, ir.IntegerType) or isinstance(limit.owner, ir.Block):
+        return None
+      constant = limit.owner.operation.attributes
+      return int(np.array(ir.DenseIntElementsAttr(constant['value'])).flat[0]) if 'value' in constant else None
+  return None

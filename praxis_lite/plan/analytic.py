@@ -2,10 +2,10 @@
 
     FLOPs, collectives    as Shardy splits the program: exact but for what XLA combines, moves or removes
     memory                the state: exact; temporaries: what is live, with guesses of what XLA fuses
-    seconds               products, the update of the state and all collectives, one after the other
+    seconds               products, and what is moved by what is fused, one after the other; collectives of a loop that
+                          can run beside its work are exposed as far as they take longer
 
-It takes a second or two for a model and a mesh of any size. What it does not know: other operations, what overlaps, and
-what a field that is 'auto' chooses on the target: attention, rematerialisation and unrolling are those of a CPU.
+It takes a second or two for a model and a mesh of any size. Fields that are 'auto' are what they are on the target.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 
 UNCERTAIN = (
   'analytic: these are not of a compiled program. State, FLOPs and collectives are those of the program before XLA '
-  'optimizes it; temporaries are an estimate; collectives count as exposed, and other operations than products as free'
-  "; attention, remat and unroll that are 'auto' are as on a CPU"
+  'optimizes it; temporaries, what is fused and what overlaps are estimates'
 )
 
 
@@ -69,7 +68,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
   if target.kind != 'cpu':
     collectives = _beside_work(program, operations, collectives)
   seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
-  return Cost(tuple(operations), tuple(collectives), seconds)
+  return Cost(tuple(operations), tuple(collectives), seconds, program.unknown_loops)
 
 
 def _beside_work(

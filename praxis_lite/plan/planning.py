@@ -213,7 +213,7 @@ def plan(
   lowered = program_for(partitioned, topology)
   memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
   cost = analytic_cost(lowered, mesh, topology, names)
-  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
+  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *_doubts(cost)], is_refused)
 
 
 def _planned(

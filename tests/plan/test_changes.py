@@ -72,14 +72,15 @@ def test_settings_next_to_one_differ_in_one_knob():
 
 @pytest.mark.slow
 def test_a_search_ranks_settings_and_says_how_to_have_them():
-  config = small_lm((8, 1, 1), remat='full')
+  config = small_lm((8, 1, 1), remat='none')
   found = search(config, None, 'h100:1x8', verify=0, estimates=5, seconds=600)
   assert found == sorted(found, key=lambda ranked: ranked.order)
   own = next(ranked for ranked in found if ranked.is_own)
   assert own.overrides == ()
   best = found[0]
   assert best.seconds < own.seconds
-  assert 'task.model.lm.transformer.remat=none' in best.overrides  # So small a model need not compute anything twice.
+  # A step of so small a model takes as long as it has operations, and what layers keep takes one more each to copy.
+  assert 'task.model.lm.transformer.remat=full' in best.overrides
   again = plan(Configured.of(config).with_overrides(best.overrides).explained, None, 'h100:1x8', compile=False)
   assert again.step_seconds == best.seconds
   text = format_search(found)
