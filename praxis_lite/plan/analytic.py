@@ -48,12 +48,10 @@ def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
   return local_program(lowered)
 
 
-def analytic_memory(program: LocalProgram, state: StateBytes, target: Target) -> Memory:
+def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:
   """Returns the memory of a step on each device; see above."""
-  live = Live('temporaries', '', '', program.temporaries, '')
-  return Memory(
-    int(target.device_memory), state, state.total, state.total, state.total, program.temporaries, live=(live,)
-  )
+  live = Live('temporaries', '', '', temporaries, '')
+  return Memory(int(target.device_memory), state, state.total, state.total, state.total, temporaries, live=(live,))
 
 
 def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
