@@ -154,20 +154,21 @@ class BlockMemory:
     return _Value((self._buffers[-1],), {result: size}), moved
 
   def _moved(self, read: Mapping[ir.Value, int]) -> int:
-    """The bytes of the arrays that are read for a result; those of one that another has just read are none."""
-    key = frozenset(array for array, count in read.items() if count >= max(read.values()) / 8)
-    if key in self._together:
+    """The bytes that are read for a result: none, if another reads the same large arrays: XLA computes both at once."""
+    large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
+    if large in self._together:
       return 0
-    self._together.add(key)
+    self._together.add(large)
     return sum(read.values())
 
   def _is_stored(self, op: ir.Operation, result: ir.Value, moved: int, size: int) -> bool:
-    users = list(_readers(result))
-    if any(user.name in _STORED - _READS_FUSED for user in users) or result in self._returned:
+    """Whether a result that may be fused is stored; `moved` are the bytes that are read for it."""
+    readers = list(_readers(result))
+    if op.name == 'stablehlo.reduce' or result in self._returned:
       return True
-    if op.name == 'stablehlo.reduce':
+    if any(reader.name in _STORED - _READS_FUSED for reader in readers):
       return True
-    return len(users) > 1 and len(users) * moved >= moved + size + len(users) * size
+    return len(readers) > 1 and len(readers) * moved >= moved + size + len(readers) * size
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Operation]:
