@@ -70,6 +70,8 @@ class _Shard(NamedTuple):
 
   def read(self, file: io.BufferedReader) -> np.ndarray:
     """Returns the values; raises ValueError if they are not what was written."""
+    if not 0 <= self.nbytes <= os.fstat(file.fileno()).st_size - self.at:
+      raise ValueError(f'{self.name} is not all there')
     data = np.empty(self.nbytes, np.uint8)
     file.seek(self.at)
     if file.readinto(data.data) != self.nbytes or zlib.crc32(data.data) != self.checksum:
@@ -85,7 +87,8 @@ class EmergencyCopy:
 
   Attributes:
     step: of the state.
-    record: what is said of it: 'mesh', 'processes', 'variables', 'checkpoint', 'input_state'.
+    input_state: that of the training input after the batch of this step.
+    record: what else is said of it: 'mesh', 'processes', 'variables', 'checkpoint'.
 
   Raises:
     OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not what was written.
@@ -97,18 +100,13 @@ class EmergencyCopy:
     with open(file, 'rb') as opened:
       self.record = unsealed(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
+      self.input_state: dict[str, Any] | None = self.record['input_state']
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
         shard = _Shard(name, tuple((start, stop) for start, stop in bounds), jnp.dtype(dtype), at, checksum)
         self._shards[shard.name, shard.bounds] = shard
         shard.read(opened)
         at += shard.nbytes
-
-  @property
-  def input_state(self) -> dict[str, Any] | None:
-    """The state of the training input after the batch of this step."""
-    state: dict[str, Any] | None = self.record['input_state']
-    return state
 
   def has(self, name: str, index: Index) -> bool:
     """Whether a part of an array is in it."""

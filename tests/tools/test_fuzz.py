@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from praxis_lite.checkpoints.contents import sealed
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.files import parse_json
 from praxis_lite.hf.files import read_folder
 from praxis_lite.records.metrics import metric_lines
 from tools.fuzz.parsers import PARSERS
 from tools.fuzz_parsers import Guard, fuzz, run_case
+
+_COPY = {'mesh': {'data': 1}, 'processes': 1, 'variables': {}, 'step': 3, 'checkpoint': 0, 'input_state': None}
 
 
 @pytest.fixture(scope='module')
@@ -48,6 +51,7 @@ def test_bad_input_of_every_parser_is_an_error_of_one_line(guard):
     ('safetensors', b'\x20' + bytes(7) + b'{"a": {"dtype": [], "shape": 1}}'),
     ('safetensors index', b'{"weight_map": {"a": 1}}'),
     ('calibration', b'{"cpu": {"compute": "fast"}}'),
+    ('emergency copy', json.dumps(sealed({**_COPY, 'shards': [['w', [[0, 2**44]], 'int8', 0]]})).encode() + b'\n'),
   ],
   ids=lambda value: value if isinstance(value, str) else '',
 )
