@@ -21,8 +21,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
+from praxis_lite.figures import digits, short_number
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.records.figures import digits, short_number
 from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runtime.nonfinite import SkippedSteps
 from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, peak_flops
