@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,18 +24,13 @@ from jax.typing import ArrayLike
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
 from praxis_lite.files import PatientFile, parse_json, replace_file
-
-if TYPE_CHECKING:
-  import tensorboardX
+from praxis_lite.records.event_files import EventFile
 
 HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, which print as such.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
 # Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
 MAX_STEPS_IN_FLIGHT = 2
-_MAX_IMAGES = 4
 _RECORDS = 'metrics.jsonl'
-_EVENT_FILE = re.compile(r'events\.out\.tfevents\.(\d{10})')
-_PATIENT = 'praxis_lite_patient'
 
 
 class MetricsAverage:
@@ -125,7 +118,7 @@ class SummaryWriter:
     self._reported = ''
     self._resumed_step = resumed_step
     self._enabled = enabled
-    self._event_writers: dict[str, tensorboardX.SummaryWriter] = {}
+    self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     if enabled:
       path = self._directory / _RECORDS
@@ -161,10 +154,10 @@ class SummaryWriter:
     try:
       events = self._events(split, step)
       for name, value in scalars.items():
-        events.add_scalar(name, value, step)
+        events.add(step, name, 'scalar', value)
       for name, summary in summaries.items():
-        _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
-      events.flush()
+        if summary.kind != 'scalar':
+          events.add(step, name, summary.kind, np.asarray(summary.value))
     except OSError as error:  # Its file cannot be made.
       self._tell(error)
     else:
@@ -174,7 +167,8 @@ class SummaryWriter:
     """Closes all files; raises UserError if there are metrics that cannot be written."""
     if not self._enabled:
       return
-    for file in (*self._event_writers.values(), self._jsonl):
+    files: list[EventFile | PatientFile] = [*self._event_files.values(), self._jsonl]
+    for file in files:
       with contextlib.suppress(OSError):
         file.close()
     if self._jsonl.error is not None:
@@ -187,44 +181,13 @@ class SummaryWriter:
       self._report(f'{line}; they are kept, and written later' if line else f'metrics are written to {self._directory}')
       self._reported = line
 
-  def _events(self, split: str, step: int) -> tensorboardX.SummaryWriter:
-    if split not in self._event_writers:
-      import tensorboardX
-      from tensorboardX.record_writer import register_writer_factory
-
-      register_writer_factory(_PATIENT, _PatientFiles())
-      logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
-      # TensorBoard hides the entries of earlier files from purge_step on: those after the resumed step, and those of
-      # that step itself where metrics.jsonl has lost an evaluation, which is made again. File names contain whole
-      # seconds: without the suffix, a run that resumes at once would overwrite the previous file.
-      self._event_writers[split] = tensorboardX.SummaryWriter(
-        f'{_PATIENT}:{self._directory / "summaries" / split}',
-        purge_step=min(step, self._resumed_step + 1),
-        filename_suffix=f'.{time.time_ns()}',
-      )
-    return self._event_writers[split]
-
-
-class _PatientFiles:
-  """How tensorboardX opens files whose path begins with `_PATIENT`: its thread would end, and block, after an error."""
-
-  def open(self, path: str) -> PatientFile:
-    return PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
-
-  def directory_check(self, path: str) -> None:
-    os.makedirs(path.removeprefix(f'{_PATIENT}:'), exist_ok=True)
-
-
-def _later_than_others(file: Path) -> Path:
-  """Returns the name of an event file with a later second than the others: TensorBoard reads them in this order.
-
-  The clock may have been set back since they were written.
-  """
-  seconds = [int(m[1]) for other in file.parent.glob('*') if (m := _EVENT_FILE.match(other.name))]
-  ours = _EVENT_FILE.match(file.name)
-  if ours is None or int(ours[1]) > max(seconds, default=-1):
-    return file
-  return file.with_name(f'events.out.tfevents.{max(seconds) + 1:010}{file.name[ours.end() :]}')
+  def _events(self, split: str, step: int) -> EventFile:
+    if split not in self._event_files:
+      # Hidden are the entries after the resumed step, and those of that step itself where metrics.jsonl has lost an
+      # evaluation, which is made again.
+      purge_step = min(step, self._resumed_step + 1)
+      self._event_files[split] = EventFile(self._directory / 'summaries' / split, purge_step)
+    return self._event_files[split]
 
 
 def _not_written(directory: Path, error: OSError) -> str:
@@ -269,14 +232,3 @@ def _truncate_jsonl(path: Path, step: int) -> set[str]:
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
   replace_file(path, ''.join(kept))  # A run that is killed here still has the complete old one.
   return {record['split'] for _, record in records if record['step'] == step}
-
-
-def _add_summary(events: tensorboardX.SummaryWriter, name: str, kind: str, value: np.ndarray, step: int) -> None:
-  if kind == 'histogram':
-    events.add_histogram(name, value.astype(np.float32).ravel(), step)
-  elif kind == 'image':
-    images = value.reshape((-1, *value.shape[-3:]))[:_MAX_IMAGES]  # [..., H, W, C]
-    events.add_images(name, images.astype(np.float32), step, dataformats='NHWC')
-  elif kind == 'text':
-    # A summary is an array, so text is stored as the codes of its bytes.
-    events.add_text(name, bytes(value.astype(np.uint8).ravel()).decode('utf-8', 'replace'), step)

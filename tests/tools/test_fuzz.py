@@ -51,6 +51,7 @@ def test_bad_input_of_every_parser_is_an_error_of_one_line(guard):
     ('safetensors', b'\x20' + bytes(7) + b'{"a": {"dtype": [], "shape": 1}}'),
     ('safetensors index', b'{"weight_map": {"a": 1}}'),
     ('calibration', b'{"cpu": {"compute": "fast"}}'),
+    ('records', b'\n\x0d\n\x0b\n\x01x\x12\x06\x12\x04\n\x02\x00\x01'),  # Two bytes of floats.
     ('emergency copy', json.dumps(sealed({**_COPY, 'shards': [['w', [[0, 2**44]], 'int8', 0]]})).encode() + b'\n'),
   ],
   ids=lambda value: value if isinstance(value, str) else '',
