@@ -102,8 +102,12 @@ class LiveConsole(Console):
 
 
 def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True) -> Console:
-  """Returns the console for standard output: live on a terminal, plain in a pipe, silent if not `enabled`."""
-  if enabled and sys.stdout.isatty():
+  """Returns the console for standard output: live on a terminal, plain in a pipe, silent if not `enabled`.
+
+  That of one of several processes is plain: `mpirun` and others lay their outputs side by side, line by line, and give
+  each what looks like a terminal.
+  """
+  if enabled and sys.stdout.isatty() and jax.process_count() == 1:
     return LiveConsole(total_steps, first_step=first_step)
   return Console(total_steps, enabled=enabled)
 
