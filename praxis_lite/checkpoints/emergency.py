@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, plain_dtype, replace_file
 from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
@@ -103,7 +102,7 @@ class EmergencyCopy:
       self.input_state: dict[str, Any] | None = self.record['input_state']
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
-        shard = _Shard(name, tuple((start, stop) for start, stop in bounds), jnp.dtype(dtype), at, checksum)
+        shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)
         self._shards[shard.name, shard.bounds] = shard
         shard.read(opened)
         at += shard.nbytes
