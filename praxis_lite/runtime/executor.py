@@ -154,6 +154,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
     opened = to_close.enter_context
+    # ---- what is trained, where it starts
     directory = opened(job_directory(job_log_dir))
     if is_primary_process():
       opened(held_for_training(directory))
@@ -164,14 +165,14 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     start = opened(starting_point(job, options, startup, watch.goodput))
     first_step, total = start.step, job.settings.num_train_steps
 
-    # ---- what it reports
-    console = opened(contextlib.closing(make_console(total, first_step=first_step, enabled=is_primary_process())))
+    # ---- what it says, and to whom
+    is_primary = is_primary_process()
+    console = opened(contextlib.closing(make_console(total, first_step=first_step, enabled=is_primary)))
     results = read_results(directory, up_to_step=first_step)
-    writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary_process(), report=console.line)
+    writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary, report=console.line)
     to_close.callback(writer.close)
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, console.line, start.copies)
-    learner, describe = job.task.learner, job.train_input.examples_at
-    trouble = TroubleWatch(directory, job.settings, learner.on_nonfinite, first_step, describe)
+    trouble = TroubleWatch(directory, job.task, first_step, job.train_input.examples_at)
     log = TrainLog(
       job.partitioned,
       job.batch_struct,
@@ -182,27 +183,37 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       more=lambda: {**saving.figures(), **watch.figures()},
       trouble=trouble,
     )
-    stop = StopSignals()
     about_job, advice = introduction(job, options.devices), _advice(job, options.advise, startup)
     for line in itertools.chain(about_job, start.origins, advice, start.notes, _recorded(job, start)):
       console.line(line)
     watch.begin(first_step, total, job.settings.slow_step_factor, console.line)
-
-    # ---- who takes part
-    asked_for = own_hooks(job.settings, job.watched, start.checkpointer)
-    profiler = opened(make_profiler(options.profile_steps))
+    stop = StopSignals()
     hooks = Hooks(
-      [profiler, BadRecordLines(job.train_input), *asked_for, mirror, *options.hooks],
-      stop.request_of_all if jax.process_count() > 1 else None,
+      [
+        opened(make_profiler(options.profile_steps)),
+        BadRecordLines(job.train_input),
+        *own_hooks(job.settings, job.watched, start.checkpointer),
+        mirror,
+        *options.hooks,
+      ],
+      stop_all=stop.request_of_all if jax.process_count() > 1 else None,
     )
     observers = Observers(log, trouble, watch, hooks)
-    programs = [*job.evaluation, *job.decoding]
-    programs_once = Programs(programs, console, writer, stop, first_step=first_step, results=results)
-    if is_primary_process():
+
+    # ---- who does the work
+    programs = Programs([*job.evaluation, *job.decoding], console, writer, stop, first_step=first_step, results=results)
+    if is_primary:
       keep_vocabulary(job.config, directory)
-    skips = left_out(read_troubles(directory))
-    feed = opened(Feed(job.train_input, job.partitioned.train_step.put_inputs, skips, watch.goodput, console.line))
-    duties = Duties(job, feed, saving, programs_once, observers)
+    feed = opened(
+      Feed(
+        job.train_input,
+        job.partitioned.train_step.put_inputs,
+        left_out(read_troubles(directory)),
+        goodput=watch.goodput,
+        line=console.line,
+      )
+    )
+    duties = Duties(job, feed, saving, programs, observers)
     loop = TrainingLoop(feed, TrainSteps(job, options, console.line), duties, observers, stop)
     run: Run = Run(job.task, directory, start.state, results, save=lambda: duties.save(run), line=console.line)
 
@@ -228,7 +239,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     if hooks.error is not None:
       raise hooks.error
     watch.ended_by = _ended_by(run, stop)
-    return TrainResult(run.step, run.state, programs_once.metrics, watch.ended_by)
+    return TrainResult(run.step, run.state, programs.metrics, watch.ended_by)
 
 
 def _advice(job: Job, advise: Advice | None, startup: StartupTimes) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +44,8 @@ class Job(NamedTuple):
   partitioned: PartitionedTask
   train_input: BaseInput
   batch_struct: Struct
-  evaluation: list[Program]
-  decoding: list[Program]
+  evaluation: Sequence[Program]
+  decoding: Sequence[Program]
   watched: Watched
   fit: str
 
@@ -91,16 +92,4 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   decoding = [DecodeProgram(tasks, data, keys.evaluate, directory) for data in decode_datasets.inputs]
   watched = watched_metrics(task.train, {program.split: program.metric_names() for program in evaluation})
   startup.mark('trace')
-  return Job(
-    config,
-    directory,
-    seed,
-    keys,
-    partitioned,
-    train_input,
-    batch_struct,
-    list(evaluation),
-    list(decoding),
-    watched,
-    fit,
-  )
+  return Job(config, directory, seed, keys, partitioned, train_input, batch_struct, evaluation, decoding, watched, fit)
