@@ -47,7 +47,7 @@ from praxis_lite.runtime.mirror import Mirror
 from praxis_lite.runtime.profiling import make_profiler
 from praxis_lite.runtime.programs import Programs
 from praxis_lite.runtime.throughput import StartupTimes
-from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, left_out, read_troubles
+from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back
 from praxis_lite.runtime.vocabulary import keep_vocabulary
 from praxis_lite.training.state import TrainState
 
@@ -154,6 +154,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
   startup = StartupTimes()
   with contextlib.ExitStack() as to_close:
     opened = to_close.enter_context
+
     # ---- what is trained, where it starts
     directory = opened(job_directory(job_log_dir))
     if is_primary_process():
@@ -188,31 +189,16 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       console.line(line)
     watch.begin(first_step, total, job.settings.slow_step_factor, console.line)
     stop = StopSignals()
-    hooks = Hooks(
-      [
-        opened(make_profiler(options.profile_steps)),
-        BadRecordLines(job.train_input),
-        *own_hooks(job.settings, job.watched, start.checkpointer),
-        mirror,
-        *options.hooks,
-      ],
-      stop_all=stop.request_of_all if jax.process_count() > 1 else None,
-    )
-    observers = Observers(log, trouble, watch, hooks)
+    profiler = opened(make_profiler(options.profile_steps))
+    own = [BadRecordLines(job.train_input), *own_hooks(job.settings, job.watched, start.checkpointer), mirror]
+    stop_all = stop.request_of_all if jax.process_count() > 1 else None
+    observers = Observers(log, trouble, watch, Hooks([profiler, *own, *options.hooks], stop_all))
 
     # ---- who does the work
     programs = Programs([*job.evaluation, *job.decoding], console, writer, stop, first_step=first_step, results=results)
     if is_primary:
       keep_vocabulary(job.config, directory)
-    feed = opened(
-      Feed(
-        job.train_input,
-        job.partitioned.train_step.put_inputs,
-        left_out(read_troubles(directory)),
-        goodput=watch.goodput,
-        line=console.line,
-      )
-    )
+    feed = opened(Feed(job, watch.goodput, console.line))
     duties = Duties(job, feed, saving, programs, observers)
     loop = TrainingLoop(feed, TrainSteps(job, options, console.line), duties, observers, stop)
     run: Run = Run(job.task, directory, start.state, results, save=lambda: duties.save(run), line=console.line)
@@ -220,7 +206,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     # ---- train
     opened(stop)
     opened(preemptible(stop, directory, grace_s=options.grace_s, notice=options.preemption_notice))
-    hooks.on_start(run)
+    observers.hooks.on_start(run)
     if first_step < total and run.stop_reason is None:
       with watch.goodput.doing('compiling'):
         times = job.partitioned.train_step.compile()
@@ -236,8 +222,8 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     console.line(conclusion(run, first_step, start.checkpointer.directory))
     with watch.goodput.doing('saving'):
       mirror.finish(run)
-    if hooks.error is not None:
-      raise hooks.error
+    if observers.hooks.error is not None:
+      raise observers.hooks.error
     watch.ended_by = _ended_by(run, stop)
     return TrainResult(run.step, run.state, programs.metrics, watch.ended_by)
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from praxis_lite.hosts.watchdog import doing
 from praxis_lite.records.run_config import is_due
 from praxis_lite.runtime.hooks import Run
-from praxis_lite.runtime.loop.feed import Feed, InputState
+from praxis_lite.runtime.loop.feed import Feed
 from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.loop.observers import Observers
 from praxis_lite.runtime.loop.saving import Saving
 from praxis_lite.runtime.programs import Program, Programs
+from praxis_lite.runtime.trouble import InputState
 from praxis_lite.training.state import TrainState
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import jax
 
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.inputs.rows import Rows
 from praxis_lite.models import BaseModel
 from praxis_lite.records.goodput import Goodput
 from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.runtime.hooks import Hook, Run
+from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.nonfinite import Hints, hints_in
+from praxis_lite.runtime.trouble import InputState, left_out, read_troubles
 from praxis_lite.trees import NestedDict
 
 _POLL_SECONDS = 0.005
@@ -22,30 +23,20 @@ _LOOK_SECONDS = 0.2
 _LONG_WAIT_SECONDS = 30.0
 _MOST_BAD_RECORDS = 10
 
-InputState = dict[str, Any]
-
 
 class Feed:
   """The batches of the training input, read ahead; a context manager, which begins to read when it is made.
 
   Args:
-    data: the training input, at its position.
-    put: puts the rows of a batch on the mesh.
-    left_out: states of the input before the batches that are left out.
+    job: has the training input, at its position.
     goodput: is told of the time that devices wait for input.
     line: prints a line.
   """
 
-  def __init__(
-    self,
-    data: BaseInput,
-    put: Callable[[Rows], NestedDict],
-    left_out: Iterable[InputState],
-    goodput: Goodput,
-    line: Callable[[str], object],
-  ):
-    self._data = data
-    self._batches = PrefetchIterator(data, put, left_out=left_out)
+  def __init__(self, job: Job, goodput: Goodput, line: Callable[[str], object]):
+    self._data = job.train_input
+    skipped = left_out(read_troubles(job.directory))
+    self._batches = PrefetchIterator(job.train_input, job.partitioned.train_step.put_inputs, left_out=skipped)
     self._batch: NestedDict | None = None
     self._goodput = goodput
     self._line = line

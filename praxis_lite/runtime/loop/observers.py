@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from praxis_lite.records.metrics import EvalResult
 from praxis_lite.runtime.hooks import Hooks, Run
-from praxis_lite.runtime.loop.feed import InputState
 from praxis_lite.runtime.loop.train_log import TrainLog
 from praxis_lite.runtime.loop.watch import Watch
-from praxis_lite.runtime.trouble import TroubleWatch
+from praxis_lite.runtime.trouble import InputState, TroubleWatch
 from praxis_lite.training.steps import TrainStepOutput
 
 
