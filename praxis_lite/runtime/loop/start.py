@@ -25,24 +25,21 @@ class Start(NamedTuple):
   """Where a run starts, and what it will be saved in. The training input is at its position.
 
   Attributes:
-    state: the first train state, on the mesh.
+    step: number of steps taken before.
+    state: the train state after them, on the mesh; the first step donates it.
     is_restored: whether it is one of this run, of a checkpoint or a copy.
     checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
     origins: lines that say where the variables come from, where another run or an import is concerned.
     notes: lines about checkpoints and copies.
   """
 
+  step: int
   state: TrainState
   is_restored: bool
   checkpointer: Checkpointer
   copies: EmergencyCopies
   origins: Sequence[str]
   notes: Sequence[str]
-
-  @property
-  def step(self) -> int:
-    """Number of steps taken before."""
-    return int(self.state.step)
 
 
 @contextlib.contextmanager
@@ -76,12 +73,13 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
       else:
         state = jax.block_until_ready((warm_start or job.partitioned).init_state(job.keys.init))
         startup.mark('init')
+      step, total = int(state.step), job.settings.num_train_steps
       origins = [] if warm_start is None else list(warm_start.report())
       notes = [*checkpointer.notes, *filter(None, [about_copies])]
-      if is_restored and int(state.step) < job.settings.num_train_steps:
+      if is_restored and step < total:
         where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
-        notes.append(f'restored step {int(state.step)} of {job.settings.num_train_steps} from {where}')
-      yield Start(state, is_restored, checkpointer, copies, origins, notes)
+        notes.append(f'restored step {step} of {total} from {where}')
+      yield Start(step, state, is_restored, checkpointer, copies, origins, notes)
 
 
 def _newest_checkpoint(job: Job, on_damage: OnDamage) -> tuple[int | None, bool]:
