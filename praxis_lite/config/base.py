@@ -108,8 +108,11 @@ class Config(fdl.Config[T], Generic[T]):
 
   def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
     """Takes over all that Fiddle keeps of another config but its arguments. Its signature does not change."""
-    kept = {name: copy.deepcopy(getattr(other, name)) for name in ('__argument_history__', '__argument_tags__')}
-    self.__dict__.update({**other.__dict__, **kept, '__arguments__': arguments})
+    self.__dict__.update(other.__dict__)
+    for name in ('__argument_history__', '__argument_tags__'):  # As a rule they are empty.
+      value = other.__dict__[name]
+      self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
+    self.__dict__['__arguments__'] = arguments
 
   def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""
