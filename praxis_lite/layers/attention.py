@@ -21,12 +21,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, RowSplit, blockwise_attention
-from praxis_lite.layers.context_parallel import (
-  CONTEXT_METHODS,
-  ContextMethod,
-  SequenceSplit,
-  context_parallel_attention,
-)
+from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
   AttentionCase,
@@ -40,6 +35,7 @@ from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.sequence_parts import CONTEXT_METHODS, ContextMethod, SequenceSplit
 from praxis_lite.partitioning.constraints import is_partly_mapped, manual_axes, unmapped_axes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
