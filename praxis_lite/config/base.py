@@ -39,6 +39,10 @@ T = TypeVar('T')
 class Config(fdl.Config[T], Generic[T]):
   """The arguments of a future call of a class or function, editable as attributes.
 
+      config = Config(Linear, input_dims=8)
+      config.output_dims = 16
+      layer = config.instantiate()         # Linear(input_dims=8, output_dims=16)
+
   Setting or reading a field that the target does not have raises `UnknownFieldError`.
   """
 
@@ -162,6 +166,9 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
 
 def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
   """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
+
+      class Block(Layer):
+        norm_tpl: Config = template(RMSNorm)         # whoever uses Block may edit it, or name another class
 
   `fn_or_cls` may be a `Config` too: the default is then a clone of it.
   """
