@@ -70,7 +70,7 @@ def _newest(directory: str, step: int | None) -> StoredCheckpoint:
 
 
 def _list(values: flags.FlagValues) -> int:
-  from praxis_lite.records.figures import duration
+  from praxis_lite.figures import duration
 
   rows = [('step', 'age', 'size', 'mesh', 'state')]
   for directory in values.dirs:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import UserError
-from praxis_lite.explain.explanation import format_bytes
 from praxis_lite.explain.report import task_and_inputs
+from praxis_lite.figures import format_bytes
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.partitioning.mesh import abstract_mesh

@@ -24,8 +24,9 @@ from jax.sharding import Mesh
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig
-from praxis_lite.explain.explanation import format_bytes, format_mesh
+from praxis_lite.explain.explanation import format_mesh
 from praxis_lite.explain.report import subject_of
+from praxis_lite.figures import format_bytes
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.batch import batch_size
 from praxis_lite.partitioning.mesh import create_device_mesh

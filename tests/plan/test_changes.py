@@ -227,7 +227,7 @@ def test_the_command_prints_them(capsys, monkeypatch):
   assert main([*named, *changes]) == 0
   out, err = capsys.readouterr()
   assert 'is made to fit 8 devices: replica 1 x data 8 x mdl 1' in err
-  assert re.search(r'1B tokens take [\d,]+ steps, .* chip-hours, [\d,]+ in money', out)
+  assert re.search(r'1.00B tokens take [\d,]+ steps, .* chip-hours, [\d,]+ in money', out)
   assert re.search(r'moments in int8 .* exact +--set', out)
   assert re.search(r'to wait less for communication .*\n-+\na mesh +1 B .* 90% ', out)
   assert re.search(r'is better: |both take the same time', out)
