@@ -63,7 +63,14 @@ def _lower_with_rule(
   called = ir.ArrayAttr.get([made.attributes['callee']])
   made.erase()
   split = stablehlo.CustomCallOp(given, list(values), call_target_name=SPLIT_BY_RULE, called_computations=called)
-  rule = sharding_rule(*static_args, None, taken, given) if callable(sharding_rule) else sharding_rule
+  rule, sizes = sharding_rule, {}
+  if callable(rule):
+    mesh = getattr(context.module_context.axis_context, 'abstract_mesh', None)
+    rule = rule(*static_args, mesh, taken, given)
+  if isinstance(rule, tuple | list):
+    rule, sizes = rule
+  if isinstance(rule, str):
+    rule = custom_partitioning.str_to_sdy_sharding_rule(rule, **sizes)
   if rule is not None:
     split.attributes['sdy.sharding_rule'] = custom_partitioning.sdy_sharding_rule_to_mlir(rule, taken, given)
   return split.results
