@@ -46,9 +46,9 @@ def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) 
   lower = mlir.lower_fun(functools.partial(loops._scan_impl, unroll=1, **params), multiple_results=True)
   outputs = lower(context, *values)
   if unroll >= params['length']:
-    for op in {output.owner for output in outputs}:
-      if op.name == 'stablehlo.while':
-        op.attributes[UNROLLED] = ir.UnitAttr.get()
+    for output in outputs:
+      if isinstance(output, ir.OpResult) and output.owner.name == 'stablehlo.while':
+        output.owner.attributes[UNROLLED] = ir.UnitAttr.get()
   return outputs
 
 
