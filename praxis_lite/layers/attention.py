@@ -21,12 +21,7 @@ from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, RowSplit, blockwise_attention
-from praxis_lite.layers.context_parallel import (
-  CONTEXT_METHODS,
-  ContextMethod,
-  SequenceSplit,
-  context_parallel_attention,
-)
+from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
   AttentionCase,
@@ -40,6 +35,7 @@ from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
 from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.sequence_parts import CONTEXT_METHODS, ContextMethod, SequenceSplit
 from praxis_lite.partitioning.constraints import is_partly_mapped, manual_axes, unmapped_axes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
@@ -326,10 +322,13 @@ class MultiHeadAttention(Layer):
   def _keep(self, cache: KVCache) -> None:
     for name, array in cache._asdict().items():
       if array is not None:
-        # A cache holds vectors as [B, K, S, H].
-        split = name in ('key', 'value')
-        array = jnp.swapaxes(self.shard(jnp.swapaxes(array, 1, 2), 'blkh'), 1, 2) if split else array
+        if name in ('key', 'value'):
+          array = self._on_mesh(array) if cache.turn is None else jax.vmap(self._on_mesh)(array)
         self.update_decode_state(name, array)
+
+  def _on_mesh(self, x_BKSH: jax.Array) -> jax.Array:
+    """Splits vectors of a cache over the mesh."""
+    return jnp.swapaxes(self.shard(jnp.swapaxes(x_BKSH, 1, 2), 'blkh'), 1, 2)
 
   # ---------------------------------------------------------------- parts
 

@@ -230,7 +230,10 @@ def read(path: Path) -> Snapshot:
 
 
 def _number(text: str) -> int:
-  return int(text.removesuffix(' x').replace(',', ''))
+  number = int(text.removesuffix(' x').replace(',', ''))
+  if number < 0:
+    raise ValueError(text)
+  return number
 
 
 def _limits(text: str) -> Limits:

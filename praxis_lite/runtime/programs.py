@@ -5,7 +5,6 @@ Steps are dispatched ahead of the host, a few at a time, and the metrics of all 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import time
@@ -53,17 +52,14 @@ class TaskOnMesh:
 
   Attributes:
     jax_task, mesh: the task and the mesh.
+    layout: how the train state of the task is stored there; one without `opt_states` is for inference alone.
   """
 
-  def __init__(self, jax_task: SingleTask, mesh: Mesh):
+  def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
     self.jax_task = jax_task
     self.mesh = mesh
     self._by_shape: dict[str, PartitionedTask] = {}
-
-  @functools.cached_property
-  def layout(self) -> StateLayout:
-    """How the train state of the task is stored on the mesh."""
-    return state_layout(self.jax_task, self.mesh)
+    self.layout = layout or state_layout(jax_task, mesh)
 
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""
@@ -217,7 +213,6 @@ class Programs:
     stop: an interrupt ends a running program early.
     first_step: steps taken before this process; results that the writer already has for this step are not made again.
     results: what earlier processes have recorded; `metrics` begins with those of `first_step`.
-    on_result: is called with the split and metrics of each result.
   """
 
   def __init__(
@@ -229,9 +224,7 @@ class Programs:
     *,
     first_step: int,
     results: Sequence[EvalResult] = (),
-    on_result: Callable[[str, HostMetrics], object] = lambda split, metrics: None,
   ):
-    self._on_result = on_result
     self._console = console
     self._writer = writer
     self._stop = stop
@@ -241,8 +234,8 @@ class Programs:
       r.split: r.metrics for r in results if r.step == first_step and r.split in self._done_at
     }
 
-  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
-    """Runs some of the programs, except those that have run at this step already."""
+  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> Iterator[EvalResult]:
+    """Runs some of the programs, except those that have run at this step already; yields each result, reported."""
     for program in programs:
       if self._done_at.get(program.split) == step:
         continue
@@ -253,4 +246,4 @@ class Programs:
       self.metrics[program.split] = result.metrics
       self._console.line(program.result_line(step, result))
       self._writer.write(step, program.split, result.metrics, result.summaries)
-      self._on_result(program.split, result.metrics)
+      yield EvalResult(step, program.split, result.metrics)
