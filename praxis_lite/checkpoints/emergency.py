@@ -87,6 +87,7 @@ class EmergencyCopy:
   Attributes:
     step: of the state.
     input_state: that of the training input after the batch of this step.
+    metrics: lines of metrics until this step that the disk had not taken.
     record: what else is said of it: 'mesh', 'processes', 'variables', 'checkpoint'.
 
   Raises:
@@ -100,6 +101,7 @@ class EmergencyCopy:
       self.record = unsealed(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
       self.input_state: dict[str, Any] | None = self.record['input_state']
+      self.metrics: list[dict[str, Any]] = self.record['metrics']
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
         shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)
@@ -202,13 +204,21 @@ class EmergencyCopies:
     self._remove(lambda other: other != step)
     return copies.get(step), f'emergency copies that are not used: {by_host(why)}' if any(why) else ''
 
-  def write(self, step: int, state: TrainState, input_state: dict[str, Any] | None, checkpoint: int) -> str:
+  def write(
+    self,
+    step: int,
+    state: TrainState,
+    input_state: dict[str, Any] | None,
+    checkpoint: int,
+    metrics: Sequence[dict[str, Any]] = (),
+  ) -> str:
     """Copies the arrays to the host, and writes them in the background; the state may be donated when this returns.
 
     Args:
       step, state: the padded state on the mesh, and its step.
       input_state: `get_state()` of the training input after the batch of this step.
       checkpoint: step of the newest checkpoint; 0 if there is none.
+      metrics: lines of metrics that the disk has not taken.
 
     Returns:
       A line to print: that the copy before has failed, or is the first that has not. '' otherwise.
@@ -219,9 +229,10 @@ class EmergencyCopies:
     if self._process == 0 and not self._lineage_file.exists():
       with contextlib.suppress(OSError):  # A restart will not know the copies. The next one tries again.
         replace_file(self._lineage_file, json.dumps({'lineage': self._lineage}) + '\n')
-    record = {**self._about, 'step': step, 'checkpoint': checkpoint, 'input_state': input_state}
+    of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
     self._step, self._error = step, 'it was not written'
-    self._writing = threading.Thread(target=self._write, args=(record, _shards_of(state)), name='emergency_copy')
+    arguments = {**self._about, **of_run}, _shards_of(state)
+    self._writing = threading.Thread(target=self._write, args=arguments, name='emergency_copy')
     self._writing.start()
     return said
 

@@ -42,12 +42,19 @@ class EventFile:
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.record_writer import register_writer_factory
 
-    register_writer_factory(_PATIENT, _PatientFiles())
+    patient = _PatientFiles()
+    register_writer_factory(_PATIENT, patient)
     logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
     folder.mkdir(parents=True, exist_ok=True)
     # Names contain whole seconds: without a suffix, a run that resumes at once would write to the file before.
     self._file = EventsWriter(f'{_PATIENT}:{folder / "events"}', f'.{time.time_ns()}')
+    self._on_disk = patient.opened
     self._write(Event(session_log=SessionLog(status=SessionLog.START)), purge_step)
+
+  @property
+  def error(self) -> OSError | None:
+    """Why not all is written yet; None if it is."""
+    return self._on_disk.error
 
   def add(self, step: int, name: str, kind: str, value: np.ndarray | float) -> None:
     """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (codes of its bytes)."""
@@ -86,10 +93,13 @@ def _bins() -> np.ndarray:
 
 
 class _PatientFiles:
-  """How tensorboardX opens files whose path begins with `_PATIENT`."""
+  """How tensorboardX opens files whose path begins with `_PATIENT`; `opened` is the last one."""
+
+  opened: PatientFile
 
   def open(self, path: str) -> PatientFile:
-    return PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
+    self.opened = PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
+    return self.opened
 
   def directory_check(self, path: str) -> None:
     os.makedirs(path.removeprefix(f'{_PATIENT}:'), exist_ok=True)

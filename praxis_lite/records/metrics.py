@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from praxis_lite.errors import UserError
 from praxis_lite.files import PatientFile, parse_json, replace_file
 from praxis_lite.records.event_files import EventFile
 
+Record = dict[str, Any]  # A line of metrics.jsonl.
 HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, which print as such.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
 # Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
@@ -101,6 +102,7 @@ class SummaryWriter:
   Args:
     directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
+    lost: what `unwritten` was for the run that is resumed: it is written now.
     enabled: False writes nothing; of several processes one writes.
     report: prints a line: that metrics cannot be written, and that they can again.
   """
@@ -110,6 +112,7 @@ class SummaryWriter:
     directory: str | os.PathLike[str],
     *,
     resumed_step: int = 0,
+    lost: Sequence[Record] = (),
     enabled: bool = True,
     report: Callable[[str], object] = lambda line: None,
   ):
@@ -120,10 +123,21 @@ class SummaryWriter:
     self._enabled = enabled
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
+    self._unwritten: list[Record] = []
     if enabled:
       path = self._directory / _RECORDS
-      self._at_resumed_step = _truncate_jsonl(path, resumed_step)
+      written = _truncate_jsonl(path, resumed_step)
       self._jsonl = PatientFile(path)
+      for record in lost:
+        if _is_record(record) and record['step'] <= resumed_step:
+          self._put(record, {}, is_new=(record['step'], record['split']) not in written)
+          written.add((record['step'], record['split']))
+      self._at_resumed_step = {split for step, split in written if step == resumed_step}
+
+  @property
+  def unwritten(self) -> Sequence[Record]:
+    """What the disk has not taken, or not all of it, until now: the lines for metrics.jsonl."""
+    return tuple(self._unwritten)
 
   def was_written(self, split: str) -> bool:
     """Whether the resumed run had written `split` at the restored step."""
@@ -150,29 +164,39 @@ class SummaryWriter:
     # JSON has no NaN: a value that is not finite is null.
     finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
     record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
-    self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
+    self._put(record, {name: s for name, s in summaries.items() if s.kind != 'scalar'})
+
+  def _put(self, record: Record, others: Mapping[str, Summary], *, is_new: bool = True) -> None:
+    """Writes the scalars of a record, to metrics.jsonl if it is new there, and summaries of other kinds."""
+    step, split = record['step'], record['split']
+    if is_new:
+      self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
+    error: OSError | None
     try:
       events = self._events(split, step)
-      for name, value in scalars.items():
-        events.add(step, name, 'scalar', value)
-      for name, summary in summaries.items():
-        if summary.kind != 'scalar':
-          events.add(step, name, summary.kind, np.asarray(summary.value))
-    except OSError as error:  # Its file cannot be made.
-      self._tell(error)
-    else:
-      self._tell(self._jsonl.error)
+      for name, value in record.get('metrics', {}).items():
+        events.add(step, name, 'scalar', math.nan if value is None else value)
+      for name, summary in others.items():
+        events.add(step, name, summary.kind, np.asarray(summary.value))
+      error = next((file.error for file in self._files() if file.error is not None), None)
+    except OSError as cannot_be_made:
+      error = cannot_be_made
+    self._unwritten = [] if error is None else [*self._unwritten, record]
+    self._tell(error)
 
   def close(self) -> None:
     """Closes all files; raises UserError if there are metrics that cannot be written."""
     if not self._enabled:
       return
-    files: list[EventFile | PatientFile] = [*self._event_files.values(), self._jsonl]
-    for file in files:
+    for file in self._files():
       with contextlib.suppress(OSError):
         file.close()
-    if self._jsonl.error is not None:
-      raise UserError(_not_written(self._directory, self._jsonl.error))
+    for file in self._files():
+      if file.error is not None:
+        raise UserError(_not_written(self._directory, file.error))
+
+  def _files(self) -> list[EventFile | PatientFile]:
+    return [self._jsonl, *self._event_files.values()]
 
   def _tell(self, error: OSError | None) -> None:
     """Reports what has changed: that something cannot be written, or that it can again."""
@@ -224,11 +248,11 @@ def _is_record(record: object) -> bool:
   return all(x is None or type(x) is float or (type(x) is int and abs(x) < 2**63) for x in metrics.values())
 
 
-def _truncate_jsonl(path: Path, step: int) -> set[str]:
-  """Drops the lines of steps after `step` and incomplete lines; returns the splits written at `step` itself."""
+def _truncate_jsonl(path: Path, step: int) -> set[tuple[int, str]]:
+  """Drops the lines of steps after `step` and incomplete lines; returns the (step, split) of the others."""
   if not path.exists():
     return set()
   records = list(metric_lines(path))
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
   replace_file(path, ''.join(kept))  # A run that is killed here still has the complete old one.
-  return {record['split'] for _, record in records if record['step'] == step}
+  return {(record['step'], record['split']) for _, record in records if record['step'] <= step}

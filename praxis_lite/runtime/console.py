@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 

@@ -169,9 +169,11 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     # ---- what it says, and to whom
     is_primary = is_primary_process()
     console = opened(contextlib.closing(make_console(total, first_step=first_step, enabled=is_primary)))
-    results = read_results(directory, up_to_step=first_step)
-    writer = SummaryWriter(directory, resumed_step=first_step, enabled=is_primary, report=console.line)
+    writer = SummaryWriter(
+      directory, resumed_step=first_step, lost=start.lost_metrics, enabled=is_primary, report=console.line
+    )
     to_close.callback(writer.close)
+    results = read_results(directory, up_to_step=first_step)
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, console.line, start.copies)
     trouble = TroubleWatch(directory, job.task, first_step, job.train_input.examples_at)
     log = TrainLog(

@@ -22,7 +22,7 @@ from praxis_lite.records.metrics import metric_lines
 from tools.fuzz.parsers import PARSERS, _snapshot_text
 from tools.fuzz_parsers import Guard, fuzz, run_case
 
-_COPY = {'mesh': {'data': 1}, 'processes': 1, 'variables': {}, 'step': 3, 'checkpoint': 0, 'input_state': None}
+_COPY = {'mesh': {}, 'processes': 1, 'variables': {}, 'step': 3, 'checkpoint': 0, 'input_state': None, 'metrics': []}
 
 
 @pytest.fixture(scope='module')

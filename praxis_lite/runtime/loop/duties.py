@@ -52,7 +52,7 @@ class Duties:
     """Begins an emergency copy."""
     self._prepare_save(run, is_copy=True)
     with self._observers.doing('saving'):
-      self._saving.copy(*self._position(run))
+      self._saving.copy(*self._position(run), self._observers.log.unwritten)
 
   def save(self, run: Run) -> bool:
     """Begins to save a checkpoint, unless there is one of this step; returns False if that failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,12 @@ class Saving:
     self._stalled += time.perf_counter() - start
     return self._is_good
 
-  def copy(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> None:
-    """Begins an emergency copy; reports the first one that fails."""
+  def copy(
+    self, step: int, state: TrainState, input_state: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]
+  ) -> None:
+    """Begins an emergency copy, with lines of metrics that the disk has not taken; reports the first that fails."""
     if self._copies is not None:
-      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0)
+      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0, metrics)
       if said:
         self._line(said)
 

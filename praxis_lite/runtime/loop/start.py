@@ -29,6 +29,7 @@ class Start(NamedTuple):
     state: the train state after them, on the mesh; the first step donates it.
     is_restored: whether it is one of this run, of a checkpoint or a copy.
     checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
+    lost_metrics: lines of metrics until that step that the disk had not taken.
     origins: lines that say where the variables come from, where another run or an import is concerned.
     notes: lines about checkpoints and copies.
   """
@@ -38,6 +39,7 @@ class Start(NamedTuple):
   is_restored: bool
   checkpointer: Checkpointer
   copies: EmergencyCopies
+  lost_metrics: Sequence[dict[str, Any]]
   origins: Sequence[str]
   notes: Sequence[str]
 
@@ -79,7 +81,8 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
       if is_restored and step < total:
         where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
         notes.append(f'restored step {step} of {total} from {where}')
-      yield Start(step, state, is_restored, checkpointer, copies, origins, notes)
+      lost_metrics = [] if copy is None else copy.metrics
+      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, origins, notes)
 
 
 def _newest_checkpoint(job: Job, on_damage: OnDamage) -> tuple[int | None, bool]:

@@ -7,7 +7,7 @@ so that the devices always have work. Reading them also bounds how far the host 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 
 from praxis_lite.call import Summary
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
+from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, Record, SummaryWriter, mean_values
 from praxis_lite.runtime.console import Console
 from praxis_lite.runtime.nonfinite import SkippedSteps
 from praxis_lite.runtime.throughput import StartupTimes, Throughput, peak_flops
@@ -95,6 +95,11 @@ class TrainLog:
   def drain(self) -> None:
     """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
     self._look_at_all_but(0)
+
+  @property
+  def unwritten(self) -> Sequence[Record]:
+    """Lines of metrics that the disk has not taken."""
+    return self._writer.unwritten
 
   def restart_clock(self, step: int) -> None:
     """Excludes the time since the last step, of an evaluation or a save, from the speeds; call after `drain`."""
