@@ -22,6 +22,7 @@ def main() -> None:
   parser.add_argument('--dtype', default='float32')
   parser.add_argument('--cache', default='static', choices=['static', 'dynamic'])
   parser.add_argument('--compile', action='store_true')
+  parser.add_argument('--threads', type=int, help='of the processor, for each operation; by default all')
   args = parser.parse_args()
   answers, sys.stdout = sys.stdout, sys.stderr  # What libraries print is no answer.
 
@@ -33,11 +34,13 @@ def main() -> None:
     import transformers
   except ImportError as error:
     return answer({'absent': str(error)})
+  if args.threads:
+    torch.set_num_threads(args.threads)
   model = transformers.AutoModelForCausalLM.from_pretrained(args.folder, dtype=getattr(torch, args.dtype))
   model = model.to(args.device).eval()
   if args.compile:
     model.forward = torch.compile(model.forward)
-  threads = f', {torch.get_num_threads()} threads' if args.device == 'cpu' else ''
+  threads = f', threads: {torch.get_num_threads()}' if args.device == 'cpu' else ''
   answer({'versions': f'torch {torch.__version__}, transformers {transformers.__version__}{threads}'})
   for line in sys.stdin:
     asked = json.loads(line)

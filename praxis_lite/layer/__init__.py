@@ -63,13 +63,13 @@ class SplitMapping(Configurable):
 
 
 class WeightSplit(SplitMapping):
-  """`wt`: the layer's main weight."""
+  """How the weights of a layer are split; `wt` is the mapping of its main weight."""
 
   wt: SplitDimsMapping = None
 
 
 class ActivationSplit(SplitMapping):
-  """`out`: the layer's output."""
+  """How the activations of a layer are split; `out` is the mapping of its output."""
 
   out: SplitDimsMapping = None
 

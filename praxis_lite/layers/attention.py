@@ -322,10 +322,13 @@ class MultiHeadAttention(Layer):
   def _keep(self, cache: KVCache) -> None:
     for name, array in cache._asdict().items():
       if array is not None:
-        # A cache holds vectors as [B, K, S, H].
-        split = name in ('key', 'value')
-        array = jnp.swapaxes(self.shard(jnp.swapaxes(array, 1, 2), 'blkh'), 1, 2) if split else array
+        if name in ('key', 'value'):
+          array = self._on_mesh(array) if cache.turn is None else jax.vmap(self._on_mesh)(array)
         self.update_decode_state(name, array)
+
+  def _on_mesh(self, x_BKSH: jax.Array) -> jax.Array:
+    """Splits vectors of a cache over the mesh."""
+    return jnp.swapaxes(self.shard(jnp.swapaxes(x_BKSH, 1, 2), 'blkh'), 1, 2)
 
   # ---------------------------------------------------------------- parts
 

@@ -10,7 +10,11 @@ is read in steps of a page, so that no array holds prompt length x cache length.
 
 Entries may be stored in int8: each vector has a scale, max |x| / 127.
 
-B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
+A loop over layers passes the caches of all of them from turn to turn, stacked, and each layer writes its tokens into
+the stack and reads its pages from there, where a scan that slices and stacks them would copy all of it. Only of a
+prompt longer than a page, a layer takes its cache out, and puts it back.
+
+L layers of a loop, B batch, T new tokens, S slots, N heads, K kv heads, G = N / K, H dims per head.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from praxis_lite.layers import blocks
 from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.dot_product import by_kv_head, dot_product_attention
 from praxis_lite.layers.masks import cache_mask
+from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, select
 
 T = TypeVar('T')
 Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> what is added, [B, N, T, S].
@@ -43,6 +48,8 @@ class KVCache(NamedTuple):
     pos: [B, S] int32 position of the token in each slot; -1 where there is none.
     slot: the number of slots taken, in a growing cache; None for tokens on their way.
     key_scale, value_scale: [B, K, S] float32, factors of int8 entries; None for other dtypes.
+    turn: int32, which layer of a loop it is whose cache this is, and all arrays begin with the dimension L; None: the
+      cache of one layer.
   """
 
   key: jax.Array
@@ -51,6 +58,37 @@ class KVCache(NamedTuple):
   slot: jax.Array | None = None
   key_scale: jax.Array | None = None
   value_scale: jax.Array | None = None
+  turn: jax.Array | None = None
+
+  @property
+  def own(self) -> KVCache:
+    """The cache of this layer alone, without those it is stacked with."""
+    turn = self.turn
+    if turn is None:
+      return self
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, turn, keepdims=False), self._replace(turn=None))
+
+  def with_own(self, own: KVCache) -> KVCache:
+    """Returns what is stacked here with another cache of this layer."""
+    turn = self.turn
+    assert turn is not None
+    after = jax.tree.map(
+      lambda x, own: jax.lax.dynamic_update_index_in_dim(x, own, turn, 0), self._replace(turn=None), own
+    )
+    return after._replace(turn=turn)
+
+  def page(self, start: jax.Array, size: int) -> KVCache:
+    """The slots of this layer from `start` on, so many of them."""
+
+    def sliced(x: jax.Array) -> jax.Array:
+      if self.turn is None:
+        return jax.lax.dynamic_slice_in_dim(x, start, size, _slot_axis(x.ndim))
+      axis = 1 + _slot_axis(x.ndim - 1)
+      starts: list[jax.Array | int] = [self.turn, *[0] * (x.ndim - 1)]
+      starts[axis] = start
+      return jax.lax.dynamic_slice(x, starts, (1, *x.shape[1:axis], size, *x.shape[axis + 1 :]))[0]
+
+    return jax.tree.map(sliced, self._replace(slot=None, turn=None))
 
   def read(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Returns the keys and values of slots, [B, S, K, H], in `dtype`."""
@@ -61,7 +99,7 @@ class KVCache(NamedTuple):
 
   @property
   def num_slots(self) -> int:
-    return self.pos.shape[1]
+    return self.pos.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +154,9 @@ class CachedAttention:
     page = self.page_size
     if page is None or page >= pos_BT.shape[1] or (self.window is not None and prefix_B is not None):
       return self._extend(query_BTNH, new, cache, prefix_B)
+    if cache.turn is not None:  # XLA would copy the whole stack where loops over pages write and read it.
+      context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.own, prefix_B)
+      return context_BTNH, cache.with_own(own)
     if prefix_B is not None:  # The first page attends to the last one too.
       cache = _appended(cache, new)
 
@@ -139,7 +180,7 @@ class CachedAttention:
       return self._attend(query_BTNH, new.pos, cache, prefix_B), cache
     # In a ring, the first of several new tokens may still see what the last of them overwrites.
     after = _put_in_ring(cache, new)
-    seen = after if new.num_slots == 1 else jax.tree.map(_joined, cache._replace(slot=None), _in_slots(new))
+    seen = after if new.num_slots == 1 else jax.tree.map(_joined, cache.own._replace(slot=None), _in_slots(new))
     return self._attend_at_once(query_BTNH, new.pos, seen, prefix_B), after
 
   def _stored(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
@@ -157,6 +198,7 @@ class CachedAttention:
   def _attend_at_once(
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None
   ) -> jax.Array:
+    cache = cache.own
     return dot_product_attention(
       query_BTNH,
       *cache.read(query_BTNH.dtype),
@@ -171,15 +213,14 @@ class CachedAttention:
     self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None, page_size: int
   ) -> jax.Array:
     """Attention with an online softmax over the pages that hold tokens."""
-    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[1]
+    (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
     scale = H**-0.5 if self.scale is None else self.scale
-    taken, slots = cache.slot, cache._replace(slot=None)
-    assert taken is not None
+    assert cache.slot is not None
+    taken = cache.slot if cache.turn is None else cache.slot[cache.turn]
 
     def add_page(index: jax.Array, sums: Sums) -> Sums:
-      start = index * page_size
-      page = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, page_size, _slot_axis(x)), slots)
+      page = cache.page(index * page_size, page_size)
       key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
       logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
       if self.logit_soft_cap is not None:
@@ -220,9 +261,9 @@ def _quantized(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jnp.round(x_BTKH / jnp.maximum(scale_BTK, 1e-30)[..., None]).astype(jnp.int8), scale_BTK
 
 
-def _slot_axis(x: jax.Array) -> int:
-  """The dimension of slots in an array of a cache: positions [B, S], scales [B, K, S], vectors [B, K, S, H]."""
-  return min(x.ndim - 1, 2)
+def _slot_axis(rank: int) -> int:
+  """The dimension of slots in an array of one cache: positions [B, S], scales [B, K, S], vectors [B, K, S, H]."""
+  return min(rank - 1, 2)
 
 
 def _in_slots(new: KVCache) -> KVCache:
@@ -231,21 +272,27 @@ def _in_slots(new: KVCache) -> KVCache:
 
 
 def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.concatenate([a, b], axis=_slot_axis(a))
+  return jnp.concatenate([a, b], axis=_slot_axis(a.ndim))
 
 
 def _appended(cache: KVCache, new: KVCache) -> KVCache:
   """Writes tokens to the next slots of a growing cache; columns of padding at the end take none."""
-  slot, columns = cache.slot, new.num_slots
-  assert slot is not None
+  turn, columns = cache.turn, new.num_slots
+  assert cache.slot is not None
+  slot = cache.slot if turn is None else cache.slot[turn]
   taken: jax.Array | int = 1
   if columns > 1:
     taken = jnp.max(jnp.where(new.pos >= 0, jnp.arange(1, columns + 1, dtype=jnp.int32), 0))
 
   def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(slots, tokens, slot, _slot_axis(slots))
+    starts: list[jax.Array | int] = [0] * tokens.ndim
+    starts[_slot_axis(tokens.ndim)] = slot
+    if turn is not None:
+      starts, tokens = [turn, *starts], tokens[None]
+    return jax.lax.dynamic_update_slice(slots, tokens, starts)
 
-  return jax.tree.map(write, cache._replace(slot=None), _in_slots(new))._replace(slot=slot + taken)
+  after = slot + taken if turn is None else cache.slot.at[turn].add(taken)
+  return _written(write, cache, _in_slots(new))._replace(slot=after)
 
 
 def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:
@@ -255,8 +302,51 @@ def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:
   stays_BT = (new.pos >= 0) & (new.pos > last_B1 - num_slots)
   slot_BT = jnp.where(stays_BT, new.pos % num_slots, num_slots)
 
-  def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    before = (slice(None),) * (_slot_axis(slots) - 1)
-    return jax.vmap(lambda row, at, values: row.at[*before, at].set(values, mode='drop'))(slots, slot_BT, tokens)
+  row_B1 = jnp.arange(len(slot_BT))[:, None]
 
-  return jax.tree.map(write, cache._replace(slot=None), _in_slots(new))._replace(slot=cache.slot)
+  def write(slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    heads = () if tokens.ndim == 2 else (slice(None),)  # Tokens are [B, T, ...], as this indexing takes them.
+    turn = () if cache.turn is None else (cache.turn,)
+    return slots.at[*turn, row_B1, *heads, slot_BT].set(tokens, mode='drop')
+
+  return _written(write, cache, new)
+
+
+def _written(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVCache, new: KVCache) -> KVCache:
+  """Returns the cache with arrays changed by `write(slots, tokens)`."""
+  slots = cache._replace(slot=None, turn=None)
+  return jax.tree.map(write, slots, new)._replace(slot=cache.slot, turn=cache.turn)
+
+
+# -------------------------------------------------------------------- caches of a loop over layers
+
+
+class Stacks:
+  """The caches in the decode state of a loop over layers, which it passes on from turn to turn.
+
+  Caches of a loop inside one of these layers are not among them: they begin with more than one dimension of layers.
+
+  Args:
+    state: the decode state of the loop, stacked.
+
+  Attributes:
+    arrays: of the caches, by path.
+    others: what else is in the state.
+  """
+
+  def __init__(self, state: NestedDict):
+    places = {path[:-1] for path, x in leaves_by_path(state).items() if path[-1:] == ('pos',) and jnp.ndim(x) == 3}
+    self._places = {place for place in places if {'key', 'value', 'slot'} <= lookup(state, place).keys()}
+    self.arrays, self.others = self.split(state)
+
+  def split(self, state: NestedDict) -> tuple[NestedDict, NestedDict]:
+    """Returns the arrays of the caches in the state of the loop, or after a turn of it; and what else is there."""
+    arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
+    return arrays, select(state, lambda path: path[:-1] not in self._places)
+
+  def at_turn(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
+    """Returns the decode state of the layer of a turn, which takes the caches of all."""
+    state = merge(others, arrays)
+    for place in self._places:
+      state = inserted(state, (*place, 'turn'), turn)
+    return state

@@ -41,7 +41,7 @@ class SideInputs:
       if not shape or shape[0] == 1 != batch_size:
         continue
       if shape[0] != batch_size:
-        (_, name), *_ = ((p, str(getattr(p, 'key', getattr(p, 'idx', p)))) for p in path[1:])
+        name = jax.tree_util.keystr(path[1:2], simple=True)  # The number or the name of the argument.
         raise DataError(
           f'{where}: the side input {name} has shape {shape}; in a pipeline, dimension 0 of each is the batch, '
           f'{batch_size}, or 1'

@@ -31,9 +31,10 @@ from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, SplitMapping
+from praxis_lite.layers.kv_cache import Stacks
 from praxis_lite.layers.remat import Remat
 from praxis_lite.partitioning.mesh import platform
-from praxis_lite.trees import NestedDict
+from praxis_lite.trees import NestedDict, merge
 from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import SplitDimsMapping
 
@@ -78,8 +79,8 @@ class Repeat(Layer):
 
   Summaries, updates of non-trainable variables and decode state of the repetitions are stacked like the weights. Of an
   auxiliary loss, the value is the weighted mean over the repetitions, and the weight is the sum. Up to 16 layers, and
-  more if they are unrolled, decode one after the other, each with a decode state of its own, by its number: a step
-  writes to it in place, where a scan would copy the stack.
+  more if they are unrolled, decode one after the other, each with a decode state of its own, by its number. More layers
+  are a loop, which passes the stack of KV caches on, so that each writes to it in place; see `kv_cache.py`.
 
   Attributes:
     layers_tpl: the repeated layer; or a pattern of several, applied in turn. The result of each has the structure,
@@ -226,12 +227,18 @@ class Repeat(Layer):
     # All in one iteration are no loop, so XLA must be prevented from merging what is computed again.
     bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 
-    def one_round(carry: T, layers: list[tuple[Any, ...]]) -> tuple[T, list[SideOutputs]]:
-      sides = []
-      for body, xs in zip(bodies, layers):
-        carry, side = body(carry, *xs)
-        sides.append(side)
-      return carry, sides
+    stacks = [Stacks(layer.decode_state) for layer in self._blocks]
+
+    def one_round(
+      carry: tuple[T, list[NestedDict]], xs: tuple[jax.Array, list[tuple[Any, ...]]]
+    ) -> tuple[tuple[T, list[NestedDict]], list[SideOutputs]]:
+      (x, caches), (turn, layers), after, sides = carry, xs, [], []
+      for body, of_kind, arrays, (variables, state, number) in zip(bodies, stacks, caches, layers):
+        x, side = body(x, variables, of_kind.at_turn(arrays, state, turn), number)
+        arrays, state = of_kind.split(side.decode_state)
+        after.append(arrays)
+        sides.append(side._replace(decode_state=state))
+      return (x, after), sides
 
     for number, layer in enumerate(self._first):
       carry, side = body(0, layer, False)(carry, layer.variables, layer.decode_state, number)
@@ -239,11 +246,13 @@ class Repeat(Layer):
     first, layers = len(self._first), []
     after = first + self._rounds * period
     for kind, layer in enumerate(self._blocks):
-      layers.append((layer.variables, layer.decode_state, jnp.arange(first + kind, after, period)))
+      layers.append((layer.variables, stacks[kind].others, jnp.arange(first + kind, after, period)))
     if layers:
-      carry, sides = jax.lax.scan(one_round, carry, layers, length=self._rounds, unroll=unroll)
-      for layer, side in zip(self._blocks, sides):
-        layer.absorb(side._replace(aux_losses={k: mean_of_means(*v) for k, v in side.aux_losses.items()}))
+      start = carry, [of_kind.arrays for of_kind in stacks]
+      (carry, caches), sides = jax.lax.scan(one_round, start, (jnp.arange(self._rounds), layers), unroll=unroll)
+      for layer, side, arrays in zip(self._blocks, sides, caches):
+        aux_losses = {k: mean_of_means(*v) for k, v in side.aux_losses.items()}
+        layer.absorb(side._replace(aux_losses=aux_losses, decode_state=merge(side.decode_state, arrays)))
     for kind, layer in enumerate(self._left):
       carry, side = body(kind, layer, False)(carry, layer.variables, layer.decode_state, after + kind)
       layer.absorb(side)

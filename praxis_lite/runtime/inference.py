@@ -117,6 +117,7 @@ def decode_prompts(
     use_ema='decode',
     seed=seed,
     on_damage=on_damage,
+    meanwhile=lambda model: model.begin_to_compile_decode(prompts),
   )
   return model.decode(prompts)
 

@@ -5,7 +5,6 @@ Steps are dispatched ahead of the host, a few at a time, and the metrics of all 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import time
@@ -53,17 +52,14 @@ class TaskOnMesh:
 
   Attributes:
     jax_task, mesh: the task and the mesh.
+    layout: how the train state of the task is stored there; one without `opt_states` is for inference alone.
   """
 
-  def __init__(self, jax_task: SingleTask, mesh: Mesh):
+  def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
     self.jax_task = jax_task
     self.mesh = mesh
     self._by_shape: dict[str, PartitionedTask] = {}
-
-  @functools.cached_property
-  def layout(self) -> StateLayout:
-    """How the train state of the task is stored on the mesh."""
-    return state_layout(self.jax_task, self.mesh)
+    self.layout = layout or state_layout(jax_task, mesh)
 
   def taking(self, data: BaseInput) -> PartitionedTask:
     """Returns the task partitioned for the batches of `data`."""

@@ -43,6 +43,7 @@ from praxis_lite.runtime.prompts import (
 from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_layout
 from praxis_lite.trees import NestedDict, map_with_path, path_name
 
 # A batch is filled up to a size that was compiled before if that is at most so many times larger.
@@ -215,6 +216,15 @@ class TrainedModel:
       return [continued_text(self._tokenizer(), prompt, row) for prompt, row in zip(tokens, ids)]
     return ids
 
+  def begin_to_compile_decode(self, prompts: Sequence[Sequence[int]]) -> None:
+    """Begins to compile what `decode` runs for lists of tokens like these, in another thread.
+
+    Raises:
+      UserError: `decode` would raise it for these prompts.
+    """
+    tasks, batch = self._in_bucket(prompt_batch(prompts), {}, ())
+    self._step_for(tasks, batch, lambda task: task.decode_step)[0].begin_to_compile()
+
   def export(
     self,
     directory: str | os.PathLike[str],
@@ -266,6 +276,15 @@ class TrainedModel:
     key: jax.Array | None = None,
   ) -> Any:
     """Runs a step on a batch of any size; of all outputs that have the batch as dimension 0, returns its rows."""
+    step, rows, size = self._step_for(tasks, batch, step_of)
+    count = len(rows['weights'])
+    out = step(self.stored_variables, self.key if key is None else key, self.global_step, rows)
+    return jax.tree.map(lambda x: np.asarray(x)[:count] if x.shape[:1] == (size,) else x, out)
+
+  def _step_for(
+    self, tasks: TaskOnMesh, batch: Mapping[str, Any], step_of: Callable[[PartitionedTask], PartitionedStep[Any]]
+  ) -> tuple[PartitionedStep[Any], Rows, int]:
+    """Returns the step that takes a batch, its rows, and how many the step takes, which may be more."""
     rows = canonical_rows(batch, 'batch')
     count = len(rows['weights'])
     if not count:
@@ -274,9 +293,7 @@ class TrainedModel:
       check_ids(rows, getattr(self.layer.lm, 'vocab_size', self.layer.vocab_size))
     size = self._compiled_size(tasks, rows, count)
     struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows)
-    step = step_of(tasks.taking_batches_of(struct))  # It adds rows of zero weight.
-    out = step(self.stored_variables, self.key if key is None else key, self.global_step, rows)
-    return jax.tree.map(lambda x: np.asarray(x)[:count] if x.shape[:1] == (size,) else x, out)
+    return step_of(tasks.taking_batches_of(struct)), rows, size  # The step adds rows of zero weight.
 
   def _compiled_size(self, tasks: TaskOnMesh, rows: Rows, count: int) -> int:
     """Returns the smallest batch size that was used with rows like these and is not much too large, or `count`."""
@@ -309,7 +326,7 @@ class TrainedModel:
     if name not in self._tasks_by_sampler:
       tokenizer = self._tokenizer() if stop else None
       task: SingleTask = task_with_sampler(self.config.task, tokenizer, **settings, stop=stop).instantiate()
-      self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh)
+      self._tasks_by_sampler[name] = TaskOnMesh(task, self.tasks.mesh, self.tasks.layout)
     return self._tasks_by_sampler[name]
 
   def _note_what_is_not_seen(self, model: LanguageModel, most: int) -> None:
@@ -350,6 +367,7 @@ def restore_model(
   seed: int = 0,
   on_damage: OnDamage = 'previous',
   check: Callable[[BaseModel], None] = lambda model: None,
+  meanwhile: Callable[[TrainedModel], None] = lambda model: None,
 ) -> TrainedModel:
   """Restores a checkpoint of a run on a mesh.
 
@@ -362,6 +380,7 @@ def restore_model(
     seed: as in `TrainedModel`.
     on_damage: whether the checkpoint before is taken, and a line printed on stderr, if the newest is damaged.
     check: called with the model before anything is restored.
+    meanwhile: called with what will be returned, which has shapes for variables: it may begin to compile.
 
   Raises:
     UserError: there is no checkpoint, or it does not fit the config, or the mesh does not fit the devices.
@@ -370,18 +389,22 @@ def restore_model(
   try:
     checkpointer.existing_step(step)  # Raises before anything slow.
     task: SingleTask = config.task.instantiate()
-    tasks = TaskOnMesh(task, create_mesh(task))
+    mesh = create_mesh(task)
+    tasks = TaskOnMesh(task, mesh, state_layout(task, mesh, optimizer=False))
     check(task.model)
+    shapes = tasks.layout.padded_shapes
+    model = TrainedModel(config, tasks, shapes.mdl_vars, shapes.step, seed)
+    meanwhile(model)
     ema: bool = getattr(task, use_ema).use_ema if isinstance(use_ema, str) else use_ema
     with changes_named(job_log_dir, config):
-      variables, global_step = restore_variables(
+      model.stored_variables, model.global_step = restore_variables(
         checkpointer, tasks.layout, use_ema=ema, step=step, weights=task.model.abstract_init()
       )
     for line in checkpointer.notes if is_primary_process() else ():
       print(line, file=sys.stderr)
   finally:
     checkpointer.close()
-  return TrainedModel(config, tasks, variables, global_step, seed)
+  return model
 
 
 def _found(datasets: Sequence[Config], wanted: str | int) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -63,6 +64,7 @@ class PartitionedStep(Generic[OutT]):
     )
     self._input_specs = jax.tree.map(lambda s: s.spec, in_shardings[-1])
     self._traced: jax.stages.Traced | None = None
+    self._compiling: Future[jax.stages.Compiled] | None = None
     self._times = CompileTimes(0.0, 0.0, 0.0)
     self.guarded: list[Guarded] = []
 
@@ -103,10 +105,18 @@ class PartitionedStep(Generic[OutT]):
     _ = self.compiled
     return self._times
 
+  def begin_to_compile(self) -> None:
+    """Traces and lowers, and compiles in another thread; what needs the compiled program waits for it."""
+    if self._compiling is None:
+      lowered = self.lower()
+      self._compiling = ThreadPoolExecutor(1, 'compile').submit(self._compile, lowered)
+
   @functools.cached_property
   def compiled(self) -> jax.stages.Compiled:
     """The compiled program, for its text, cost and memory analysis."""
-    lowered = self.lower()
+    return self._compile(self.lower()) if self._compiling is None else self._compiling.result()
+
+  def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     start = time.perf_counter()
     compiled = self.flags.compile(lowered)
     self._times = self._times._replace(compile=self._times.compile + time.perf_counter() - start)

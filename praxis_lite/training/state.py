@@ -72,19 +72,20 @@ class GivenVariables(NamedTuple):
 
 
 def initialize_train_state(
-  jax_task: SingleTask, init_key: jax.Array, given: GivenVariables | None = None
+  jax_task: SingleTask, init_key: jax.Array, given: GivenVariables | None = None, *, optimizer: bool = True
 ) -> TrainState[jax.Array]:
-  """Returns the state before the first step, unpadded and unpartitioned."""
+  """Returns the state before the first step, unpadded and unpartitioned; without `optimizer`, no `opt_states`."""
   mdl_vars = jax_task.model.init(init_key)
   if given is not None:
     mdl_vars = merge(mdl_vars, map_with_path(_with_given(mdl_vars, given), given.values))
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
-  return TrainState(jnp.zeros((), jnp.int32), mdl_vars, learner.init(mdl_vars), learner.init_ema(mdl_vars))
+  opt_states = learner.init(mdl_vars) if optimizer else None
+  return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states, learner.init_ema(mdl_vars))
 
 
-def train_state_shapes(jax_task: SingleTask) -> TrainState[jax.ShapeDtypeStruct]:
-  """Returns the true shapes and dtypes of a task's train state."""
-  return jax.eval_shape(lambda key: initialize_train_state(jax_task, key), jax.random.key(0))
+def train_state_shapes(jax_task: SingleTask, *, optimizer: bool = True) -> TrainState[jax.ShapeDtypeStruct]:
+  """Returns the true shapes and dtypes of a task's train state; without `optimizer`, no `opt_states`."""
+  return jax.eval_shape(lambda: initialize_train_state(jax_task, jax.random.key(0), optimizer=optimizer))
 
 
 def place_task_variables(jax_task: SingleTask, mesh: MeshLike) -> Any:
@@ -116,13 +117,20 @@ def _check_names_no_axes(jax_task: SingleTask, mesh: MeshLike) -> None:
 
 
 def state_layout(
-  jax_task: SingleTask, mesh: Mesh | AbstractMesh, specs_of_vars: NestedDict | None = None
+  jax_task: SingleTask,
+  mesh: Mesh | AbstractMesh,
+  specs_of_vars: NestedDict | None = None,
+  *,
+  optimizer: bool = True,
 ) -> StateLayout:
   """Returns the layout of a task's train state on `mesh`; optimizer slots and averages follow their variables.
 
-  `specs_of_vars` has the spec of each variable; None: those that the task asks for.
+  Args:
+    jax_task, mesh: the task and the mesh.
+    specs_of_vars: the spec of each variable; None: those that the task asks for.
+    optimizer: False leaves out `opt_states`, which only training needs, and which take long to trace.
   """
-  unpadded = train_state_shapes(jax_task)
+  unpadded = train_state_shapes(jax_task, optimizer=optimizer)
   if specs_of_vars is None:
     specs_of_vars = placed_specs(place_task_variables(jax_task, mesh))
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
@@ -141,7 +149,7 @@ def with_offloading(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
   Raises:
     ConfigError: the devices have no such memory.
   """
-  if not jax_task.train.offload_optimizer_state:
+  if not jax_task.train.offload_optimizer_state or layout.specs.opt_states is None:
     return layout
   check_host_memory(layout.mesh, 'task.train.offload_optimizer_state')
   slots = StateLayout(*(tree.opt_states for tree in layout)).on_host

@@ -1,5 +1,8 @@
 """Caches of every kind against attention in one pass."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ from jax.sharding import AxisType
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import MultiHeadAttention, RelativeBias, RotaryPositions
+from praxis_lite.layers import MultiHeadAttention, RelativeBias, Repeat, RotaryPositions
 from praxis_lite.partitioning import GuardedJit
 
 B, T, D = 2, 23, 12
@@ -172,3 +175,38 @@ def test_fields_of_the_cache_are_checked():
     build(cache_dtype='int32')
   with pytest.raises(ConfigError, match='cache_page_size: expected at least 1, got 0'):
     build(cache_page_size=0)
+
+
+# Kinds of caches: read at once, by page, and a ring.
+_KINDS = [{}, {'cache_page_size': 4, 'cache_dtype': 'int8'}, {'sliding_window': 6, 'cache_page_size': 4}]
+
+
+@pytest.mark.parametrize('fields', _KINDS, ids=str)
+def test_a_loop_over_layers_extends_its_caches_in_place(fields, monkeypatch):
+  attention = Config(MultiHeadAttention, input_dims=D, num_heads=4, num_kv_heads=2, dims_per_head=4, causal=True)
+  layer = Config(Repeat, layers_tpl=attention.set(**fields), num_layers=3).instantiate()
+  variables, x = drawn_variables(layer.abstract_init()), inputs()
+
+  def outputs(variables, x):
+    """Of a prompt with padding, and of a loop of single tokens."""
+    _, side = layer.apply(variables, B, PROMPT + STEPS, method='init_decode_state')
+    pos = jnp.where(np.arange(PROMPT) < LENGTHS[:, None], np.arange(PROMPT), -1)
+    y, side = layer.apply(variables, x[:, :PROMPT], pos, decode_state=side.decode_state, method='extend_step')
+
+    def step(state, i):
+      at = (LENGTHS + i)[:, None]
+      token = jnp.take_along_axis(x, at[..., None], axis=1)
+      y, side = layer.apply(variables, token, at, decode_state=state, method='extend_step')
+      return side.decode_state, y
+
+    return jnp.where(pos[..., None] < 0, 0, y), jax.lax.scan(step, side.decode_state, jnp.arange(STEPS))[1]
+
+  expected = jax.jit(outputs)(variables, x)
+  monkeypatch.setattr('praxis_lite.layers.repeat._MOST_IN_LINE', 0)
+  in_loop = jax.jit(functools.partial(outputs)).lower(variables, x).compile()
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), in_loop(variables, x), expected)
+  slots = layer.layers._cached_attention().empty(B, PROMPT + STEPS, 2, 4).num_slots
+  loops = in_loop.as_text().partition('ENTRY')[0]
+  stack = rf'\[3,{B},2,{slots},4\]'
+  assert re.search(stack, loops)
+  assert not re.search(rf'{stack}\S* copy\(', loops)
