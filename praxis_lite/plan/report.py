@@ -66,7 +66,7 @@ def mode_text(plan: Plan) -> str:
 
 def _fits(plan: Plan) -> str:
   memory = plan.memory
-  if plan.is_refused:
+  if plan.is_refused and memory.room >= 0:  # It has not said how much it needs.
     return f'the compiler needs more than {format_bytes(memory.capacity)} on each device; see the note'
   of = f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device'
   return f'{of}, {format_bytes(abs(memory.room))} {"left" if plan.fits else "too much"}'

@@ -195,10 +195,10 @@ class _Search:
       report=lambda stage: self._report(f'{stage} the setting number {number}'),
     )
     estimate = self._estimates[setting]
-    if found.mode == 'compiled' and estimate is not None:
-      self._correction.add(estimate, found, setting)
     if found.mode == 'compiled' or found.is_refused:
       self._verified[setting] = found
+      if estimate is not None:
+        self._correction.add(estimate, found, setting)
     else:
       self._failed[setting] = found.notes[0]
     return time.monotonic() - start
