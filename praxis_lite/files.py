@@ -1,4 +1,4 @@
-"""Files of a run directory: those that appear complete or not at all, and those that wait for room on the disk."""
+"""Files of a run directory: that appear complete or not at all, that wait for room on the disk; and what they say."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from praxis_lite.errors import UserError
+
+if TYPE_CHECKING:
+  import numpy as np
 
 
 def is_url(path: object) -> bool:
@@ -35,6 +38,20 @@ def parse_json(text: str | bytes) -> Any:
     return json.loads(text)
   except RecursionError:
     raise ValueError('nested too deeply') from None
+
+
+def plain_dtype(name: object) -> np.dtype:
+  """Returns the dtype of numbers that anyone names, bfloat16 and the like too; raises ValueError if it is none."""
+  import ml_dtypes  # noqa: F401  By which NumPy knows bfloat16.
+  import numpy as np
+
+  try:
+    dtype = np.dtype(str(name))
+  except (TypeError, ValueError, SyntaxError):  # The last where there is a comma: NumPy reads a list then.
+    raise ValueError(f'{name!r} is no dtype') from None
+  if dtype.hasobject:  # NumPy would take the bytes of a file for addresses.
+    raise ValueError(f'{name!r} is no dtype of plain data')
+  return dtype
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -70,7 +70,11 @@ def declared(mapping: SplitDimsMapping, field: str) -> SplitDimsMapping:
 class WeightHParamsCollection(enum.StrEnum):
   """Marks on a weight that the learner and the layers act on.
 
-  KEEP_SPLIT: under `partitioning='shard_map'` the layer takes this device's part of the weight, not the whole.
+  Attributes:
+    NON_TRAINABLE: no gradient is taken; the layer itself updates it. `create_variable(..., trainable=False)` sets it.
+    SKIP_REGULARIZATION: no weight decay, neither of the learner nor of its optimizer.
+    KEEP_FLOAT32: `theta` does not cast it to `fprop_dtype`.
+    KEEP_SPLIT: under `partitioning='shard_map'` the layer takes this device's part of the weight, not the whole.
   """
 
   NON_TRAINABLE = 'non_trainable'

@@ -14,6 +14,7 @@ ROOMS = [
     'importing',
     'native_log',
     'files',
+    'figures',
     'hosts',
     'accelerators',
     'trees',

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from praxis_lite.figures import format_bytes
 from praxis_lite.hosts.devices import simulate_cpu_devices
 from tools.timing import in_turn, median_ratio, seconds
 
@@ -83,7 +84,6 @@ def memory() -> None:
   import numpy as np
 
   from praxis_lite.config import Config
-  from praxis_lite.explain.explanation import format_bytes
   from praxis_lite.layers import MoeFeedForward
   from praxis_lite.models import set_sharding, transformer_lm
   from praxis_lite.partitioning.hlo import collectives

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.errors import CheckpointError
-from praxis_lite.files import parse_json
+from praxis_lite.files import parse_json, plain_dtype
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
@@ -91,9 +91,10 @@ def _is_dtype(name: object) -> bool:
   if name.startswith('key<'):
     return True
   try:
-    return not jnp.dtype(name).hasobject
-  except (TypeError, ValueError):
+    plain_dtype(name)
+  except ValueError:
     return False
+  return True
 
 
 def _checksum(record: dict[str, Any]) -> str:

@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, plain_dtype, replace_file
 from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
@@ -70,6 +69,8 @@ class _Shard(NamedTuple):
 
   def read(self, file: io.BufferedReader) -> np.ndarray:
     """Returns the values; raises ValueError if they are not what was written."""
+    if not 0 <= self.nbytes <= os.fstat(file.fileno()).st_size - self.at:
+      raise ValueError(f'{self.name} is not all there')
     data = np.empty(self.nbytes, np.uint8)
     file.seek(self.at)
     if file.readinto(data.data) != self.nbytes or zlib.crc32(data.data) != self.checksum:
@@ -85,7 +86,9 @@ class EmergencyCopy:
 
   Attributes:
     step: of the state.
-    record: what is said of it: 'mesh', 'processes', 'variables', 'checkpoint', 'input_state'.
+    input_state: that of the training input after the batch of this step.
+    metrics: lines of metrics until this step that the disk had not taken.
+    record: what else is said of it: 'mesh', 'processes', 'variables', 'checkpoint'.
 
   Raises:
     OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not what was written.
@@ -97,18 +100,14 @@ class EmergencyCopy:
     with open(file, 'rb') as opened:
       self.record = unsealed(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
+      self.input_state: dict[str, Any] | None = self.record['input_state']
+      self.metrics: list[dict[str, Any]] = self.record['metrics']
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
-        shard = _Shard(name, tuple((start, stop) for start, stop in bounds), jnp.dtype(dtype), at, checksum)
+        shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)
         self._shards[shard.name, shard.bounds] = shard
         shard.read(opened)
         at += shard.nbytes
-
-  @property
-  def input_state(self) -> dict[str, Any] | None:
-    """The state of the training input after the batch of this step."""
-    state: dict[str, Any] | None = self.record['input_state']
-    return state
 
   def has(self, name: str, index: Index) -> bool:
     """Whether a part of an array is in it."""
@@ -205,13 +204,21 @@ class EmergencyCopies:
     self._remove(lambda other: other != step)
     return copies.get(step), f'emergency copies that are not used: {by_host(why)}' if any(why) else ''
 
-  def write(self, step: int, state: TrainState, input_state: dict[str, Any] | None, checkpoint: int) -> str:
+  def write(
+    self,
+    step: int,
+    state: TrainState,
+    input_state: dict[str, Any] | None,
+    checkpoint: int,
+    metrics: Sequence[dict[str, Any]] = (),
+  ) -> str:
     """Copies the arrays to the host, and writes them in the background; the state may be donated when this returns.
 
     Args:
       step, state: the padded state on the mesh, and its step.
       input_state: `get_state()` of the training input after the batch of this step.
       checkpoint: step of the newest checkpoint; 0 if there is none.
+      metrics: lines of metrics that the disk has not taken.
 
     Returns:
       A line to print: that the copy before has failed, or is the first that has not. '' otherwise.
@@ -222,9 +229,10 @@ class EmergencyCopies:
     if self._process == 0 and not self._lineage_file.exists():
       with contextlib.suppress(OSError):  # A restart will not know the copies. The next one tries again.
         replace_file(self._lineage_file, json.dumps({'lineage': self._lineage}) + '\n')
-    record = {**self._about, 'step': step, 'checkpoint': checkpoint, 'input_state': input_state}
+    of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
     self._step, self._error = step, 'it was not written'
-    self._writing = threading.Thread(target=self._write, args=(record, _shards_of(state)), name='emergency_copy')
+    arguments = {**self._about, **of_run}, _shards_of(state)
+    self._writing = threading.Thread(target=self._write, args=arguments, name='emergency_copy')
     self._writing.start()
     return said
 

@@ -14,10 +14,12 @@ event files lack.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -202,13 +204,7 @@ class RemoteRun:
 
   def upload_files(self, directory: Path) -> None:
     """Copies the other files of a run directory that have changed since the last call."""
-    changed = {}
-    for path in directory.rglob('*'):
-      name = path.relative_to(directory).as_posix()
-      if _is_copied(name) and path.is_file() and not path.is_symlink():
-        about = path.stat()
-        if self._copied.get(name) != (about.st_size, about.st_mtime_ns):
-          changed[name] = about.st_size, about.st_mtime_ns
+    changed = {name: about for name, about in _files_to_copy(directory) if self._copied.get(name) != about}
     metrics = (directory / _METRICS).read_bytes() if _METRICS in changed else b''
     for name in sorted(changed, key=lambda name: (name == _METRICS, name)):
       self._between()
@@ -302,8 +298,23 @@ def _is_inside(name: str) -> bool:
   return bool(parts) and name == '/'.join(parts) and '..' not in parts and '\\' not in name and name.isprintable()
 
 
+def _files_to_copy(directory: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+  """Yields the name of each file that is copied on its own, with its size and time.
+
+  Checkpoints, which others remove meanwhile, are not looked into.
+  """
+  for folder, folders, files in os.walk(directory):
+    inside = Path(folder).relative_to(directory)
+    folders[:] = [name for name in folders if _is_copied((inside / name).as_posix())]
+    for name in filter(_is_copied, ((inside / file).as_posix() for file in files)):
+      with contextlib.suppress(FileNotFoundError):
+        about = (directory / name).lstat()
+        if stat.S_ISREG(about.st_mode):
+          yield name, (about.st_size, about.st_mtime_ns)
+
+
 def _is_copied(name: str) -> bool:
-  """Whether a file of a run directory is copied on its own."""
+  """Whether a file of a run directory is copied on its own, or what is in a folder of it."""
   parts = PurePosixPath(name).parts
   is_hidden = any(part.startswith('.') for part in parts)
   return _is_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, *_OF_THE_MACHINE)

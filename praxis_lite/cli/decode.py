@@ -131,8 +131,10 @@ def _flags() -> flags.FlagValues:
     flag_values=values,
   )
   integer('num_samples', 1, 'Samples for each prompt. Example: --num_samples=3', lower_bound=1)
-  integer('max_tokens', None, 'Largest number of tokens to add. Example: --max_tokens=200', lower_bound=1)
-  likeliest = '0 takes the likeliest token, 1 samples from the model as it is.'
+  own = "by default that of the model's decoder_tpl"
+  most = f'Largest number of tokens to add; {own}.'
+  integer('max_tokens', None, f'{most} Example: --max_tokens=200', lower_bound=1)
+  likeliest = f'0 takes the likeliest token, 1 samples from the model as it is; {own}.'
   number('temperature', None, f'{likeliest} Example: --temperature=0.8')
   integer('top_k', None, 'Sample from the k likeliest tokens. Example: --top_k=40')
   number('top_p', None, 'Sample from the fewest tokens whose probabilities reach p. Example: --top_p=0.95')

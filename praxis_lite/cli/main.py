@@ -76,7 +76,8 @@ Commands:
 praxis-lite COMMAND --help describes a command and its flags.
 
 A mistake is reported in one line; --traceback shows where in the code. Exit
-codes: 0 all is done; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
+codes: 0 all is done; 1 check, plan, verify, sweep, status or checkpoints has
+found something wrong; 2 a mistake; 130 after Ctrl-C, 143 after SIGTERM, when
 train has saved the run; 75 a host was lost, or there was no time to save, and
 the same command goes on from the last checkpoint; 76 a step has given
 different bits (train --check_determinism).

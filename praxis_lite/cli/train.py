@@ -63,7 +63,8 @@ def _warnings(task: SingleTask, batch_struct: Mapping[str, object]) -> Iterator[
 
 
 def _flags() -> flags.FlagValues:
-  values = run_flags(seed='Seed of the initial values and of all random draws in training. Example: --seed=1')
+  drawn = 'Seed of the initial values and of all random draws in training; by default that of the run, or 0.'
+  values = run_flags(seed=f'{drawn} Example: --seed=1')
   damage_flag(values)
   flags.DEFINE_boolean(
     'restore_input',

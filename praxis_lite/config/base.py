@@ -39,6 +39,10 @@ T = TypeVar('T')
 class Config(fdl.Config[T], Generic[T]):
   """The arguments of a future call of a class or function, editable as attributes.
 
+      config = Config(Linear, input_dims=8)
+      config.output_dims = 16
+      layer = config.instantiate()         # Linear(input_dims=8, output_dims=16)
+
   Setting or reading a field that the target does not have raises `UnknownFieldError`.
   """
 
@@ -51,7 +55,12 @@ class Config(fdl.Config[T], Generic[T]):
       for name in kwargs:
         if known is not None and name not in known:
           raise unknown_field(fn_or_cls, name)
-      super().__init__(fn_or_cls, *args, **kwargs)
+      if args:
+        super().__init__(fn_or_cls, *args, **kwargs)
+      else:
+        self._copy_state(_without_fields(fn_or_cls), {})
+        for name, value in kwargs.items():
+          setattr(self, name, value)
       for name, factory in _default_factories(fn_or_cls):  # So each of these fields is always in __arguments__.
         if name not in self.__arguments__:
           setattr(self, name, factory())
@@ -97,7 +106,17 @@ class Config(fdl.Config[T], Generic[T]):
   def __deepcopy__(self, memo: dict[int, object]) -> Self:
     for value in self.__arguments__.values():
       _share_arrays(value, memo)
-    return super().__deepcopy__(memo)
+    copied = object.__new__(type(self))
+    copied._copy_state(self, copy.deepcopy(self.__arguments__, memo))
+    return copied
+
+  def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
+    """Takes over all that Fiddle keeps of another config but its arguments. Its signature does not change."""
+    self.__dict__.update(other.__dict__)
+    for name in ('__argument_history__', '__argument_tags__'):  # As a rule they are empty.
+      value = other.__dict__[name]
+      self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
+    self.__dict__['__arguments__'] = arguments
 
   def set(self, **fields: object) -> Self:
     """Sets fields in place and returns the config, for chaining."""
@@ -148,6 +167,9 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
 def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Config[T]:
   """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
 
+      class Block(Layer):
+        norm_tpl: Config = template(RMSNorm)         # whoever uses Block may edit it, or name another class
+
   `fn_or_cls` may be a `Config` too: the default is then a clone of it.
   """
   if isinstance(fn_or_cls, Config):
@@ -194,12 +216,11 @@ def config_values(config: Config) -> dict[str | int, Any]:
 
 def field_names(config: Config | Callable[..., object]) -> list[str] | None:
   """Returns the names that may be set on a config, or on one of a class or function; None where any keyword may be."""
-  fn_or_cls = target(config) if isinstance(config, Config) else config
   try:
-    parameters = inspect.signature(fn_or_cls).parameters.values()
+    parameters = _without_fields(target(config) if isinstance(config, Config) else config).__signature_info__.parameters
   except (ValueError, TypeError):
     return None
-  return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+  return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
 
 
 def unknown_field(
@@ -271,6 +292,18 @@ def _share_arrays(value: object, memo: dict[int, Any]) -> None:
       _share_arrays(entry, memo)
   elif hasattr(type(value), '__array__'):
     memo[id(value)] = value
+
+
+def _without_fields(fn_or_cls: Callable[..., object]) -> fdl.Config:
+  """Returns Fiddle's config of `fn_or_cls` with no field set. It is shared: Fiddle reads the annotations each time."""
+  with history.suspend_tracking():
+    try:
+      return _kept_without_fields(fn_or_cls)
+    except TypeError:  # It cannot be hashed; or it is no callable, of which Fiddle tells.
+      return fdl.Config(fn_or_cls)
+
+
+_kept_without_fields = functools.lru_cache(maxsize=1024)(fdl.Config)
 
 
 def _default_factories(fn_or_cls: object) -> list[tuple[str, Callable[[], Any]]]:

@@ -39,6 +39,7 @@ from praxis_lite.config.references import is_named, reference
 from praxis_lite.config.text import as_config_error, child_path
 from praxis_lite.config.trusted import UntrustedError, import_trusted
 from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.files import plain_dtype
 
 Json = Any  # What `json.loads` returns: None, bool, int, float, str, and lists and dicts of them.
 
@@ -189,8 +190,8 @@ def _reference(value: object, path: str) -> str:
 
 def _dtype(dtype: np.dtype, path: str) -> str:
   for name in (dtype.name, dtype.str):  # Only the second has the byte order; only the first knows bfloat16.
-    with contextlib.suppress(TypeError, AttributeError):
-      if _dtype_of(name) == dtype:
+    with contextlib.suppress(ValueError, AttributeError):
+      if plain_dtype(name) == dtype:
         return name
   raise ConfigError(f'{path or "config"}: NumPy data of dtype {dtype} cannot be written as JSON')
 
@@ -213,7 +214,7 @@ class _Reader:
       '$float': lambda e, path: float(e['$float']),
       '$bytes': lambda e, path: base64.b64decode(e['$bytes']),
       '$ref': lambda e, path: self._imported(e['$ref'], path),
-      '$dtype': lambda e, path: _dtype_of(e['$dtype']),
+      '$dtype': lambda e, path: plain_dtype(e['$dtype']),
       '$scalar': lambda e, path: _array(e['$scalar'][0], (), e['$scalar'][1])[()],
       '$array': lambda e, path: _array(*e['$array']),
       '$path': lambda e, path: pathlib.Path(e['$path']),
@@ -289,13 +290,4 @@ class _Reader:
 
 
 def _array(dtype: str, shape: Sequence[int], data: str) -> np.ndarray:
-  return np.frombuffer(base64.b64decode(data), _dtype_of(dtype)).reshape(shape).copy()
-
-
-def _dtype_of(name: str) -> np.dtype:
-  import ml_dtypes  # noqa: F401  By which NumPy knows bfloat16 and the like.
-
-  dtype = np.dtype(str(name))
-  if dtype.hasobject:  # NumPy would take the bytes of the file for addresses.
-    raise ValueError(f'{name!r} is no dtype of plain data')
-  return dtype
+  return np.frombuffer(base64.b64decode(data), plain_dtype(dtype)).reshape(shape).copy()

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from praxis_lite.errors import ShardingError, UserError
 from praxis_lite.explain.contractions import Mismatch, Split, find_mismatches, splitting_axes
 from praxis_lite.explain.experts import expert_problems
-from praxis_lite.explain.explanation import Explanation, Kind, format_bytes, format_mesh
+from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
 from praxis_lite.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
+from praxis_lite.figures import format_bytes
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.mesh import abstract_mesh

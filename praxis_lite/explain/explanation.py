@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.figures import format_bytes
 from praxis_lite.partitioning.padding import num_parts
 from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
 
@@ -343,15 +344,6 @@ def format_entry(entry: str | tuple[str, ...] | None) -> str:
 def format_spec(spec: PartitionSpec) -> str:
   """'data, -, replica+mdl': the mesh axes of each dimension."""
   return ', '.join(map(format_entry, spec)) or '-'
-
-
-def format_bytes(count: float) -> str:
-  """'1.5 MiB': four digits and a binary unit."""
-  for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
-    if count < 1024 or unit == 'TiB':
-      break
-    count /= 1024
-  return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.4g} {unit}'
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from praxis_lite.config import Config, config_values, nested_configs, target
 from praxis_lite.config.references import dotted_name
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.explain.explanation import Explanation, format_bytes, format_counts, format_mesh
+from praxis_lite.explain.explanation import Explanation, format_counts, format_mesh
 from praxis_lite.explain.report import report_of
+from praxis_lite.figures import format_bytes
 from praxis_lite.layers.attention import describe_attention
 from praxis_lite.layers.pipeline import describe_pipelines
 from praxis_lite.partitioning.batch import padded_rows

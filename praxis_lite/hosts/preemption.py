@@ -9,11 +9,11 @@ platform kills it: the checkpoint before is whole.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +84,7 @@ def _is_noticed(notice: str | None) -> bool:
   try:
     with urllib.request.urlopen(request, timeout=_URL_TIMEOUT) as answer:
       return answer.read(1000).decode(errors='replace').strip().upper() not in ('', 'FALSE', 'NONE')
-  except (OSError, ValueError, urllib.error.URLError):  # Amazon's answers 404 as long as there is no notice.
+  except (OSError, ValueError, http.client.HTTPException):  # Amazon's answers 404 as long as there is no notice.
     return False
 
 

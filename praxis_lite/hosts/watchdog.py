@@ -92,7 +92,7 @@ class Watchdog:
     self._hosts = [_Host(f'host {i} ({name})', now) for i, name in enumerate(names)]
     self._contact = now
     self._main = threading.main_thread().ident
-    self._doing, self._progress, self._last_at = 'start-up', now, ''
+    self._doing, self._progress = 'start-up', now
     self._state = ''
     self._meetings = 0
     self._suspects = False
@@ -298,16 +298,15 @@ def watched_by_others(directory: Path) -> contextlib.AbstractContextManager[None
 
 def dump_stacks(directory: Path | None, index: int) -> str:
   """Writes the stacks of all threads to a file in the run's directory, or to stderr; returns where, for a message."""
-  try:
-    assert directory is not None
+  if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'w', encoding='utf-8') as file:
-      faulthandler.dump_traceback(file)
-    return f'stacks in {path}; '
-  except (OSError, AssertionError):
-    faulthandler.dump_traceback(2)
-    return ''
+    with contextlib.suppress(OSError):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with open(path, 'w', encoding='utf-8') as file:
+        faulthandler.dump_traceback(file)
+      return f'stacks in {path}; '
+  faulthandler.dump_traceback(2)
+  return ''
 
 
 def _is_of_a_peer(error: BaseException | None) -> bool:

@@ -132,7 +132,7 @@ def build_features(features: object, where: str) -> dict[str, Feature]:
 def _is_numeric(name: str) -> bool:
   try:
     dtype = np.dtype(name)
-  except TypeError:
+  except (TypeError, ValueError, SyntaxError):
     return False
   # jnp knows that bfloat16 is a number; numpy does not.
   return dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.number))

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -325,9 +326,14 @@ def _group_sizes(file: str, where: str) -> list[int]:
     raise BadRecordError(where, BadRecord(file, '', f'is not a whole Parquet or Arrow file: {first_line(e)}')) from None
 
 
-@functools.lru_cache(maxsize=256)
 def _batches(file: str) -> list[pa.RecordBatch]:
   """The record batches of an Arrow file, on the disk until they are used."""
+  about = os.stat(file)
+  return _batches_of(file, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _batches_of(file: str, *of_its_content: int) -> list[pa.RecordBatch]:
   pa = import_pyarrow()
   source = pa.memory_map(file)
   if source.read(6) == b'ARROW1':

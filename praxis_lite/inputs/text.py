@@ -286,6 +286,14 @@ _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache_
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 
 
+@functools.cache  # Both inputs of an experiment ask, and Python's own sources stay.
+def _stdlib_sources(root: str) -> list[tuple[str, str]]:
+  """Returns the path of each source relative to `root`, sorted, and its split."""
+  sources = walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))
+  names = sorted(os.path.relpath(f, root) for f in sources if f.endswith('.py'))
+  return [(n, split_of_name(n, STDLIB_HELDOUT_FRACTION, STDLIB_HELDOUT_FRACTION)) for n in names]
+
+
 def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str]:
   """Returns the paths of the Python standard library's sources in a split, sorted: real text on every machine.
 
@@ -302,9 +310,7 @@ def stdlib_files(split: str = 'train', max_bytes: int | None = None) -> list[str
   where = 'stdlib_files'
   check_split(split, f'{where}.split')
   root = sysconfig.get_paths()['stdlib']
-  sources = walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))
-  names = [os.path.relpath(f, root) for f in sources if f.endswith('.py')]
-  names = sorted(n for n in names if split_of_name(n, STDLIB_HELDOUT_FRACTION, STDLIB_HELDOUT_FRACTION) == split)
+  names = [n for n, its_split in _stdlib_sources(root) if its_split == split]
   if not names:
     raise DataError(
       f'{where}: there are no Python sources of the standard library in {root}; give TextInput a path of your own text'

@@ -58,13 +58,16 @@ def features_of_example(record: bytes, where: str) -> dict[str, np.ndarray]:
     example = message.FromString(record)
   except Exception as e:  # DecodeError, of google.protobuf.
     raise DataError(f'{where}: a record of {len(record)} bytes is not a tf.train.Example: {e}') from None
-  return {name: _values(feature) for name, feature in example.features.feature.items()}
+  return {name: _values(feature, f'{where}: {name}') for name, feature in example.features.feature.items()}
 
 
-def _values(feature: Any) -> np.ndarray:
+def _values(feature: Any, where: str) -> np.ndarray:
   kind = feature.WhichOneof('kind')
   if kind == 'float_list':
-    return np.frombuffer(b''.join(feature.float_list.value), '<f4')
+    data = b''.join(feature.float_list.value)
+    if len(data) % 4:
+      raise DataError(f'{where}: {len(data)} bytes are no list of float32')
+    return np.frombuffer(data, '<f4')
   if kind == 'int64_list':
     return np.array(feature.int64_list.value, np.int64)
   return np.array(list(feature.bytes_list.value), object)

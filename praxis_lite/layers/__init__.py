@@ -3,7 +3,7 @@
 from praxis_lite.layers.activations import ACTIVATIONS, get_activation
 from praxis_lite.layers.attention import MultiHeadAttention, Projection
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
-from praxis_lite.layers.context_parallel import SequenceSplit, context_parallel_attention
+from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.embeddings import Embedding
@@ -18,6 +18,7 @@ from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.positions import LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.layers.routing import Router
+from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax, cross_entropy
 from praxis_lite.layers.transformer import (
   PipelinedTransformer,

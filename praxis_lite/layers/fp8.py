@@ -85,7 +85,8 @@ def _quantized(x: jax.Array, dtype: DTypeLike) -> Quantized:
   largest = float(jnp.finfo(dtype).max)
   wide = x.astype(jnp.float32)
   most = jnp.max(jnp.abs(wide))
-  scale = jnp.where(most > 0, most / largest, 1.0)
+  least = float(jnp.finfo(jnp.float32).tiny)  # Below it, a scale would be zero where numbers so small are.
+  scale = jnp.where(most > 0, jnp.maximum(most / largest, least), 1.0)
   return jnp.clip(wide / scale, -largest, largest).astype(dtype), scale
 
 

@@ -32,16 +32,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.call import SideOutputs, Summary, Surroundings, summary_over_devices
+from praxis_lite.call import SideOutputs, Summary, Surroundings
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.pipeline_arrays import (
   Stacks,
@@ -57,13 +57,14 @@ from praxis_lite.layers.pipeline_arrays import (
   where,
   with_entry,
 )
+from praxis_lite.layers.pipeline_inputs import SideInputs, num_rows
+from praxis_lite.layers.pipeline_reports import AllTicks, Place, Reported, for_own_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning.constraints import unmapped_axes
-from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes, axes_to_entry
+from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, merge, path_name, select
-from praxis_lite.weighted import mean_of_means
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
 T = TypeVar('T')
@@ -215,7 +216,7 @@ class Pipelined(Repeat):
     Raises:
       DataError: an array has another dimension 0.
     """
-    return self._run('__call__', x, args, kwargs, self.schedule(_rows(x, self.path_name)))
+    return self._run('__call__', x, args, kwargs, self.schedule(num_rows(x, self.path_name)))
 
   @property
   def _decodes_in_line(self) -> bool:
@@ -243,9 +244,9 @@ class Pipelined(Repeat):
     self, method: str, x: T, args: tuple[object, ...], kwargs: Mapping[str, object], schedule: PipelineSchedule
   ) -> T:
     S, M, _ = schedule
-    B = _rows(x, self.path_name)
+    B = num_rows(x, self.path_name)
     self._check_placed_by_compiler()
-    side = _SideInputs(args, kwargs, B, self.path_name)
+    side = SideInputs(args, kwargs, B, self.path_name)
     key = self.next_prng_key() if self.has_prng_key() else None
 
     variables = self._variables_in_stages()
@@ -259,13 +260,13 @@ class Pipelined(Repeat):
     queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, fill='rows', multiple=parts), S)), x)
     changed: set[Path] = set()
 
-    ticks = _for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
+    ticks = for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
     queue, others, caches, places, reported = ticks(key, weights, others, caches, queue, side_rows)
     updates = select(others, changed.__contains__)
     self.layers.absorb(
       SideOutputs(
         summaries={name: self._summary(s, places, schedule) for name, s in reported.summaries.items()},
-        aux_losses={name: _mean_over_microbatches(*aux, M) for name, aux in reported.aux_losses.items()},
+        aux_losses={name: mean_over_microbatches(*aux, M) for name, aux in reported.aux_losses.items()},
         updates=jax.tree.map(self._from_stages, updates),
         decode_state=jax.tree.map(self._from_stages, caches),
       )
@@ -276,7 +277,7 @@ class Pipelined(Repeat):
     self,
     method: str,
     schedule: PipelineSchedule,
-    side: _SideInputs,
+    side: SideInputs,
     axes: tuple[str, ...],
     changed: set[Path],
     key: jax.Array | None,
@@ -285,7 +286,7 @@ class Pipelined(Repeat):
     caches: NestedDict,
     queue: T,
     side_rows: list[jax.Array],
-  ) -> _AllTicks:
+  ) -> AllTicks:
     """Runs all ticks.
 
     Args:
@@ -301,8 +302,8 @@ class Pipelined(Repeat):
     stages, surroundings = jnp.arange(S), self._surroundings_of_rows(axes)
 
     def stage(
-      at: _Place, x: T, weights: Stacks, side_rows: Stacks, others: NestedDict, caches: NestedDict
-    ) -> tuple[tuple[T, NestedDict, list[Any], NestedDict, NestedDict], _Reported]:
+      at: Place, x: T, weights: Stacks, side_rows: Stacks, others: NestedDict, caches: NestedDict
+    ) -> tuple[tuple[T, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
       """What a stage does in a tick: its layers of a round, one after the other, on one microbatch."""
       own, weight_gradients = weights.read(at.round, at.real)
       given, side_gradients = side_rows.read(at.microbatch, at.real)
@@ -311,7 +312,7 @@ class Pipelined(Repeat):
 
       def layer(
         x: T, variables: NestedDict, other: NestedDict, cache: NestedDict, index: jax.Array
-      ) -> tuple[T, tuple[NestedDict, NestedDict, _Reported]]:
+      ) -> tuple[T, tuple[NestedDict, NestedDict, Reported]]:
         position = at.stage * self.layers_in_group + index
         P = self.num_layers // R
         real = at.real & (position < P)
@@ -331,7 +332,7 @@ class Pipelined(Repeat):
         new_cache = out.decode_state if cache else {}
         aux = {name: (v, where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
         kept = map_with_path(lambda path, old: where(real, _or(lookup(out.updates, path), old), old), other)
-        return where(real, y, x), (kept, where(real, new_cache, cache), _Reported(out.summaries, aux))
+        return where(real, y, x), (kept, where(real, new_cache, cache), Reported(out.summaries, aux))
 
       body = self._remat(layer, in_scan=True) if method == '__call__' else layer
       xs = (own, entry_at(others, at.round), entry_at(caches, at.round), jnp.arange(self.layers_in_group))
@@ -349,10 +350,10 @@ class Pipelined(Repeat):
       out_axes=0,
     )
 
-    def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[_Place, _Reported]]:
+    def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[Place, Reported]]:
       state, queue, weight_gradients, side_gradients, others, caches = carry
       microbatch = schedule.microbatch(now, stages)
-      at = _Place(stages, schedule.round(now, stages), microbatch % M, (microbatch >= 0) & (microbatch < M))
+      at = Place(stages, schedule.round(now, stages), microbatch % M, (microbatch >= 0) & (microbatch < M))
       with jax.named_scope('shift'):
         first = schedule.microbatch(now, 0) % M
         new, queue = unzip(lambda v: take(v, first), queue)
@@ -446,7 +447,7 @@ class Pipelined(Repeat):
     x = jnp.swapaxes(x, 0, 1).reshape(R, S * c, *x.shape[3:])[:, : self.num_layers // R]
     return x[0] if R == 1 else x
 
-  def _summary(self, summary: Summary, places: _Place, schedule: PipelineSchedule) -> Summary:
+  def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule) -> Summary:
     """Returns a summary of each layer, [layers, ...], of those of all ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     is_mean = summary.kind == 'scalar' and is_float(x)
@@ -456,98 +457,6 @@ class Pipelined(Repeat):
     total = jnp.sum(jnp.where(mask, x[:, :, None], jnp.zeros_like(x[:, :, None])), axis=0, dtype=x.dtype)
     stacked = self._from_stages(total / M if is_mean else total)
     return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
-
-
-class _Place(NamedTuple):
-  """What stages do at a tick, each an array [S], or [ticks, S]; or one entry of it.
-
-  Attributes:
-    stage, round: which layers.
-    microbatch: in [0, M), also in a bubble.
-    real: False in a bubble.
-  """
-
-  stage: jax.Array
-  round: jax.Array
-  microbatch: jax.Array
-  real: jax.Array
-
-
-class _Reported(NamedTuple):
-  """What layers report, with leading dimensions for layers, stages and ticks."""
-
-  summaries: dict[str, Summary]
-  aux_losses: dict[str, tuple[jax.Array, jax.Array]]
-
-
-# What `Pipelined._ticks` returns: queue, other variables, caches, what stages did, and what layers report.
-_AllTicks = tuple[Any, NestedDict, NestedDict, _Place, _Reported]
-
-
-def _for_own_rows(ticks: Callable[..., _AllTicks], axes: tuple[str, ...]) -> Callable[..., _AllTicks]:
-  """`Pipelined._ticks` in a `shard_map` over some axes, for each device's rows of each microbatch.
-
-  The gradient of what is the same on all devices, such as weights, is summed where it enters the `shard_map`.
-  """
-  if not axes:
-    return ticks
-
-  def mean(x: jax.Array) -> jax.Array:
-    return jax.lax.pmean(x, axes) if is_float(x) else x
-
-  def own(key: jax.Array | None, *arrays: Any) -> _AllTicks:
-    key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
-    queue, others, caches, places, reported = ticks(key, *arrays)
-    aux = {name: _mean_over_devices(*aux, axes) for name, aux in reported.aux_losses.items()}
-    summaries = {name: summary_over_devices(summary, axes) for name, summary in reported.summaries.items()}
-    return queue, jax.tree.map(mean, others), caches, places, _Reported(summaries, aux)
-
-  whole, rows = PartitionSpec(), axes_to_entry(axes)
-  of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
-  return jax.shard_map(
-    own,
-    in_specs=(whole, whole, whole, whole, of_queue, of_side),
-    out_specs=(of_queue, whole, whole, whole, whole),
-    axis_names={*axes},
-    check_vma=False,  # What is the same on all devices is so by construction.
-  )
-
-
-def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-  total, weight = jax.lax.pmean((value * weight, weight), axes)
-  return total / jnp.where(weight == 0, 1, weight), weight
-
-
-class _SideInputs:
-  """The arguments of a call beside the first one, of which those with a dimension for the batch are cut.
-
-  Attributes:
-    rows: arrays [B, ...].
-  """
-
-  def __init__(self, args: tuple[object, ...], kwargs: Mapping[str, object], batch_size: int, where: str):
-    found, self._structure = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)))
-    self._leaves = [leaf for _, leaf in found]
-    self._cut: list[int] = []
-    for i, (path, leaf) in enumerate(found):
-      shape = getattr(leaf, 'shape', ())
-      if not shape or shape[0] == 1 != batch_size:
-        continue
-      if shape[0] != batch_size:
-        (_, name), *_ = ((p, str(getattr(p, 'key', getattr(p, 'idx', p)))) for p in path[1:])
-        raise DataError(
-          f'{where}: the side input {name} has shape {shape}; in a pipeline, dimension 0 of each is the batch, '
-          f'{batch_size}, or 1'
-        )
-      self._cut.append(i)
-    self.rows: list[jax.Array] = [jnp.asarray(self._leaves[i]) for i in self._cut]
-
-  def with_rows(self, rows: Sequence[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns (args, kwargs) with these in place of `rows`."""
-    filled = list(self._leaves)
-    for i, x in zip(self._cut, rows):
-      filled[i] = x
-    return jax.tree.unflatten(self._structure, filled)
 
 
 def describe_pipelines(model: Layer, batch_size: int | None) -> list[str]:
@@ -578,16 +487,6 @@ def _or(new: Any, old: Any) -> Any:
   return old if new is None else new
 
 
-def _rows(x: object, where: str) -> int:
-  sizes = {v.shape[:1] for v in jax.tree.leaves(x)}
-  if len(sizes) != 1 or () in sizes:
-    shapes = ', '.join(str(v.shape) for v in jax.tree.leaves(x)) or 'no arrays'
-    raise DataError(
-      f'{where}: the arrays that go through a pipeline have the same dimension 0, the batch; got {shapes}'
-    )
-  return sizes.pop()[0]
-
-
 def _bubble_like(x: TreeT) -> TreeT:
   return jax.tree.map(lambda v: jnp.full_like(v, BUBBLE if is_float(v) else 0), x)
 
@@ -601,10 +500,3 @@ _MOVES = {
 def _save_all_but_moved(primitive: Any, *_: object, **__: object) -> bool:
   """A policy of `jax.checkpoint`: what is only moved or cast is moved again in the backward pass."""
   return primitive.name not in _MOVES
-
-
-def _mean_over_microbatches(values: jax.Array, weights: jax.Array, M: int) -> tuple[jax.Array, jax.Array]:
-  """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...]."""
-  values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))
-  mean, weight = mean_of_means(values, weights)
-  return mean, weight / M

@@ -90,8 +90,9 @@ _select.defvjp(
 
 def unzip(fn: Callable[..., tuple[Any, Any]], tree: TreeT, *trees: object) -> tuple[TreeT, TreeT]:
   """`jax.tree.map` of a function that returns pairs: a tree of the first, and one of the second ones."""
-  pairs = jax.tree.leaves(jax.tree.map(fn, tree, *trees), is_leaf=lambda x: isinstance(x, tuple))
-  first, second = (jax.tree.unflatten(jax.tree.structure(tree), [pair[i] for pair in pairs]) for i in (0, 1))
+  structure: Any = jax.tree.structure(tree)
+  pairs = [fn(*xs) for xs in zip(*map(structure.flatten_up_to, (tree, *trees)))]
+  first, second = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
   return first, second
 
 

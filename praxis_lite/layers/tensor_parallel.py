@@ -6,13 +6,14 @@ I input dims, O output dims.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from praxis_lite.errors import ShardingError, check_choice
 from praxis_lite.layers.linears import Linear
 from praxis_lite.partitioning.explicit import column_parallel_linear, row_parallel_linear
+from praxis_lite.partitioning.specs import spec_axes
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 
@@ -28,22 +29,28 @@ class TensorParallelLinear(Linear):
 
   Attributes: those of `Linear`, and
     parallel: 'column' or 'row'.
-    weight_split_dims_mapping: `wt`: (None, axis) of a column layer, (axis, None) of a row layer.
+    weight_split_dims_mapping: `wt`: (None, axis) of a column layer, (axis, None) of a row layer; a mesh axis, or a
+      logical name of one.
   """
 
   parallel: str = 'column'
 
   def setup(self) -> None:
     check_choice(f'{self.path_name}.parallel', self.parallel, ('column', 'row'))
-    wt = self.weight_split_dims_mapping.wt
+    wt, field = self.weight_split_dims_mapping.wt, f'{self.path_name}.weight_split_dims_mapping.wt'
     split, whole = (1, 0) if self.parallel == 'column' else (0, 1)
-    if wt is not None and (len(wt) != 2 or wt[whole] is not None or not isinstance(wt[split], str)):
+    axes: Sequence[str] = ()
+    fits = wt is None or (len(wt) == 2 and wt[whole] is None and isinstance(wt[split], str))
+    if fits and wt is not None:
+      placement = self._resolve(wt, field, rank=2)  # A logical name may stand for no axis, or for several.
+      axes = (wt[split],) if placement is None else spec_axes(placement.spec[split])
+    if not fits or len(axes) > 1:
       right = "(None, 'mdl')" if self.parallel == 'column' else "('mdl', None)"
       raise ShardingError(
-        f'{self.path_name}.weight_split_dims_mapping.wt: {wt!r} does not fit a {self.parallel} parallel layer, '
-        f'which is split over one mesh axis, as in {right}'
+        f'{field}: {wt!r} does not fit a {self.parallel} parallel layer, which is split over one mesh axis, as in '
+        f'{right}'
       )
-    self._axis: str | None = None if wt is None else wt[split]
+    self._axis = axes[0] if axes else None
     super().setup()
 
   def create_variable(self, name: str, weight: WeightHParams, trainable: bool = True) -> None:

@@ -69,20 +69,19 @@ def compressed(optimizer: optax.GradientTransformationExtraArgs, moments: str) -
       found.append(_codec(moments, slot, bool(_SQUARES & {*path})) if is_moment else None)
     return found, jax.tree.structure(state)
 
-  def encode(state: Any, count: jax.Array, params: Any) -> CompressedState:
-    found, structure = codecs(params)
+  def encode(state: Any, count: jax.Array, found: list[_Codec | None], structure: Any) -> CompressedState:
     stored = [x if codec is None else codec.encode(x, count) for codec, x in zip(found, structure.flatten_up_to(state))]
     return CompressedState(count, jax.tree.unflatten(structure, stored))
 
   def init(params: Any) -> CompressedState:
-    return encode(optimizer.init(params), jnp.zeros((), jnp.int32), params)
+    return encode(optimizer.init(params), jnp.zeros((), jnp.int32), *codecs(params))
 
   def update(updates: Any, state: CompressedState, params: Any = None, **extra: Any) -> tuple[Any, CompressedState]:
     found, structure = codecs(updates if params is None else params)
     stored = zip(found, structure.flatten_up_to(state.inner))
     whole = jax.tree.unflatten(structure, [x if codec is None else codec.decode(x) for codec, x in stored])
     updates, whole = optimizer.update(updates, whole, params, **extra)
-    return updates, encode(whole, optax.safe_increment(state.num_updates), params)
+    return updates, encode(whole, optax.safe_increment(state.num_updates), found, structure)
 
   return optax.GradientTransformationExtraArgs(init, update)
 

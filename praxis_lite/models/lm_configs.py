@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from jax.typing import DTypeLike
 
-from praxis_lite.config import Config, target
+from praxis_lite.config import Config, field_names, target
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer
 from praxis_lite.layers.dropout import Dropout
@@ -16,7 +16,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
-from praxis_lite.layers.repeat import all_kinds
+from praxis_lite.layers.repeat import Repeat, all_kinds
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
@@ -201,7 +201,7 @@ def set_pipeline(
   Its variables stay those of the scan over blocks, so that checkpoints can be restored with and without.
 
   Args:
-    config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`.
+    config: of a `LanguageModel` or a `TransformerLm` with a `RepeatedTransformer`, whose fields are kept.
     num_stages, num_microbatches, microbatch_size, circular_repeat, batch_axes, stage_remat: see `Pipelined`.
     stage_axis: the mesh axis of the stages; None runs all of them on each device.
   """
@@ -212,11 +212,17 @@ def set_pipeline(
       f'set_pipeline: transformer_tpl is the Config of {getattr(cls, "__name__", cls)}; stages need blocks '
       'that are all alike, so it must be that of a RepeatedTransformer'
     )
+  if getattr(repeated, 'sliding_windows', None) is not None:
+    raise ConfigError(
+      'set_pipeline: transformer_tpl.sliding_windows makes blocks of several kinds, and stages need blocks that are '
+      'all alike; set transformer_tpl.layers_tpl.attention_tpl.sliding_window, which is that of all'
+    )
   pipelined = Config(PipelinedTransformer, num_stages=num_stages, num_microbatches=num_microbatches)
   pipelined.set(microbatch_size=microbatch_size, circular_repeat=circular_repeat)
   pipelined.set(batch_axes=batch_axes, stage_remat=stage_remat)
-  for field in ('layers_tpl', 'first_tpl', 'remat', 'remat_save_names', 'unroll'):
-    setattr(pipelined, field, getattr(repeated, field))
+  for field in field_names(Repeat) or ():
+    if field in repeated.__arguments__ and field != 'weight_split_dims_mapping':
+      setattr(pipelined, field, getattr(repeated, field))
   pipelined.weight_split_dims_mapping.stages = None if stage_axis is None else (stage_axis,)
   lm.transformer_tpl = pipelined
   return config

@@ -189,10 +189,14 @@ def callee(call: ir.Operation) -> str:
   return ir.FlatSymbolRefAttr(call.attributes['callee']).value
 
 
+def name_of(op: ir.Operation) -> str:
+  """The name of an operation; in a function of its own, without that of its call."""
+  return str(op.location).partition('"')[2].partition('"')[0]
+
+
 def _name(op: ir.Operation, callers: Mapping[str, ir.Operation]) -> str:
   """The name of an operation, after that of a call of its function."""
-  name = str(op.location).partition('"')[2].partition('"')[0]
-  parent = op.parent
+  name, parent = name_of(op), op.parent
   while parent is not None and parent.operation.name != 'func.func':
     parent = parent.operation.parent
   call = None if parent is None else callers.get(ir.StringAttr(parent.operation.attributes['sym_name']).value)
@@ -209,12 +213,13 @@ def _inline_calls(module: ir.Operation) -> None:
   functions = functions_of(module)
   while calls := operations(module, {'func.call'}):
     for call in calls:
-      body = functions[callee(call)].regions[0].blocks[0]
+      body, name = functions[callee(call)].regions[0].blocks[0], name_of(call)
       known: dict[ir.Value, ir.Value] = dict(zip(body.arguments, call.operands))
       *inside, returned = (op.operation for op in body.operations)
       with ir.InsertionPoint(call):
         for op in inside:
           copy = op.clone()
+          copy.location = ir.Location.name(f'{name}/{name_of(op)}')
           _replace_operands(copy, known)
           known.update(zip(op.results, copy.results))
       for old, new in zip(call.results, returned.operands):

@@ -2,24 +2,33 @@
 
     FLOPs, collectives    as Shardy splits the program: exact but for what XLA combines, moves or removes
     memory                the state: exact; temporaries: what is live, with guesses of what XLA fuses
-    seconds               products, the update of the state and all collectives, one after the other
+    seconds               products, and what is moved by what is fused, one after the other; collectives of a loop that
+                          can run beside its work are exposed as far as they take longer
 
-It takes a second or two for a model and a mesh of any size. What it does not know: other operations, what overlaps, and
-what a field that is 'auto' chooses on the target: attention, rematerialisation and unrolling are those of a CPU.
+It takes a second or two for a model and a mesh of any size. Fields that are 'auto' are what they are on the target.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
-from praxis_lite.partitioning.local_program import LocalCollective, LocalProduct, LocalProgram, local_program
+from praxis_lite.partitioning.local_program import (
+  LocalCollective,
+  LocalFusion,
+  LocalProduct,
+  LocalProgram,
+  local_program,
+)
+from praxis_lite.plan.compilers import as_if_with_cudnn
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, Operation
 from praxis_lite.plan.links import Groups, Links
+from praxis_lite.plan.lowering import lower_without_devices
 from praxis_lite.plan.memory import Live, Memory, StateBytes
 from praxis_lite.plan.targets import Target
 from praxis_lite.plan.topology import Topology
@@ -27,44 +36,54 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 
 UNCERTAIN = (
   'analytic: these are not of a compiled program. State, FLOPs and collectives are those of the program before XLA '
-  'optimizes it; temporaries are an estimate; collectives count as exposed, and other operations than products as free'
-  "; attention, remat and unroll that are 'auto' are as on a CPU"
+  'optimizes it; temporaries, what is fused and what overlaps are estimates'
 )
-_PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 
 
 def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
   """Returns what each device of a topology does in the train step of a task on a mesh without devices."""
   step = task.train_step
-  traced = step.jitted.trace(*step.arguments)
-  return local_program(traced.lower(lowering_platforms=(_PLATFORMS[topology.target.kind],)))
+  with as_if_with_cudnn():
+    lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
+  return local_program(lowered)
 
 
-def analytic_memory(program: LocalProgram, state: StateBytes, target: Target) -> Memory:
+def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:
   """Returns the memory of a step on each device; see above."""
-  live = Live('temporaries', '', '', program.temporaries, '')
-  return Memory(
-    int(target.device_memory), state, state.total, state.total, state.total, program.temporaries, live=(live,)
-  )
+  live = Live('temporaries', '', '', temporaries, '')
+  return Memory(int(target.device_memory), state, state.total, state.total, state.total, temporaries, live=(live,))
 
 
-def analytic_cost(program: LocalProgram, task: PartitionedTask, topology: Topology, names: LayerNames) -> Cost:
+def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
   """Returns the cost of a step; see above. `names` are those of the model's layers."""
-  target, links, mesh = topology.target, Links(topology), dict(task.mesh.shape)
-  operations = [_product(product, target, names) for product in program.products]
-  state = 2 * sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves((task.state_shapes.mdl_vars, task.state_shapes.opt_states))
-    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-  )
-  update = state / (target.device_bandwidth * target.efficiency.memory)
-  operations.append(Operation('optimizer', 'fusion', '', 'update', 1, 0.0, float(state), update))
+  target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
+  operations = [_product(product, target, names) for product in program.products]
+  operations += [_fusion(fusion, target, names) for fusion in program.fusions]
   collectives = [
     _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
   ]
-  seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.seconds for c in collectives)
-  return Cost(tuple(operations), tuple(collectives), seconds)
+  if target.kind != 'cpu':
+    collectives = _beside_work(program, operations, collectives)
+  seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
+  return Cost(tuple(operations), tuple(collectives), seconds, program.unknown_loops)
+
+
+def _beside_work(
+  program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
+) -> list[Communication]:
+  """Collectives of loops, exposed as far as the work of the loop that they may run beside takes less time."""
+  work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
+  made: list[LocalProduct | LocalFusion] = [*program.products, *program.fusions]
+  for local, op in zip(made, operations):
+    work[local.loop] += op.count * op.seconds
+  for found, c in zip(program.collectives, collectives):
+    waiting[found.loop] += c.count * c.seconds * found.is_beside_work
+  exposed = {loop: max(1 - work[loop] / seconds, 0.0) for loop, seconds in waiting.items() if seconds}
+  return [
+    dataclasses.replace(c, exposed=c.seconds * exposed[found.loop]) if found.is_beside_work else c
+    for found, c in zip(program.collectives, collectives)
+  ]
 
 
 def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
@@ -76,14 +95,24 @@ def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
 
 def _product(product: LocalProduct, target: Target, names: LayerNames) -> Operation:
   efficiency = target.efficiency
+  reached = efficiency.attention if product.is_attention else efficiency.compute
   seconds = max(
-    product.flops / (target.peak(product.dtype) * efficiency.compute),
+    product.flops / (target.peak(product.dtype) * reached),
     product.bytes / (target.device_bandwidth * efficiency.memory),
     efficiency.seconds_per_operation,
   )
   layer, phase = names.layer(product.name), names.phase(product.name)
   name = product.name.rpartition('/')[2]
   return Operation(name, 'dot', layer, phase, product.count, product.flops, product.bytes, seconds)
+
+
+def _fusion(fusion: LocalFusion, target: Target, names: LayerNames) -> Operation:
+  efficiency = target.efficiency
+  seconds = max(fusion.bytes / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
+  layer, phase = names.layer(fusion.name), names.phase(fusion.name)
+  return Operation(
+    fusion.name.rpartition('/')[2], 'fusion', layer, phase, fusion.count, 0.0, float(fusion.bytes), seconds
+  )
 
 
 def _communication(

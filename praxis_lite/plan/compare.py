@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Mapping
 
-from praxis_lite.explain.explanation import format_bytes, format_mesh
+from praxis_lite.explain.explanation import format_mesh
+from praxis_lite.figures import format_bytes, format_seconds
 from praxis_lite.plan.planning import Plan
-from praxis_lite.plan.report import format_seconds, format_table
+from praxis_lite.plan.report import format_table
 
 # Kinds of collectives that take less than this share of either step are not shown.
 _LEAST_SHARE = 0.005

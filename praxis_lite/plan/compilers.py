@@ -37,6 +37,9 @@ _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 # How XLA's partitioner warns, in its log, of what it does badly.
 _PARTITIONER = '[SPMD] Involuntary full rematerialization'
+# What a compiler says that a refused step needs: 'Used 33.5G of 15.75G hbm'.
+_USED = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
+_UNITS = {'K': 10, 'M': 20, 'G': 30, 'T': 40}
 _MOST_SHOWN = 400  # Characters of an error of a compiler.
 _CUDNN_VERSION = 91000  # As in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
@@ -61,6 +64,12 @@ class CompileError(UserError):
   """
 
   does_not_fit = False
+
+  @property
+  def needs(self) -> int | None:
+    """The bytes on each device that the step needs, if the compiler says so."""
+    used = _USED.search(str(self))
+    return int(float(used[1]) * 2 ** _UNITS[used[2]]) if used else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,7 +172,7 @@ def plan(
   layers = [layer.path for layer in jax_task.model.descendants()]
   names = LayerNames(layers)
   notes: list[str] = []
-  is_refused = False
+  refused: CompileError | None = None
   if compile and not missing:
     devices = devices_of(topology)
     partitioned = PartitionedTask(jax_task, dict(struct), mesh=jax_task.create_mesh(devices))
@@ -187,7 +187,7 @@ def plan(
         report=report,
       )
     except CompileError as error:
-      is_refused = error.does_not_fit
+      refused = error
       notes.append(f'{error}; the numbers are analytic')
     else:
       program = parse(step.text)
@@ -209,11 +209,13 @@ def plan(
   elif compile:
     notes.append(missing)
   report('tracing')
-  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh))
+  partitioned = PartitionedTask(jax_task, dict(struct), mesh=abstract_mesh(mesh, topology.target.kind))
   lowered = program_for(partitioned, topology)
-  memory = analytic_memory(lowered, state_bytes(partitioned), topology.target)
-  cost = analytic_cost(lowered, partitioned, topology, names)
-  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN], is_refused)
+  state, needs = state_bytes(partitioned), refused.needs if refused else None
+  memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
+  cost = analytic_cost(lowered, mesh, topology, names)
+  is_refused = refused is not None and refused.does_not_fit
+  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *_doubts(cost)], is_refused)
 
 
 def _planned(

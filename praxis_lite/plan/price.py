@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from praxis_lite.figures import duration, short_number
 from praxis_lite.plan.planning import Plan
 
 # Tokens for each parameter at which a model of a given training cost is best (Hoffmann et al., 2022).
@@ -53,22 +54,8 @@ def format_price(plan: Plan, tokens: float | None = None, per_chip_hour: float |
   best = chinchilla_tokens(plan)
   active = 'active ' if plan.work.active_parameters != plan.work.parameters else ''
   known = f'{CHINCHILLA} for each {active}parameter, which Hoffmann et al. (2022) found best for its cost'
-  line = f'{_many(price.tokens)} tokens take {price.steps:,.0f} steps, {_duration(price.seconds)}: '
+  line = f'{short_number(price.tokens)} tokens take {price.steps:,.0f} steps, {duration(price.seconds)}: '
   line += f'{price.chip_hours:,.0f} chip-hours' + ('' if price.money is None else f', {price.money:,.0f} in money')
   if tokens is None:
     return f'{line} ({known})'
-  return f'{line}\n{_many(best)} tokens would be {known}'
-
-
-def _many(count: float) -> str:
-  for factor, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
-    if count >= factor:
-      return f'{count / factor:,.3g}{unit}'
-  return f'{count:,.0f}'
-
-
-def _duration(seconds: float) -> str:
-  for size, unit in ((86400.0, 'days'), (3600.0, 'hours'), (60.0, 'minutes')):
-    if seconds >= 2 * size:
-      return f'{seconds / size:,.1f} {unit}'
-  return f'{seconds:,.0f} s'
+  return f'{line}\n{short_number(best)} tokens would be {known}'

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from praxis_lite.explain.explanation import aligned, format_bytes, format_mesh
+from praxis_lite.explain.explanation import aligned, format_mesh
+from praxis_lite.figures import format_bytes, format_seconds
 from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
 from praxis_lite.plan.why_text import format_why
@@ -65,7 +66,7 @@ def mode_text(plan: Plan) -> str:
 
 def _fits(plan: Plan) -> str:
   memory = plan.memory
-  if plan.is_refused:
+  if plan.is_refused and memory.room >= 0:  # It has not said how much it needs.
     return f'the compiler needs more than {format_bytes(memory.capacity)} on each device; see the note'
   of = f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device'
   return f'{of}, {format_bytes(abs(memory.room))} {"left" if plan.fits else "too much"}'
@@ -159,14 +160,6 @@ def _collectives_table(plan: Plan) -> str:
   sent = [format_bytes(total(plan.cost.collectives, f'{kind}_bytes')) for kind in ('fast', 'network')]
   lines.append(f'each device sends {sent[0]} over fast links and {sent[1]} over the network (*)')
   return '\n'.join(lines)
-
-
-def format_seconds(seconds: float) -> str:
-  """'1.23 s', '45.6 ms', '7.8 us'."""
-  for factor, unit in ((1.0, 's'), (1e3, 'ms')):
-    if seconds * factor >= 1:
-      return f'{seconds * factor:.3g} {unit}'
-  return f'{seconds * 1e6:.3g} us' if seconds else '0 s'
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:

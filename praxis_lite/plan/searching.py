@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import UserError
-from praxis_lite.explain.explanation import format_bytes, format_mesh
+from praxis_lite.explain.explanation import format_mesh
 from praxis_lite.explain.report import Explained
+from praxis_lite.figures import format_bytes, format_seconds
 from praxis_lite.plan.compilers import missing_compiler
 from praxis_lite.plan.fitting import made_to_fit
 from praxis_lite.plan.knobs import Configured, Setting, knobs_of, neighbours, overrides_of
 from praxis_lite.plan.planning import Plan, plan
-from praxis_lite.plan.report import format_seconds, format_table
+from praxis_lite.plan.report import format_table
 from praxis_lite.plan.topology import Topology, parse_topology
 
 # Of overrides, what `plan` takes as `elsewhere`.
@@ -194,10 +195,10 @@ class _Search:
       report=lambda stage: self._report(f'{stage} the setting number {number}'),
     )
     estimate = self._estimates[setting]
-    if found.mode == 'compiled' and estimate is not None:
-      self._correction.add(estimate, found, setting)
     if found.mode == 'compiled' or found.is_refused:
       self._verified[setting] = found
+      if estimate is not None:
+        self._correction.add(estimate, found, setting)
     else:
       self._failed[setting] = found.notes[0]
     return time.monotonic() - start

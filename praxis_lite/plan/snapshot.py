@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.explain.explanation import Explanation, aligned, format_bytes, format_mesh, format_shape, format_spec
+from praxis_lite.explain.explanation import Explanation, aligned, format_mesh, format_shape, format_spec
 from praxis_lite.explain.report import Explained, parameter_table, task_and_inputs
+from praxis_lite.figures import format_bytes
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.plan.memory import bytes_on_each
 from praxis_lite.plan.planning import Plan
@@ -229,7 +230,10 @@ def read(path: Path) -> Snapshot:
 
 
 def _number(text: str) -> int:
-  return int(text.removesuffix(' x').replace(',', ''))
+  number = int(text.removesuffix(' x').replace(',', ''))
+  if number < 0:
+    raise ValueError(text)
+  return number
 
 
 def _limits(text: str) -> Limits:

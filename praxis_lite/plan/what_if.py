@@ -5,7 +5,8 @@
     ways out        of a step that does not fit: the nearest settings that do, by their lowered programs
     less waiting    where communication is exposed: the mesh next to this one that takes least time
 
-Estimates are corrected by what the compiled program of the plan itself differs from its estimate by.
+Estimates are corrected by what the compiled program of the plan itself differs from its estimate by; of a step that the
+compiler refuses, by the memory that it says it needs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import UserError
-from praxis_lite.explain.explanation import format_bytes
 from praxis_lite.explain.report import task_and_inputs
+from praxis_lite.figures import format_bytes
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.partitioning.mesh import abstract_mesh
@@ -80,14 +81,18 @@ class WhatIf:
     self._config, self._planned, self._topology = config, planned, planned.topology
     self._cache, self._elsewhere, self._report = cache, elsewhere, report
 
+  @property
+  def _is_of_a_compiler(self) -> bool:
+    return self._planned.mode == 'compiled' or self._planned.is_refused
+
   @functools.cached_property
   def _own(self) -> Plan:
-    return self._planned if self._planned.mode == 'analytic' else self._analytic(())
+    return self._analytic(()) if self._is_of_a_compiler else self._planned
 
   @functools.cached_property
   def _correction(self) -> Correction:
     correction = Correction()
-    if self._planned.mode == 'compiled':
+    if self._is_of_a_compiler:
       correction.add(self._own, self._planned)
     return correction
 
@@ -241,7 +246,7 @@ class WhatIf:
   def _by_parts(self, others: tuple[str, ...]) -> list[Change]:
     """The least number of microbatches, and the largest batch, that fit together with other changes, if any do."""
     capacity, found = self._planned.memory.capacity, []
-    before = self._planned if not others and self._planned.mode == 'analytic' else self._analytic(others)
+    before = self._analytic(others) if others else self._own
     room = capacity - before.memory.state.total
     if room <= 0:
       return []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from praxis_lite.explain.explanation import aligned, format_bytes
+from praxis_lite.explain.explanation import aligned
+from praxis_lite.figures import format_bytes
 from praxis_lite.plan.cause import Cause, Reason
 from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan

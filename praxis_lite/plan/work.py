@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from praxis_lite.partitioning.hlo import Array, Computation, Instruction, Program, arrays_of
+from praxis_lite.partitioning.library_calls import fused_attention_flops, is_fused_attention, value_in
 
 # ---------------------------------------------------------------- FLOPs
 
@@ -38,7 +39,7 @@ def products_of(instruction: Instruction, computation: Computation, program: Pro
     if flops:
       algorithm = re.search(r'algorithm=dot_(bf16|f16|f8\w*?)_', instruction.attributes)
       dtype = algorithm[1] if algorithm else operands[0].dtype if operands else 'f32'
-      yield Product(flops, dtype, instruction.op_name, '"__cudnn$fmha' in instruction.attributes)
+      yield Product(flops, dtype, instruction.op_name, is_fused_attention(_target(instruction)))
 
 
 def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
@@ -98,20 +99,20 @@ def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, 
 
 def _custom_call_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
   """Those of cuBLAS and cuDNN on GPU, and of Pallas kernels that say what they cost."""
-  target = instruction.attribute('custom_call_target').strip('"')
+  target = _target(instruction)
   config = _backend_config(instruction)
   if target.startswith('__cublas$'):
-    numbers = _found(config, 'dot_dimension_numbers')
+    numbers = value_in(config, 'dot_dimension_numbers')
     dims = [int(d) for d in numbers.get('lhs_contracting_dimensions', ())] if isinstance(numbers, dict) else []
     return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in dims) if dims else 0.0
-  if target.startswith('__cudnn$fmha'):
-    logits = _found(config, 'intermediate_tensor_shape')
-    sizes = [int(n) for n in logits.get('dimensions', ())] if isinstance(logits, dict) else []
-    products = 5 if 'Backward' in target else 2  # The backward pass computes the logits again.
-    seen = 0.5 if 'CAUSAL' in str(_found(config, 'mask_type')) else 1.0
-    return 2.0 * products * seen * math.prod(sizes) * operands[0].dims[-1] if sizes else 0.0
-  estimate = _found(config, 'cost_estimate')
+  if is_fused_attention(target):
+    return fused_attention_flops(target, config, operands[0].dims[-1])
+  estimate = value_in(config, 'cost_estimate')
   return float(estimate.get('flops', 0)) if isinstance(estimate, dict) else 0.0
+
+
+def _target(instruction: Instruction) -> str:
+  return instruction.attribute('custom_call_target').strip('"')
 
 
 def _backend_config(instruction: Instruction) -> object:
@@ -122,15 +123,6 @@ def _backend_config(instruction: Instruction) -> object:
     return json.JSONDecoder().raw_decode(instruction.attributes, found + len('backend_config='))[0]
   except ValueError:
     return {}
-
-
-def _found(config: object, name: str) -> object:
-  """The value of a name anywhere in a nested dict; None if it is nowhere."""
-  if not isinstance(config, dict):
-    return None
-  if name in config:
-    return config[name]
-  return next((value for inner in config.values() if (value := _found(inner, name)) is not None), None)
 
 
 _FLOPS = {

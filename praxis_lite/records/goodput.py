@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from praxis_lite.records.figures import duration
+from praxis_lite.figures import duration
 
 # What they are called on the console and in the command `status`.
 ACTIVITIES = {

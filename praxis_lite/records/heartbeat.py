@@ -124,7 +124,7 @@ def _read(path: Path) -> Heartbeat | None:
   defaults = Heartbeat()
   for name, value in given.items():
     default = getattr(defaults, name)
-    expected = (int, float, type(None)) if default is None or isinstance(default, float) else type(default)
+    expected = {type(None): (int, float, type(None)), float: (int, float)}.get(type(default), type(default))
     if not isinstance(value, expected) or isinstance(value, bool):
       return None
   return Heartbeat(**given)

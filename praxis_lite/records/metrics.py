@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,18 +24,14 @@ from jax.typing import ArrayLike
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
 from praxis_lite.files import PatientFile, parse_json, replace_file
+from praxis_lite.records.event_files import EventFile
 
-if TYPE_CHECKING:
-  import tensorboardX
-
+Record = dict[str, Any]  # A line of metrics.jsonl.
 HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, which print as such.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
 # Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
 MAX_STEPS_IN_FLIGHT = 2
-_MAX_IMAGES = 4
 _RECORDS = 'metrics.jsonl'
-_EVENT_FILE = re.compile(r'events\.out\.tfevents\.(\d{10})')
-_PATIENT = 'praxis_lite_patient'
 
 
 class MetricsAverage:
@@ -108,6 +102,7 @@ class SummaryWriter:
   Args:
     directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
+    lost: what `unwritten` was for the run that is resumed: it is written now.
     enabled: False writes nothing; of several processes one writes.
     report: prints a line: that metrics cannot be written, and that they can again.
   """
@@ -117,6 +112,7 @@ class SummaryWriter:
     directory: str | os.PathLike[str],
     *,
     resumed_step: int = 0,
+    lost: Sequence[Record] = (),
     enabled: bool = True,
     report: Callable[[str], object] = lambda line: None,
   ):
@@ -125,12 +121,23 @@ class SummaryWriter:
     self._reported = ''
     self._resumed_step = resumed_step
     self._enabled = enabled
-    self._event_writers: dict[str, tensorboardX.SummaryWriter] = {}
+    self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
+    self._unwritten: list[Record] = []
     if enabled:
       path = self._directory / _RECORDS
-      self._at_resumed_step = _truncate_jsonl(path, resumed_step)
+      written = _truncate_jsonl(path, resumed_step)
       self._jsonl = PatientFile(path)
+      for record in lost:
+        if _is_record(record) and record['step'] <= resumed_step:
+          self._put(record, {}, is_new=(record['step'], record['split']) not in written)
+          written.add((record['step'], record['split']))
+      self._at_resumed_step = {split for step, split in written if step == resumed_step}
+
+  @property
+  def unwritten(self) -> Sequence[Record]:
+    """What the disk has not taken, or not all of it, until now: the lines for metrics.jsonl."""
+    return tuple(self._unwritten)
 
   def was_written(self, split: str) -> bool:
     """Whether the resumed run had written `split` at the restored step."""
@@ -157,28 +164,39 @@ class SummaryWriter:
     # JSON has no NaN: a value that is not finite is null.
     finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
     record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
-    self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
+    self._put(record, {name: s for name, s in summaries.items() if s.kind != 'scalar'})
+
+  def _put(self, record: Record, others: Mapping[str, Summary], *, is_new: bool = True) -> None:
+    """Writes the scalars of a record, to metrics.jsonl if it is new there, and summaries of other kinds."""
+    step, split = record['step'], record['split']
+    if is_new:
+      self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
+    error: OSError | None
     try:
       events = self._events(split, step)
-      for name, value in scalars.items():
-        events.add_scalar(name, value, step)
-      for name, summary in summaries.items():
-        _add_summary(events, name, summary.kind, np.asarray(summary.value), step)
-      events.flush()
-    except OSError as error:  # Its file cannot be made.
-      self._tell(error)
-    else:
-      self._tell(self._jsonl.error)
+      for name, value in record.get('metrics', {}).items():
+        events.add(step, name, 'scalar', math.nan if value is None else value)
+      for name, summary in others.items():
+        events.add(step, name, summary.kind, np.asarray(summary.value))
+      error = next((file.error for file in self._files() if file.error is not None), None)
+    except OSError as cannot_be_made:
+      error = cannot_be_made
+    self._unwritten = [] if error is None else [*self._unwritten, record]
+    self._tell(error)
 
   def close(self) -> None:
     """Closes all files; raises UserError if there are metrics that cannot be written."""
     if not self._enabled:
       return
-    for file in (*self._event_writers.values(), self._jsonl):
+    for file in self._files():
       with contextlib.suppress(OSError):
         file.close()
-    if self._jsonl.error is not None:
-      raise UserError(_not_written(self._directory, self._jsonl.error))
+    for file in self._files():
+      if file.error is not None:
+        raise UserError(_not_written(self._directory, file.error))
+
+  def _files(self) -> list[EventFile | PatientFile]:
+    return [self._jsonl, *self._event_files.values()]
 
   def _tell(self, error: OSError | None) -> None:
     """Reports what has changed: that something cannot be written, or that it can again."""
@@ -187,44 +205,13 @@ class SummaryWriter:
       self._report(f'{line}; they are kept, and written later' if line else f'metrics are written to {self._directory}')
       self._reported = line
 
-  def _events(self, split: str, step: int) -> tensorboardX.SummaryWriter:
-    if split not in self._event_writers:
-      import tensorboardX
-      from tensorboardX.record_writer import register_writer_factory
-
-      register_writer_factory(_PATIENT, _PatientFiles())
-      logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
-      # TensorBoard hides the entries of earlier files from purge_step on: those after the resumed step, and those of
-      # that step itself where metrics.jsonl has lost an evaluation, which is made again. File names contain whole
-      # seconds: without the suffix, a run that resumes at once would overwrite the previous file.
-      self._event_writers[split] = tensorboardX.SummaryWriter(
-        f'{_PATIENT}:{self._directory / "summaries" / split}',
-        purge_step=min(step, self._resumed_step + 1),
-        filename_suffix=f'.{time.time_ns()}',
-      )
-    return self._event_writers[split]
-
-
-class _PatientFiles:
-  """How tensorboardX opens files whose path begins with `_PATIENT`: its thread would end, and block, after an error."""
-
-  def open(self, path: str) -> PatientFile:
-    return PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
-
-  def directory_check(self, path: str) -> None:
-    os.makedirs(path.removeprefix(f'{_PATIENT}:'), exist_ok=True)
-
-
-def _later_than_others(file: Path) -> Path:
-  """Returns the name of an event file with a later second than the others: TensorBoard reads them in this order.
-
-  The clock may have been set back since they were written.
-  """
-  seconds = [int(m[1]) for other in file.parent.glob('*') if (m := _EVENT_FILE.match(other.name))]
-  ours = _EVENT_FILE.match(file.name)
-  if ours is None or int(ours[1]) > max(seconds, default=-1):
-    return file
-  return file.with_name(f'events.out.tfevents.{max(seconds) + 1:010}{file.name[ours.end() :]}')
+  def _events(self, split: str, step: int) -> EventFile:
+    if split not in self._event_files:
+      # Hidden are the entries after the resumed step, and those of that step itself where metrics.jsonl has lost an
+      # evaluation, which is made again.
+      purge_step = min(step, self._resumed_step + 1)
+      self._event_files[split] = EventFile(self._directory / 'summaries' / split, purge_step)
+    return self._event_files[split]
 
 
 def _not_written(directory: Path, error: OSError) -> str:
@@ -261,22 +248,11 @@ def _is_record(record: object) -> bool:
   return all(x is None or type(x) is float or (type(x) is int and abs(x) < 2**63) for x in metrics.values())
 
 
-def _truncate_jsonl(path: Path, step: int) -> set[str]:
-  """Drops the lines of steps after `step` and incomplete lines; returns the splits written at `step` itself."""
+def _truncate_jsonl(path: Path, step: int) -> set[tuple[int, str]]:
+  """Drops the lines of steps after `step` and incomplete lines; returns the (step, split) of the others."""
   if not path.exists():
     return set()
   records = list(metric_lines(path))
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
   replace_file(path, ''.join(kept))  # A run that is killed here still has the complete old one.
-  return {record['split'] for _, record in records if record['step'] == step}
-
-
-def _add_summary(events: tensorboardX.SummaryWriter, name: str, kind: str, value: np.ndarray, step: int) -> None:
-  if kind == 'histogram':
-    events.add_histogram(name, value.astype(np.float32).ravel(), step)
-  elif kind == 'image':
-    images = value.reshape((-1, *value.shape[-3:]))[:_MAX_IMAGES]  # [..., H, W, C]
-    events.add_images(name, images.astype(np.float32), step, dataformats='NHWC')
-  elif kind == 'text':
-    # A summary is an array, so text is stored as the codes of its bytes.
-    events.add_text(name, bytes(value.astype(np.uint8).ravel()).decode('utf-8', 'replace'), step)
+  return {(record['step'], record['split']) for _, record in records if record['step'] <= step}

@@ -230,7 +230,7 @@ def first_launch(record: bytes) -> float | None:
   """Returns when the run of a run.json was first started, by which runs are told apart; None if it does not say."""
   try:
     return float(parse_json(record)['launches'][0]['started'])
-  except (ValueError, TypeError, KeyError, IndexError):
+  except (ValueError, TypeError, KeyError, IndexError, OverflowError):
     return None
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config.text import fields_of
 from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.figures import duration
 from praxis_lite.records.curves import MetricsTable, read_metrics
-from praxis_lite.records.figures import duration
 from praxis_lite.records.record import has_record, read_record
 from praxis_lite.records.run_config import is_held
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from praxis_lite.records.figures import duration, short_number
+from praxis_lite.figures import duration, short_number
 from praxis_lite.records.goodput import ACTIVITIES, goodput_line, seconds_of
 from praxis_lite.records.heartbeat import Heartbeat, life
 

@@ -1,35 +1,23 @@
-"""What a run reports while it trains: lines in a pipe, a live progress bar on a terminal, and curves on disk.
+"""What a run prints while it trains: lines in a pipe, a live progress bar on a terminal.
 
     step 120/1000 loss 2.345 lr 3.0e-04 grad_norm 0.81 12.3 step/s 50.3k tok/s
     step 120 eval/valid loss 2.401 accuracy 0.4120 (57 batches, 3.1 s)
 
 On a terminal the figures of training are below the bar, and only the other lines scroll.
-
-The log never waits for the step just dispatched: it reads the metrics of a step after a few more have been dispatched,
-so that the devices always have work. Reading them also bounds how far the host runs ahead.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TextIO
+from collections.abc import Mapping
+from typing import TextIO
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from praxis_lite.call import Summary
-from praxis_lite.inputs.rows import Struct
-from praxis_lite.records.figures import digits, short_number
-from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
-from praxis_lite.runtime.nonfinite import SkippedSteps
-from praxis_lite.runtime.throughput import Rates, StartupTimes, Throughput, peak_flops
-from praxis_lite.runtime.trouble import TroubleWatch
-from praxis_lite.training.flops import model_flops
-from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.figures import digits, short_number
+from praxis_lite.runtime.throughput import Rates
 
 # Metrics in a training line and their names there; the others are in the summaries only.
 _TRAIN_COLUMNS = {'loss': 'loss', 'learning_rate': 'lr', 'grad_norm': 'grad_norm'}
@@ -102,8 +90,12 @@ class LiveConsole(Console):
 
 
 def make_console(total_steps: int, *, first_step: int = 0, enabled: bool = True) -> Console:
-  """Returns the console for standard output: live on a terminal, plain in a pipe, silent if not `enabled`."""
-  if enabled and sys.stdout.isatty():
+  """Returns the console for standard output: live on a terminal, plain in a pipe, silent if not `enabled`.
+
+  That of one of several processes is plain: `mpirun` and others lay their outputs side by side, line by line, and give
+  each what looks like a terminal.
+  """
+  if enabled and sys.stdout.isatty() and jax.process_count() == 1:
     return LiveConsole(total_steps, first_step=first_step)
   return Console(total_steps, enabled=enabled)
 
@@ -141,103 +133,3 @@ def _format(name: str, value: ArrayLike) -> str:
   if name == 'loss' and abs(number) < 1000:
     return f'{number:.3f}' if abs(number) >= 0.1 or number == 0 else digits(number, 3)
   return digits(number, 2 if abs(number) < 9.95 else 3)
-
-
-class _Step(NamedTuple):
-  number: int
-  metrics: dict[str, tuple[jax.Array, jax.Array]]
-  summaries: dict[str, Summary]
-
-
-class TrainLog:
-  """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
-
-  Of steps that are skipped in a row, the console shows the first one, and then only how many there are.
-
-  Args:
-    partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
-    console, writer: receive the logged steps.
-    startup: reported with the first step of this process.
-    first_step: steps taken before.
-    more: returns further figures for the summaries of a step.
-    trouble: is told of steps that were not finite, and of losses where it needs them.
-
-  Attributes:
-    skipped: the steps skipped in a row until now, of those that were looked at.
-  """
-
-  def __init__(
-    self,
-    partitioned: PartitionedTask,
-    batch_struct: Struct,
-    console: Console,
-    writer: SummaryWriter,
-    startup: StartupTimes,
-    *,
-    first_step: int,
-    more: Callable[[], Mapping[str, float]] = dict,
-    trouble: TroubleWatch | None = None,
-  ):
-    settings = partitioned.jax_task.train
-    self._interval: int = settings.log_interval_steps
-    self._last_step: int = settings.num_train_steps
-    self._console = console
-    self._writer = writer
-    self._startup = startup
-    self._first_step = first_step
-    self._more = more
-    self._trouble = trouble
-    raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
-    self.skipped = SkippedSteps(
-      first_step, settings.max_skipped_steps, raises, console.line, trouble.not_finite if trouble else None
-    )
-    self._in_flight: deque[_Step] = deque()
-    self._throughput = Throughput(
-      batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
-    )
-
-  def add(self, step: int, out: TrainStepOutput) -> None:
-    """Takes the outputs of a step that has just been dispatched; `step` counts it.
-
-    Raises NonFiniteError if an earlier step was not finite and the learner is set to raise.
-    """
-    self._in_flight.append(_Step(step, out.mean_metrics, out.summaries if self._is_logged(step) else {}))
-    if step == self._first_step + 1:
-      jax.block_until_ready(out.weighted_loss)
-      self._startup.mark('first step')
-      self._console.line(self._startup.report())
-      self.drain()
-      self.restart_clock(step)
-    self._look_at_all_but(MAX_STEPS_IN_FLIGHT)
-
-  def drain(self) -> None:
-    """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
-    self._look_at_all_but(0)
-
-  def restart_clock(self, step: int) -> None:
-    """Excludes the time since the last step, of an evaluation or a save, from the speeds; call after `drain`."""
-    self._throughput.restart(step)
-
-  def _is_logged(self, step: int) -> bool:
-    return step % self._interval == 0 or step in (self._first_step + 1, self._last_step)
-
-  def _look_at_all_but(self, count: int) -> None:
-    while len(self._in_flight) > count:
-      step, means, summaries = self._in_flight.popleft()
-      was_skipped = self.skipped.add(step, means)
-      if self._trouble is not None and self._trouble.needs_losses and not was_skipped:
-        self._trouble.add_loss(step, float(np.asarray(means['loss'][0])))
-      if self._is_logged(step):
-        metrics, rates = mean_values(means), self._throughput.rates(step)
-        metrics = {**metrics, **(rates.as_metrics() if rates else {}), **self._more()}
-        if was_skipped:
-          self._console.progress(step)
-        else:
-          self._console.train_step(step, metrics, rates)
-        self._writer.write(step, 'train', metrics, jax.device_get(summaries))
-
-
-def _model_flops(partitioned: PartitionedTask) -> float | None:
-  """Operations of a training step; None if a device's peak is unknown."""
-  # Counting needs a trace, so it is done only if the count will be compared to a peak.
-  return model_flops(partitioned) if all(map(peak_flops, partitioned.mesh.devices.flat)) else None

@@ -129,3 +129,12 @@ class ProfileOnSignal(Hook):
 
   def _ask(self, number: int, frame: FrameType | None) -> None:
     self._is_asked = True
+
+
+def make_profiler(steps: tuple[int, int] | None) -> ProfileSteps | ProfileOnSignal:
+  """Returns the one profiler of a run: of the steps from the first to the last, or, with None, of those after a signal.
+
+  Raises:
+    ConfigError: they are not the numbers of steps.
+  """
+  return ProfileOnSignal() if steps is None else ProfileSteps(ProfiledSteps.parse(steps))

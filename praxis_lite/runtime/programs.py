@@ -213,7 +213,6 @@ class Programs:
     stop: an interrupt ends a running program early.
     first_step: steps taken before this process; results that the writer already has for this step are not made again.
     results: what earlier processes have recorded; `metrics` begins with those of `first_step`.
-    on_result: is called with the split and metrics of each result.
   """
 
   def __init__(
@@ -225,9 +224,7 @@ class Programs:
     *,
     first_step: int,
     results: Sequence[EvalResult] = (),
-    on_result: Callable[[str, HostMetrics], object] = lambda split, metrics: None,
   ):
-    self._on_result = on_result
     self._console = console
     self._writer = writer
     self._stop = stop
@@ -237,8 +234,8 @@ class Programs:
       r.split: r.metrics for r in results if r.step == first_step and r.split in self._done_at
     }
 
-  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> None:
-    """Runs some of the programs, except those that have run at this step already."""
+  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> Iterator[EvalResult]:
+    """Runs some of the programs, except those that have run at this step already; yields each result, reported."""
     for program in programs:
       if self._done_at.get(program.split) == step:
         continue
@@ -249,4 +246,4 @@ class Programs:
       self.metrics[program.split] = result.metrics
       self._console.line(program.result_line(step, result))
       self._writer.write(step, program.split, result.metrics, result.summaries)
-      self._on_result(program.split, result.metrics)
+      yield EvalResult(step, program.split, result.metrics)

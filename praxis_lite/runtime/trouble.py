@@ -30,7 +30,7 @@ from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
 from praxis_lite.files import parse_json, replace_file
 from praxis_lite.hosts.distributed import is_primary_process
-from praxis_lite.task import LossSpikeParams, TrainParams
+from praxis_lite.task import LossSpikeParams, SingleTask
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 _MOST_RECORDED = 1000
@@ -131,8 +131,7 @@ class TroubleWatch:
 
   Args:
     directory: the run's directory.
-    settings: `task.train`, of which `learner` says what happens after a step that is not finite.
-    on_nonfinite: 'skip', 'raise', 'rollback' or 'ignore'.
+    task: the task that is trained, which says what happens then.
     first_step: steps taken before this process.
     describe: returns the names of the examples of a batch, from the state before it.
   """
@@ -140,14 +139,13 @@ class TroubleWatch:
   def __init__(
     self,
     directory: Path,
-    settings: TrainParams,
-    on_nonfinite: str,
+    task: SingleTask,
     first_step: int,
     describe: Callable[[InputState], Sequence[str]] = lambda state: [],
   ):
     self._directory = directory
-    self._settings = settings.loss_spike
-    self._on_nonfinite = on_nonfinite
+    self._settings: LossSpikeParams = task.train.loss_spike
+    self._on_nonfinite: str = task.learner.on_nonfinite
     self._describe = describe
     self._spikes = LossSpikes(self._settings) if self._settings.factor is not None else None
     self._batches: dict[int, InputState] = {}

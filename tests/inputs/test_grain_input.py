@@ -84,6 +84,17 @@ def test_the_same_table_is_in_the_same_order_in_any_format(files, name):
     np.testing.assert_array_equal(next(source)['label'], next(other)['label'])
 
 
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+  file = tmp_path / 'rows.arrow'
+  for value in (1, 2):
+    table = pa.table({'x': [value, value]})
+    with pa.OSFile(f'{file}.new', 'wb') as sink, pa.ipc.new_file(sink, table.schema) as writer:
+      writer.write_table(table)
+    os.replace(f'{file}.new', file)
+    data = TableInput(path=str(file), batch_size=2, features={'x': Config(Feature, dtype='int32')})
+    np.testing.assert_array_equal(next(data)['x'], [value, value])
+
+
 def test_shuffling_mixes_the_rows_of_several_groups(files):
   alone, mixed = (
     next(_config(files, 'rows.parquet', is_training=True, batch_size=8, mixed_groups=n).instantiate())['label'] + 10

@@ -41,6 +41,7 @@ def test_scales_follow_the_size_of_the_arrays(factor):
   exact = jnp.tensordot(X, W, axes=2)
   assert relative_error(fp8_tensordot(factor * X, W, 2) / factor, exact) < 0.05
   assert not jnp.any(fp8_tensordot(0 * X, W, 2))
+  assert jnp.all(jnp.isfinite(fp8_tensordot(1e-37 * X, W, 2)))  # Their scale is less than any normal number.
   assert jnp.all(jnp.isnan(fp8_tensordot(X.at[0, 0, 0].set(jnp.nan), W, 2)[0]))  # So that the step is skipped.
 
 

@@ -159,6 +159,21 @@ def test_a_stage_may_repeat_a_layer():
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+class Counting(Layer):
+  """Passes a pair of arrays on."""
+
+  def __call__(self, x):
+    y, count = x
+    return 2 * y, count + 1
+
+
+def test_layers_may_pass_on_a_tuple():
+  layer = pipelined(4, 2, 2, sub={}).set(layers_tpl=Config(Counting)).instantiate()
+  y, count = layer.apply({}, (normal(3, D), jnp.zeros(3, jnp.int32)))[0]
+  np.testing.assert_array_equal(y, 16 * normal(3, D))
+  np.testing.assert_array_equal(count, [4, 4, 4])
+
+
 @pytest.mark.parametrize('R', [1, 2])
 def test_caches_go_through_the_stages(R):
   L, x = 6, normal(3, 2, D)

@@ -204,6 +204,14 @@ def test_explicit_collectives_take_bfloat16_and_refuse_int8():
     _ = PartitionedTask(task(moments='int8', **fields).instantiate(), data().batch_struct()).execution
 
 
+def test_an_optimizer_that_needs_no_variables_is_updated_without_them():
+  optimizer = compressed(optax.with_extra_args_support(optax.scale_by_adam()), 'bfloat16')
+  variables = {'w': jnp.ones((2, 2))}
+  state = optimizer.init(variables)
+  for with_them, without in zip(optimizer.update(variables, state, variables), optimizer.update(variables, state)):
+    jax.tree.map(np.testing.assert_array_equal, with_them, without)
+
+
 def test_unknown_moments_are_refused():
   with pytest.raises(ConfigError, match=r"learner.moments: expected 'float32', 'bfloat16' or 'int8', got 'int4'"):
     Config(Learner, moments='int4').instantiate()

@@ -17,7 +17,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers.dropout import Dropout
 from praxis_lite.layers.softmax import FullSoftmax
 from praxis_lite.layers.transformer import TransformerBlock
-from praxis_lite.models import set_sharding, transformer_lm
+from praxis_lite.models import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.partitioning.specs import to_partition_spec
@@ -254,6 +254,20 @@ def test_sizes_are_set_in_one_place():
     p.instantiate()
   p.num_layers = None
   assert p.instantiate().lm.num_layers == 3
+
+
+def test_a_pipeline_keeps_what_is_set_on_the_scan_over_blocks():
+  scan = config()
+  fields = {'remat': 'save_names', 'remat_offload_names': ('context',), 'fprop_dtype': 'bfloat16', 'unroll': 2}
+  scan.lm_tpl.transformer_tpl.set(**fields)
+  scan.lm_tpl.transformer_tpl.weight_split_dims_mapping.stack = ('data',)
+  stages = set_pipeline(scan.clone(), num_stages=2, num_microbatches=2).lm_tpl.transformer_tpl
+  assert {name: getattr(stages, name) for name in fields} == fields
+  assert stages.layers_tpl == scan.lm_tpl.transformer_tpl.layers_tpl
+  assert stages.weight_split_dims_mapping.stages == ('stage',)
+  scan.lm_tpl.transformer_tpl.sliding_windows = (4, None)
+  with pytest.raises(ConfigError, match='sliding_windows makes blocks of several kinds'):
+    set_pipeline(scan, num_stages=2, num_microbatches=2)
 
 
 def test_contradictions_are_named():

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from praxis_lite.records.figures import short_number
+from praxis_lite.figures import short_number
 from praxis_lite.runtime.console import Console, LiveConsole, metrics_line, train_line
 from praxis_lite.runtime.throughput import Rates
 
@@ -61,7 +61,7 @@ def test_an_evaluation_line_has_the_loss_first_and_leaves_arrays_out():
     (9000, '9.00k'),
     (50321, '50.3k'),
     (2.5e6, '2.50M'),
-    (3e9, '3.00G'),
+    (3e9, '3.00B'),
   ],
 )
 def test_short_numbers_keep_their_digits(value, text):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pathlib
 import resource
 import signal
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +17,9 @@ from small_states import layout_on, random_state
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.errors import UserError
 from praxis_lite.records.metrics import SummaryWriter
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+from tools.faults.comparison import curves_of
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +97,7 @@ def test_metrics_that_cannot_be_written_are_kept_and_told_of_once(tmp_path):
     lost = SummaryWriter(tmp_path / 'lost')
     for step in range(1, 100):
       lost.write(step, 'train', {'loss': np.float64(step)})
+    unwritten = lost.unwritten
     with pytest.raises(UserError, match=rf'metrics cannot be written to {tmp_path}/lost: File too large'):
       lost.close()
   finally:
@@ -104,6 +111,14 @@ def test_metrics_that_cannot_be_written_are_kept_and_told_of_once(tmp_path):
   assert [json.loads(line)['step'] for line in lines] == list(range(1, 101))
   (events,) = (tmp_path / 'summaries' / 'train').iterdir()
   assert steps_of_events(events) == list(range(1, 101))
+  # A run that goes on from a copy of step 90 has taken along what the disk had not.
+  with contextlib.closing(SummaryWriter(tmp_path / 'lost', resumed_step=90, lost=unwritten)) as resumed:
+    assert resumed.unwritten == () and resumed.was_written('train')
+    resumed.write(91, 'train', {'loss': 91.0})
+  written = map(json.loads, (tmp_path / 'lost' / 'metrics.jsonl').read_text().splitlines())
+  assert [(line['step'], line['metrics']['loss']) for line in written] == [(n, float(n)) for n in range(1, 92)]
+  curve = curves_of(tmp_path / 'lost' / 'summaries')['train:loss']
+  assert curve == [(n, struct.pack('f', n)) for n in range(1, 92)]
 
 
 def steps_of_events(path):

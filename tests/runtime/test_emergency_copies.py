@@ -40,7 +40,7 @@ def written(disk, layout, *steps, checkpoint=0, others=()):
   """Writes copies, whose arrays are drawn from their steps, as a process does that is then killed."""
   copies = opened(disk, layout, *others)
   for step in steps:
-    copies.write(step, random_state(layout, step, step), {**POSITION, 'of': step}, checkpoint)
+    copies.write(step, random_state(layout, step, step), {**POSITION, 'of': step}, checkpoint, [{'step': step}])
   copies.settle()
   return {int(file.name.split('.')[0]): file for file in disk.rglob('*.0')}
 
@@ -53,6 +53,7 @@ def bits(state):
 def test_the_newest_is_read_as_it_was_written_with_the_position_in_the_data(disk, layout):
   assert list(written(disk, layout, 2, 4, 6)) == [6]
   copy, note = opened(disk, layout).newest(4)
+  assert copy.metrics == [{'step': 6}]
   assert (copy.step, copy.input_state, note) == (6, {**POSITION, 'of': 6}, '')
   restored = copy.restore(layout.shapes)
   assert jax.tree.structure(restored) == jax.tree.structure(layout.shapes)

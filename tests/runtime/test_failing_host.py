@@ -21,7 +21,7 @@ import jax, jax.numpy as jnp
 from small_states import layout_on
 from praxis_lite.checkpoints import Checkpointer, checkpointer
 from praxis_lite.checkpoints.emergency import EmergencyCopies
-from praxis_lite.runtime.saving import Saving
+from praxis_lite.runtime.loop.saving import Saving
 directory, is_second = sys.argv[3], sys.argv[2] == '1'
 layout = layout_on(2, rows=200)  # What is shorter is stored inside of an index, which both read.
 def state_of(step):

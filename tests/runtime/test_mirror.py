@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -230,6 +231,23 @@ def test_the_best_checkpoint_comes_too(url, undisturbed, tmp_path):
   assert steps(url) == [6, 8]
   Mirror(url, tmp_path / 'new').fetch()
   assert saved_steps(tmp_path / 'new') == [6, 8]
+
+
+def test_what_is_removed_meanwhile_does_not_matter(url, tmp_path, monkeypatch):
+  for name in ('run.json', 'summaries/train/events', 'checkpoints/3/about/metadata'):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(name)
+  (tmp_path / 'link').symlink_to(tmp_path / 'run.json')
+  scandir = os.scandir
+
+  def removed(path='.'):
+    if 'checkpoints' in os.fspath(path):
+      raise FileNotFoundError(path)
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', removed)
+  RemoteRun(ObjectStore(url)).upload_files(tmp_path)
+  assert objects(url) == {'run.json': b'run.json', 'summaries/train/events': b'summaries/train/events'}
 
 
 def test_names_lead_to_no_other_directory(stored, tmp_path):

@@ -56,6 +56,9 @@ def test_an_address_is_a_notice_when_its_answer_is_one():
 
   class Metadata(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+      if self.path == '/garbage':
+        self.wfile.write(b'garbage\r\n\r\n')
+        return
       code, text = answers[int(self.path.strip('/'))]
       self.send_response(code if self.headers['Metadata-Flavor'] == 'Google' else 403)
       self.end_headers()
@@ -68,8 +71,9 @@ def test_an_address_is_a_notice_when_its_answer_is_one():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f'http://localhost:{server.server_port}'
     assert [_is_noticed(f'{address}/{i}') for i in range(5)] == [False, True, False, True, False]
+    assert not _is_noticed(f'{address}/garbage')
     server.shutdown()
-  assert not _is_noticed(address) and not _is_noticed(None)
+  assert not _is_noticed(address) and not _is_noticed(None) and not _is_noticed('http://local host')
 
 
 def test_a_grace_period_must_be_one(tmp_path):

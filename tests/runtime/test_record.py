@@ -16,7 +16,7 @@ from praxis_lite.config.text import to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import configure
-from praxis_lite.records.record import read_record, recorded_seed, write_record
+from praxis_lite.records.record import first_launch, read_record, recorded_seed, write_record
 from praxis_lite.runtime import run_train
 
 
@@ -162,3 +162,8 @@ def test_the_config_of_a_record_builds_the_model(tmp_path):
   record = read_record(tmp_path)
   assert isinstance(record.config.task.instantiate().model, TinyModel)
   assert json.loads((tmp_path / 'run.json').read_text())['format'] == 1
+
+
+@pytest.mark.parametrize('data', [b'', b'[]', b'{"launches": []}', b'{"launches": [{"started": 1%s}]}' % (b'0' * 400)])
+def test_a_record_that_does_not_say_when_its_run_was_started(data):
+  assert first_launch(data) is None

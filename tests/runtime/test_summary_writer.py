@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,19 @@ def test_event_files_hold_the_same_numbers(tmp_path):
   writer.close()
   scalars = [(v.tag, e.step, v.simple_value) for e in read_events(tmp_path, 'train') for v in e.summary.value]
   assert scalars == [('loss', 10, 2.5), ('loss', 20, 1.5)]
+
+
+def test_a_clock_that_is_set_back_by_months_stops_nothing(tmp_path, monkeypatch):
+  threads = threading.active_count()
+  writer, now = SummaryWriter(tmp_path), time.time
+  writer.write(1, 'train', {'loss': 2.5})
+  monkeypatch.setattr(time, 'time', lambda: now() - 200 * 86400)
+  for step in range(2, 30):
+    writer.write(step, 'train', {'loss': 2.5})
+  assert threading.active_count() == threads
+  # What was reported is there, whatever becomes of this process.
+  assert [e.step for e in read_events(tmp_path, 'train') for _ in e.summary.value] == [*range(1, 30)]
+  writer.close()
 
 
 def test_arrays_over_layers_become_one_scalar_each():

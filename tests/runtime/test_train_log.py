@@ -12,8 +12,7 @@ from tiny_runs import TinyModel
 from praxis_lite.config import Config
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
-from praxis_lite.runtime import console
-from praxis_lite.runtime.console import TrainLog
+from praxis_lite.runtime.loop.train_log import MAX_STEPS_IN_FLIGHT, TrainLog
 from praxis_lite.runtime.nonfinite import SKIPPED, Hints, NonFiniteError, hints_in
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.training.steps import TrainStepOutput
@@ -82,8 +81,8 @@ def test_the_host_never_waits_for_the_steps_it_has_just_dispatched(interval):
   log.add(1, output(1, waited))  # the first step is waited for, to say how long starting took
   for step in range(2, 40):
     log.add(step, output(step, waited))
-    assert max(waited) <= max(step - console.MAX_STEPS_IN_FLIGHT, 1)
-    assert step - max(waited) <= console.MAX_STEPS_IN_FLIGHT  # nor does it run ahead without bound
+    assert max(waited) <= max(step - MAX_STEPS_IN_FLIGHT, 1)
+    assert step - max(waited) <= MAX_STEPS_IN_FLIGHT  # nor does it run ahead without bound
 
 
 def test_lines_come_at_the_interval_and_for_the_first_and_the_last_step():

@@ -15,7 +15,7 @@ from tiny_runs import open_gate, tiny_run
 
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.cli.main import main
-from praxis_lite.records.figures import duration
+from praxis_lite.figures import duration
 from praxis_lite.records.goodput import Goodput, SlowSteps, goodput_line, seconds_of
 from praxis_lite.records.heartbeat import Heartbeat, life, read_heartbeats
 from praxis_lite.records.status import status_of

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from praxis_lite.checkpoints.contents import sealed
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.files import parse_json
 from praxis_lite.hf.files import read_folder
+from praxis_lite.records.heartbeat import Heartbeat
 from praxis_lite.records.metrics import metric_lines
-from tools.fuzz.parsers import PARSERS
+from tools.fuzz.parsers import PARSERS, _snapshot_text
 from tools.fuzz_parsers import Guard, fuzz, run_case
+
+_COPY = {'mesh': {}, 'processes': 1, 'variables': {}, 'step': 3, 'checkpoint': 0, 'input_state': None, 'metrics': []}
 
 
 @pytest.fixture(scope='module')
@@ -37,6 +43,9 @@ def test_bad_input_of_every_parser_is_an_error_of_one_line(guard):
     ('metrics.jsonl', b'{"step": 1e3, "split": "train", "metrics": []}\n{"step": %d, "split": "a"}' % 10**40),
     ('checkpoint metadata', b'{"variables": {"w": 1}}'),
     ('checkpoint metadata', b'{"variables": {"w": {"shape": [1], "dtype": "O"}}}'),
+    ('checkpoint metadata', b'{"format": 1, "variables": {"w": {"shape": [1], "dtype": ",at"}}}'),
+    ('heartbeat', json.dumps({**dataclasses.asdict(Heartbeat()), 'time': None}).encode()),
+    ('snapshot of a plan', re.sub('(each device\n +)', r'\1-', _snapshot_text())),
     ('best.json', b'{"step": [2], "metric": "a", "mode": "min", "value": {}}'),
     ('vocabulary.json', b'[1]'),
     ('arrays', {'x': [[1.0], [1.0, 2.0]]}),
@@ -48,8 +57,10 @@ def test_bad_input_of_every_parser_is_an_error_of_one_line(guard):
     ('safetensors', b'\x20' + bytes(7) + b'{"a": {"dtype": [], "shape": 1}}'),
     ('safetensors index', b'{"weight_map": {"a": 1}}'),
     ('calibration', b'{"cpu": {"compute": "fast"}}'),
+    ('records', b'\n\x0d\n\x0b\n\x01x\x12\x06\x12\x04\n\x02\x00\x01'),  # Two bytes of floats.
+    ('emergency copy', json.dumps(sealed({**_COPY, 'shards': [['w', [[0, 2**44]], 'int8', 0]]})).encode() + b'\n'),
   ],
-  ids=lambda value: value if isinstance(value, str) else '',
+  ids=lambda value: value if isinstance(value, str) and len(value) < 30 else '',
 )
 def test_what_was_found(parser, case, guard, tmp_path):
   assert run_case(parser, case, tmp_path, guard) == ''

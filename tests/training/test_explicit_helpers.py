@@ -28,6 +28,7 @@ from praxis_lite.partitioning.explicit import ShardedParam
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.task import SingleTask
 from praxis_lite.weighted import mean_over_devices
+from praxis_lite.weights import WeightHParamsCollection
 
 RNG = np.random.default_rng(0)
 
@@ -212,13 +213,14 @@ class TwoLayers(Layer):
   """A column and a row parallel layer."""
 
   hidden_dims: int = 12
+  axis: str = 'mdl'
 
   def setup(self):
     linear = Config(TensorParallelLinear, use_bias=True)
     up = linear.clone(input_dims=16, output_dims=self.hidden_dims, parallel='column')
-    up.weight_split_dims_mapping.wt = (None, 'mdl')
+    up.weight_split_dims_mapping.wt = (None, self.axis)
     down = linear.clone(input_dims=self.hidden_dims, output_dims=10, parallel='row')
-    down.weight_split_dims_mapping.wt = ('mdl', None)
+    down.weight_split_dims_mapping.wt = (self.axis, None)
     self.create_child('up', up)
     self.create_child('down', down)
 
@@ -254,9 +256,10 @@ def test_tensor_parallel_layers_train_as_under_compiler_placement(strategy):
   assert explicit_state.mdl_vars['network']['up']['w'].addressable_shards[0].data.shape == (16, 3)
 
 
-def test_a_pair_of_tensor_parallel_layers_takes_one_all_reduce_forward():
+@pytest.mark.parametrize('names', [{}, {'axis': 'wide', 'logical_axis_rules': (('wide', 'mdl'),)}])
+def test_a_pair_of_tensor_parallel_layers_takes_one_all_reduce_forward(names):
   mesh = jax.make_mesh((4,), ('mdl',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-  layer = Config(TwoLayers, mesh_axis_names=('mdl',)).instantiate()
+  layer = Config(TwoLayers, mesh_axis_names=('mdl',), **names).instantiate()
   variables = layer.init(jax.random.key(0))
   specs = {'up': {'w': P(None, 'mdl'), 'b': P('mdl')}, 'down': {'w': P('mdl', None), 'b': P()}}
   fn = jax.shard_map(
@@ -271,7 +274,13 @@ def test_a_pair_of_tensor_parallel_layers_takes_one_all_reduce_forward():
 def test_tensor_parallel_layers_say_what_does_not_fit():
   with pytest.raises(ConfigError, match=r'network.down.w.*\(13, 10\) does not divide'):
     partitioned(tensor_parallel_task('shard_map', hidden_dims=13), class_batch(8)).train_step  # noqa: B018
-  wrong = Config(TensorParallelLinear, input_dims=4, output_dims=4, parallel='row')
+  wrong = Config(TensorParallelLinear, input_dims=4, output_dims=4, parallel='row', mesh_axis_names=('x', 'y'))
+  wrong.weight_split_dims_mapping.wt = ('wide', None)
+  with pytest.raises(ShardingError, match='is split over one mesh axis'):
+    wrong.clone(logical_axis_rules=(('wide', ('x', 'y')),)).instantiate()
+  whole = wrong.clone(logical_axis_rules=(('wide', None),)).instantiate().abstract_init()['w']
+  assert WeightHParamsCollection.KEEP_SPLIT not in whole.collections
+  wrong.mesh_axis_names = None
   wrong.weight_split_dims_mapping.wt = (None, 'mdl')
   with pytest.raises(ShardingError, match=r"does not fit a row parallel layer.*\('mdl', None\)"):
     wrong.instantiate()

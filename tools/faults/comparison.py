@@ -41,7 +41,7 @@ def results_of(directory: Path) -> Results:
   newest = [c for c in checkpoints_at(directory) if not c.is_set_aside][-1]
   stored = stored_arrays(str(newest.folder / 'state'), dict.fromkeys(newest.variables()))
   arrays = {name: np.asarray(a.read(whole(a.shape))).tobytes() for name, a in stored.items()}
-  return Results(newest.step, arrays, _lines(directory / 'metrics.jsonl'), _curves(directory / 'summaries'))
+  return Results(newest.step, arrays, _lines(directory / 'metrics.jsonl'), curves_of(directory / 'summaries'))
 
 
 def differences(ours: Results, expected: Results, *, lost_before: int | None = None) -> list[str]:
@@ -84,7 +84,7 @@ def _lines(path: Path) -> list[Line]:
   return lines
 
 
-def _curves(folder: Path) -> Curves:
+def curves_of(folder: Path) -> Curves:
   """Reads event files as TensorBoard does: in the order of their names; a start drops what is there from its step."""
   from tensorboardX.proto import event_pb2
 

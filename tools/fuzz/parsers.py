@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from praxis_lite import registry
 from praxis_lite.checkpoints.best import BestRecord
 from praxis_lite.checkpoints.contents import check_same_model, read_record, sealed
+from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.checkpoints.object_store import ObjectStore
 from praxis_lite.checkpoints.remote import RemoteRun
 from praxis_lite.checkpoints.stored import best_step
@@ -44,6 +46,7 @@ from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.records.status import status_of
 from praxis_lite.runtime.trouble import Trouble, go_back, left_out, read_troubles
 from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.training.state import TrainState
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
 
 Draw = Callable[[np.random.Generator], Any]
@@ -375,6 +378,55 @@ def _troubles(data: bytes, folder: Path) -> None:
     raise AssertionError('what happened last is not on record')
 
 
+@functools.cache
+def _state() -> TrainState:
+  return TrainState(jax.numpy.int32(3), {'w': jax.numpy.ones((2, 3))}, {'m': jax.numpy.zeros(3)})
+
+
+def _copies(folder: Path) -> tuple[EmergencyCopies, TrainState]:
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on_one_device()), _state())
+  (folder / 'emergency_copies.json').write_text('{"lineage": 1}')
+  return EmergencyCopies(folder, [str(folder)], shapes, shapes), shapes
+
+
+@functools.cache
+def _on_one_device() -> jax.sharding.NamedSharding:
+  return jax.sharding.NamedSharding(jax.make_mesh((1,), ('data',)), jax.sharding.PartitionSpec())
+
+
+def _file_of_copy(folder: Path) -> Path:
+  (home,) = (file for file in folder.glob('praxis_lite-*/*/1') if file.is_dir())
+  return home / '3.0'
+
+
+@functools.cache
+def _copy() -> tuple[dict[str, Any], bytes]:
+  """The header of an emergency copy, without its checksum, and the bytes after it."""
+  with tempfile.TemporaryDirectory() as name:
+    copies, _ = _copies(Path(name))
+    copies.write(3, jax.device_put(_state(), _on_one_device()), _input().get_state(), 0)
+    copies.close()
+    header, _, data = _file_of_copy(Path(name)).read_bytes().partition(b'\n')
+  return {key: value for key, value in json.loads(header).items() if key != 'checksum'}, data
+
+
+def _draw_copy(rng: np.random.Generator) -> bytes:
+  header, data = _copy()
+  if rng.random() < 0.2:
+    return mutated_bytes(json.dumps(sealed(header)).encode() + b'\n' + data, rng)
+  changed = mutated_json(header, rng)  # With a checksum that is right.
+  return json.dumps(sealed(changed) if isinstance(changed, dict) else changed).encode() + b'\n' + data
+
+
+def _emergency_copy(data: bytes, folder: Path) -> None:
+  copies, shapes = _copies(folder)
+  _file_of_copy(folder).write_bytes(data)
+  copy, _ = copies.newest(0)
+  if copy is not None:
+    _input_state(copy.input_state, folder)
+    jax.block_until_ready(copy.restore(shapes))
+
+
 def _json_of(value: Callable[[], Any] | Any) -> Draw:
   return lambda rng: mutated_json_text(value() if callable(value) else value, rng)
 
@@ -412,4 +464,5 @@ PARSERS: dict[str, Parser] = {
   'snapshot of a plan': Parser(lambda rng: mutated_text(_snapshot_text(), rng), _snapshot, 4),
   'heartbeat': Parser(_json_of(dataclasses.asdict(Heartbeat(host='a', step=3, total_steps=9))), _heartbeat, 4),
   'trouble.jsonl': Parser(_json_of(_TROUBLE), _troubles, 4),
+  'emergency copy': Parser(_draw_copy, _emergency_copy, 2),
 }

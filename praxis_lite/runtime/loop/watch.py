@@ -1,4 +1,4 @@
-"""What a run knows of itself while it trains: activities, heartbeats, slow steps, input that it waits for, memory."""
+"""What a run knows of itself while it trains: activities, heartbeats, slow steps, memory."""
 
 from __future__ import annotations
 
@@ -6,39 +6,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Self
 
 import jax
 
 from praxis_lite.errors import first_line
-from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.records.goodput import Goodput, SlowSteps, goodput_line, shares
 from praxis_lite.records.heartbeat import Heartbeat, HeartbeatFile, identity, read_heartbeats
-from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.records.record import has_record
-from praxis_lite.runtime.hooks import Hook, Run
-
-_POLL_SECONDS = 0.005
-_LOOK_SECONDS = 0.2
-_LONG_WAIT_SECONDS = 30.0
-_MOST_BAD_RECORDS = 10
-
-
-class BadRecordLines(Hook):
-  """Prints which records of the training input were left out: the first ones, and then how many there are."""
-
-  def __init__(self, data: BaseInput):
-    self._data = data
-    self._told = 0
-
-  def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
-    bad = self._data.bad_records
-    if len(bad) > self._told:
-      for record in bad[self._told : _MOST_BAD_RECORDS]:
-        run.line(f'{self._data.label}: left out {record}')
-      if len(bad) > _MOST_BAD_RECORDS:
-        run.line(f'{self._data.label}: left out {len(bad)} bad records; the last is {bad[-1]}')
-      self._told = len(bad)
 
 
 class Watch:
@@ -49,13 +24,12 @@ class Watch:
 
   Attributes:
     goodput: on what the time is spent.
-    line: prints a line; set once there is a console.
     ended_by: how the run ended, set at its end.
   """
 
   def __init__(self, directory: Path):
     self.goodput = Goodput()
-    self.line: Callable[[str], object] = lambda text: None
+    self._line: Callable[[str], object] = lambda text: None
     self.ended_by = ''
     self._directory = directory
     self._earlier = next(iter(read_heartbeats(directory)), None)
@@ -82,7 +56,7 @@ class Watch:
 
   def begin(self, step: int, total_steps: int, slow_step_factor: float | None, line: Callable[[str], object]) -> None:
     """Says where the run starts. Time until then, in this process, is of the start."""
-    self._step, self._total, self.line = step, total_steps, line
+    self._step, self._total, self._line = step, total_steps, line
     self._slow = SlowSteps(slow_step_factor)
     if self._earlier is not None:
       self.goodput.resume(self._earlier.goodput, step)
@@ -94,31 +68,6 @@ class Watch:
     self.goodput.train()
     self._last = self._shown = self.goodput.seconds()
 
-  def wait_for_input(self, batches: PrefetchIterator[Any], last: jax.Array | None, stops: Callable[[], bool]) -> bool:
-    """Waits until there is a batch, or the end of the input; returns False if `stops()` became true before.
-
-    Args:
-      last: an output of the last step. Until it is computed, the devices do not wait for input.
-    """
-    while not batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):
-      if _is_computed(last):
-        break
-    else:
-      return True
-    started, told = time.monotonic(), False
-    with self.goodput.doing('waiting'):
-      while not batches.wait(_LOOK_SECONDS):
-        if stops():
-          return False
-        if not told and time.monotonic() - started > _LONG_WAIT_SECONDS:
-          told = True
-          self.line(
-            f'step {self._step}: waiting for input for {_LONG_WAIT_SECONDS:.0f} s; the run goes on when it comes'
-          )
-    if told:
-      self.line(f'step {self._step}: the input is there again, after {time.monotonic() - started:.0f} s')
-    return True
-
   def took(self, step: int) -> None:
     """Says that a step was dispatched, and those a few before it computed."""
     self._step, before, now = step, self._last, self.goodput.seconds()
@@ -128,7 +77,7 @@ class Watch:
     self._rate = 1 / max(seconds, 1e-9) if not self._rate else 1 / (0.9 / self._rate + 0.1 * seconds)
     slow = self._slow.add(step, seconds, waited)
     if slow is not None:
-      self.line(slow)
+      self._line(slow)
 
   def saves(self, step: int, *, is_copy: bool) -> None:
     """Says that a save of `step`, or an emergency copy, has begun."""
@@ -174,10 +123,6 @@ class Watch:
       memory=self._memory,
       ended=self.ended_by,
     )
-
-
-def _is_computed(x: jax.Array | None) -> bool:
-  return x is None or bool(cast(Any, x).is_ready())
 
 
 def memory_peaks() -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 
 def short_number(value: float) -> str:
-  """Returns a number with three digits: 0.123, 12.3, 50.0k, 1.23M."""
-  for size, suffix in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
+  """Returns a number with three digits: 0.123, 12.3, 50.0k, 1.23M, 1.23B."""
+  for size, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
     if value >= 0.9995 * size:
       return f'{digits(value / size, 3)}{suffix}'
   return digits(value, 3)
@@ -21,3 +21,20 @@ def duration(seconds: float) -> str:
   if seconds < 7200:
     return f'{seconds / 60:.0f} min'
   return f'{seconds / 3600:.1f} h' if seconds < 48 * 3600 else f'{seconds / 86400:.1f} d'
+
+
+def format_seconds(seconds: float) -> str:
+  """'1.23 s', '45.6 ms', '7.8 us'."""
+  for factor, unit in ((1.0, 's'), (1e3, 'ms')):
+    if seconds * factor >= 1:
+      return f'{seconds * factor:.3g} {unit}'
+  return f'{seconds * 1e6:.3g} us' if seconds else '0 s'
+
+
+def format_bytes(count: float) -> str:
+  """'1.5 MiB': four digits and a binary unit."""
+  for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
+    if count < 1024 or unit == 'TiB':
+      break
+    count /= 1024
+  return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.4g} {unit}'

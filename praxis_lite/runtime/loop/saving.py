@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.errors import CheckpointError
 from praxis_lite.training.state import TrainState
@@ -22,10 +23,18 @@ class Saving:
     checkpointer: saves, in the background.
     true_shapes: the shapes of the state without padding.
     line: prints a line.
+    copies: the emergency copies between checkpoints; None: there are none.
   """
 
-  def __init__(self, checkpointer: Checkpointer, true_shapes: TrainState, line: Callable[[str], object]):
+  def __init__(
+    self,
+    checkpointer: Checkpointer,
+    true_shapes: TrainState,
+    line: Callable[[str], object],
+    copies: EmergencyCopies | None = None,
+  ):
     self._checkpointer = checkpointer
+    self._copies = copies
     self._true_shapes = true_shapes
     self._line = line
     self._step = 0  # Of the last save, and whether it has not failed until now.
@@ -41,12 +50,25 @@ class Saving:
     self._stalled += time.perf_counter() - start
     return self._is_good
 
+  def copy(
+    self, step: int, state: TrainState, input_state: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]
+  ) -> None:
+    """Begins an emergency copy, with lines of metrics that the disk has not taken; reports the first that fails."""
+    if self._copies is not None:
+      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0, metrics)
+      if said:
+        self._line(said)
+
   def newly_complete(self) -> list[tuple[int, Path]]:
     """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
     return self._tolerated(self._checkpointer.newly_complete) or []
 
   def finish(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> None:
-    """Waits until this step is saved; tries again if that failed, and raises CheckpointError if it fails again."""
+    """Waits until this step is saved, and removes emergency copies.
+
+    Raises:
+      CheckpointError: saving it has failed, and again when it was tried again.
+    """
     self._tolerated(self._checkpointer.wait_until_complete)
     try:
       if not (self._step == step and self._is_good):
@@ -54,6 +76,8 @@ class Saving:
       self._checkpointer.wait()
     except CheckpointError as error:
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
+    if self._copies is not None:
+      self._copies.remove()
 
   def figures(self) -> dict[str, float]:
     """Returns the seconds for which saving has kept training waiting since the last call, for summaries."""

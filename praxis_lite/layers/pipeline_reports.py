@@ -1,0 +1,86 @@
+"""What the ticks of a pipeline report, and how that is combined over microbatches, and over devices with own rows.
+
+M microbatches, S stages, c layers in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from praxis_lite.call import Summary, summary_over_devices
+from praxis_lite.layers.pipeline_arrays import is_float
+from praxis_lite.partitioning.specs import axes_to_entry
+from praxis_lite.trees import NestedDict
+from praxis_lite.weighted import mean_of_means
+
+
+class Place(NamedTuple):
+  """What stages do at a tick, each an array [S], or [ticks, S]; or one entry of it.
+
+  Attributes:
+    stage, round: which layers.
+    microbatch: in [0, M), also in a bubble.
+    real: False in a bubble.
+  """
+
+  stage: jax.Array
+  round: jax.Array
+  microbatch: jax.Array
+  real: jax.Array
+
+
+class Reported(NamedTuple):
+  """What layers report, with leading dimensions for layers, stages and ticks."""
+
+  summaries: dict[str, Summary]
+  aux_losses: dict[str, tuple[jax.Array, jax.Array]]
+
+
+# What `Pipelined._ticks` returns: queue, other variables, caches, what stages did, and what layers report.
+AllTicks = tuple[Any, NestedDict, NestedDict, Place, Reported]
+
+
+def for_own_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Callable[..., AllTicks]:
+  """`Pipelined._ticks` in a `shard_map` over some axes, for each device's rows of each microbatch.
+
+  The gradient of what is the same on all devices, such as weights, is summed where it enters the `shard_map`.
+  """
+  if not axes:
+    return ticks
+
+  def mean(x: jax.Array) -> jax.Array:
+    return jax.lax.pmean(x, axes) if is_float(x) else x
+
+  def own(key: jax.Array | None, *arrays: Any) -> AllTicks:
+    key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
+    queue, others, caches, places, reported = ticks(key, *arrays)
+    aux = {name: _mean_over_devices(*aux, axes) for name, aux in reported.aux_losses.items()}
+    summaries = {name: summary_over_devices(summary, axes) for name, summary in reported.summaries.items()}
+    return queue, jax.tree.map(mean, others), caches, places, Reported(summaries, aux)
+
+  whole, rows = PartitionSpec(), axes_to_entry(axes)
+  of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
+  return jax.shard_map(
+    own,
+    in_specs=(whole, whole, whole, whole, of_queue, of_side),
+    out_specs=(of_queue, whole, whole, whole, whole),
+    axis_names={*axes},
+    check_vma=False,  # What is the same on all devices is so by construction.
+  )
+
+
+def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+  total, weight = jax.lax.pmean((value * weight, weight), axes)
+  return total / jnp.where(weight == 0, 1, weight), weight
+
+
+def mean_over_microbatches(values: jax.Array, weights: jax.Array, M: int) -> tuple[jax.Array, jax.Array]:
+  """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...]."""
+  values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))
+  mean, weight = mean_of_means(values, weights)
+  return mean, weight / M

@@ -1,0 +1,114 @@
+"""The training input as the loop reads it: batches on the mesh, waiting for them, and records that are left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import jax
+
+from praxis_lite.inputs import BaseInput, PrefetchIterator
+from praxis_lite.models import BaseModel
+from praxis_lite.records.goodput import Goodput
+from praxis_lite.records.metrics import DeviceMetrics
+from praxis_lite.runtime.hooks import Hook, Run
+from praxis_lite.runtime.loop.job import Job
+from praxis_lite.runtime.nonfinite import Hints, hints_in
+from praxis_lite.runtime.trouble import InputState, left_out, read_troubles
+from praxis_lite.trees import NestedDict
+
+_POLL_SECONDS = 0.005
+_LOOK_SECONDS = 0.2
+_LONG_WAIT_SECONDS = 30.0
+_MOST_BAD_RECORDS = 10
+
+
+class Feed:
+  """The batches of the training input, read ahead; a context manager, which begins to read when it is made.
+
+  Args:
+    job: has the training input, at its position.
+    goodput: is told of the time that devices wait for input.
+    line: prints a line.
+  """
+
+  def __init__(self, job: Job, goodput: Goodput, line: Callable[[str], object]):
+    self._data = job.train_input
+    skipped = left_out(read_troubles(job.directory))
+    self._batches = PrefetchIterator(job.train_input, job.partitioned.train_step.put_inputs, left_out=skipped)
+    self._batch: NestedDict | None = None
+    self._goodput = goodput
+    self._line = line
+
+  def wait(self, step: int, last: jax.Array, stops: Callable[[], bool]) -> bool:
+    """Waits until there is a batch, or the end of the input; returns False if `stops()` became true before.
+
+    Args:
+      step: number of steps taken.
+      last: an array that the last step computes. Until it is there, the devices do not wait for input.
+    """
+    while not self._batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):
+      if _is_computed(last):
+        break
+    else:
+      return True
+    started, told = time.monotonic(), False
+    with self._goodput.doing('waiting'):
+      while not self._batches.wait(_LOOK_SECONDS):
+        if stops():
+          return False
+        if not told and time.monotonic() - started > _LONG_WAIT_SECONDS:
+          told = True
+          self._line(f'step {step}: waiting for input for {_LONG_WAIT_SECONDS:.0f} s; the run goes on when it comes')
+    if told:
+      self._line(f'step {step}: the input is there again, after {time.monotonic() - started:.0f} s')
+    return True
+
+  def next(self) -> NestedDict | None:
+    """Returns the next batch, or None at the end of the input; raises what reading it has raised."""
+    self._batch = next(self._batches, None)
+    return self._batch
+
+  @property
+  def position(self) -> InputState:
+    """The state of the input after the last batch."""
+    return self._batches.get_state()
+
+  @property
+  def position_before(self) -> InputState:
+    """The state of the input from which the last batch was read."""
+    return self._batches.state_before
+
+  def hints(self, model: BaseModel) -> Hints:
+    """Returns what the last batch says of why its step was not finite; with several processes, nothing."""
+    if self._batch is None or jax.process_count() > 1:
+      return Hints()
+    return hints_in(jax.device_get(self._batch), self._data, model)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self._batches.close()
+
+
+def _is_computed(x: jax.Array) -> bool:
+  return bool(cast(Any, x).is_ready())
+
+
+class BadRecordLines(Hook):
+  """Prints which records of the training input were left out: the first ones, and then how many there are."""
+
+  def __init__(self, data: BaseInput):
+    self._data = data
+    self._told = 0
+
+  def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
+    bad = self._data.bad_records
+    if len(bad) > self._told:
+      for record in bad[self._told : _MOST_BAD_RECORDS]:
+        run.line(f'{self._data.label}: left out {record}')
+      if len(bad) > _MOST_BAD_RECORDS:
+        run.line(f'{self._data.label}: left out {len(bad)} bad records; the last is {bad[-1]}')
+      self._told = len(bad)
