@@ -21,11 +21,12 @@ import contextlib
 import contextvars
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from praxis_lite.errors import ConfigError
@@ -114,7 +115,21 @@ class Surroundings:
 
 def fold_in_path(key: jax.Array, path: Path) -> jax.Array:
   """Returns `key` folded with a stable hash of `path`: the same on every machine and in every run."""
-  return jax.random.fold_in(key, zlib.crc32('/'.join(path).encode()))
+  return jax.random.fold_in(key, _path_hash(path))
+
+
+def fold_in_paths(key: jax.Array, paths: Sequence[Path]) -> dict[Path, jax.Array]:
+  """Returns `fold_in_path(key, path)` for each path; in a program by one operation, as each takes long to compile."""
+  # Other generators may draw differently for several at a time.
+  together = isinstance(key, jax.core.Tracer) and jax.random.key_impl(key) == 'threefry2x32'
+  if not (paths and together):
+    return {path: fold_in_path(key, path) for path in paths}
+  hashes = np.array([_path_hash(path) for path in paths], np.uint32)
+  return dict(zip(paths, jax.vmap(jax.random.fold_in, (None, 0))(key, hashes)))
+
+
+def _path_hash(path: Path) -> int:
+  return zlib.crc32('/'.join(path).encode())
 
 
 @dataclasses.dataclass(eq=False)

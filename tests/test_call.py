@@ -132,3 +132,13 @@ def test_summaries_of_a_layer_used_twice_are_both_kept():
   frame.add_summary('a/s', Summary(jnp.ones(())))
   frame.absorb(('a',), side_outputs(summaries={'a/s': Summary(jnp.zeros(()))}))
   assert {name: float(s.value) for name, s in frame.summaries.items()} == {'a/s': 1.0, 'a/s_1': 0.0}
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg', 'unsafe_rbg'])
+@pytest.mark.parametrize('paths', [[], [('lm', 'w'), ('lm', 'softmax', 'w'), ('b',)]], ids=len)
+def test_keys_of_several_paths_are_those_of_each(impl, paths):
+  key = jax.random.key(3, impl=impl)
+  alone = [draws(call.fold_in_path(key, path)) for path in paths]
+  for fold in (call.fold_in_paths, jax.jit(call.fold_in_paths, static_argnums=1)):
+    keys = fold(key, tuple(paths))
+    assert [draws(keys[path]) for path in paths] == alone

@@ -39,10 +39,8 @@ _SIZES: dict[str, dict[str, Any]] = {
   '124m': {'vocab_size': 32_000, 'model_dims': 768, 'num_layers': 12, 'num_heads': 12, 'hidden_dims': 2048},
   '1b': {'vocab_size': 32_000, 'model_dims': 2048, 'num_layers': 20, 'num_heads': 16, 'hidden_dims': 5632},
 }
-# What the Hugging Face side is told: its own best, and, with --eager, what it does by default. On a CPU the best is
-# either one thread or all of them, which wait for each other in loops: with few rows, most of the time.
+# What the Hugging Face side is told: its own best, and, with --eager, what it does by default.
 _COMPILED = {'transformers, compiled': ['--cache=static', '--compile']}
-_ONE_THREAD = {'transformers, compiled, 1 thread': ['--cache=static', '--compile', '--threads=1']}
 _EAGER = {'transformers, eager': ['--cache=dynamic']}
 
 
@@ -160,6 +158,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--hf_python', help='interpreter of an environment with torch and transformers')
+  # Threads of torch wait for each other in busy loops: with few rows, or on a busy machine, one alone is the best.
+  threads = ','.join(map(str, sorted({1, os.cpu_count() or 1})))
+  parser.add_argument('--hf_threads', default=threads, help='numbers of threads of the other side on a CPU')
   parser.add_argument('--size', default='demo', choices=list(_SIZES))
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
   parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
@@ -199,8 +200,11 @@ def contestants(args: argparse.Namespace, folder: Path, run: Path) -> Iterator[d
   """The sides that are there."""
   with ExitStack() as stack:
     sides: dict[str, Decode] = {'praxis_lite': ours(folder, run, args.dtype)}
-    others = _COMPILED | (_ONE_THREAD if args.device == 'cpu' else {}) | (_EAGER if args.eager else {})
-    for name, arguments in others.items():
+    others = _COMPILED
+    if args.device == 'cpu':
+      threads = [int(n) for n in args.hf_threads.split(',')]
+      others = {f'{name}, threads: {n}': [*told, f'--threads={n}'] for name, told in others.items() for n in threads}
+    for name, arguments in (others | (_EAGER if args.eager else {})).items():
       if args.hf_python is None:
         continue
       told = [*arguments, f'--device={args.device}', f'--dtype={args.dtype}']

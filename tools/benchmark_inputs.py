@@ -4,6 +4,11 @@
 
     input   examples/s and MB/s of the arrays of its batches     bare   the same of the loop     ratio   input / bare
 
+    python tools/benchmark_inputs.py --step_ms=1,5,25
+
+The share of the time that a train loop waits for input, for steps of these durations, as `waiting for input` of a run:
+batches are read ahead and put on the device in a thread, while a step that needs no processor of the host is running.
+
 The loops read as one would by hand: rows of arrays in memory by index, windows of a text by NumPy, records through
 TensorFlow or ArrayRecord, and tables through PyArrow. They have no state, no hosts, no epochs and no error messages.
 Both run in this process. Files are in the page cache: it is the work of a processor that is measured, not a disk.
@@ -24,11 +29,13 @@ import numpy as np
 
 from praxis_lite import inputs
 from praxis_lite.config import Config
+from praxis_lite.experiments.lm import StdlibLm
 from praxis_lite.inputs.rows import Rows
 
 BATCH = 128
 SEQ_LEN = 256
 DIMS = 256  # Floats of a row of arrays, records and tables.
+_WARM_UP_STEPS = 20
 
 
 class Contest(NamedTuple):
@@ -169,6 +176,29 @@ def _bare_array_records(path: Path) -> Iterator[Rows]:
 # -------------------------------------------------------------------- measuring
 
 
+def waiting(config: Config, step_seconds: float, num_steps: int) -> float:
+  """Returns the share of the time that a loop of such steps waits for batches, the first ones left out."""
+  waited, start = 0.0, 0.0
+  with inputs.PrefetchIterator(config.instantiate(), jax.device_put) as batches:
+    for step in range(-_WARM_UP_STEPS, num_steps):
+      asked = time.perf_counter()
+      if step == 0:
+        waited, start = 0.0, asked
+      batches.wait()
+      waited += time.perf_counter() - asked
+      next(batches)
+      time.sleep(step_seconds)
+    return waited / (time.perf_counter() - start)
+
+
+def print_waiting(configs: dict[str, Config], steps_ms: list[float], seconds: float) -> None:
+  """Prints the shares of each input."""
+  print(f'{"":22}' + ''.join(f'{f"{ms:g} ms":>10}' for ms in steps_ms))
+  for name, config in configs.items():
+    shares = [waiting(config, ms / 1e3, max(int(1e3 * seconds / ms), 10)) for ms in steps_ms]
+    print(f'{name:22}' + ''.join(f'{share:10.1%}' for share in shares), flush=True)
+
+
 class Throughput(NamedTuple):
   """Examples and bytes of arrays in a second."""
 
@@ -207,7 +237,15 @@ def main() -> None:
   parser.add_argument('--seconds', type=float, default=2.0, help='how long each is read')
   parser.add_argument('--times', type=int, default=2, help='how often; the best counts')
   parser.add_argument('--only', default='', help='only inputs whose names contain this')
+  parser.add_argument('--step_ms', default='', help='durations of steps; prints shares of waiting, and no throughput')
   arguments = parser.parse_args()
+  if arguments.step_ms:
+    with tempfile.TemporaryDirectory() as root:
+      configs = {'lm.StdlibLm': StdlibLm().datasets()[0]}
+      configs |= {contest.name: contest.config for contest in contests(Path(root), arguments.megabytes)}
+      configs = {name: config for name, config in configs.items() if arguments.only in name}
+      print_waiting(configs, [float(ms) for ms in arguments.step_ms.split(',')], arguments.seconds)
+    return
   print(f'{"":22}{"input":>12}{"":10}{"bare loop":>14}{"":10}{"ratio":>8}')
   print(f'{"":22}{"examples/s":>12}{"MB/s":>10}{"examples/s":>14}{"MB/s":>10}')
   with tempfile.TemporaryDirectory() as root:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -70,26 +71,41 @@ def _newest(directory: str, step: int | None) -> StoredCheckpoint:
 
 
 def _list(values: flags.FlagValues) -> int:
-  from praxis_lite.figures import duration
+  from praxis_lite.checkpoints.retention import RemovedError
 
   rows = [('step', 'age', 'size', 'mesh', 'state')]
   for directory in values.dirs:
     best = _best_step(directory)
     for checkpoint in _found(directory, values.step):
-      state = ['best'] if checkpoint.step == best else []
-      age = mesh = '-'
-      try:
-        about = checkpoint.about()
-        age = duration(time.time() - about['saved_at']) if 'saved_at' in about else '-'
-        mesh = _mesh(about)
-      except CheckpointError:
-        state.append('damaged')
-      if checkpoint.is_set_aside:
-        state = ['damaged, kept aside']
       name = str(checkpoint.folder) if len(values.dirs) > 1 else PurePath(checkpoint.folder).name
-      rows.append((name, age, _size(checkpoint.num_bytes), mesh, ', '.join(state)))
+      with contextlib.suppress(RemovedError), _kept(checkpoint):  # A run that trains may remove it at any time.
+        rows.append((name, *_described(checkpoint, is_best=checkpoint.step == best)))
   _print_columns(rows)
   return 0
+
+
+def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.AbstractContextManager[None]:
+  """Keeps a checkpoint on a disk from being removed while it is read; raises RemovedError if it has been."""
+  from praxis_lite.checkpoints.retention import being_read
+
+  return contextlib.nullcontext() if is_url(checkpoint.folder) else being_read(checkpoint.folder)
+
+
+def _described(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
+  """Returns the age, the size, the mesh and the state of a checkpoint, for people."""
+  from praxis_lite.figures import duration
+
+  state = ['best'] if is_best else []
+  age = mesh = '-'
+  try:
+    about = checkpoint.about()
+    age = duration(time.time() - about['saved_at']) if 'saved_at' in about else '-'
+    mesh = _mesh(about)
+  except CheckpointError:
+    state.append('damaged')
+  if checkpoint.is_set_aside:
+    state = ['damaged, kept aside']
+  return age, _size(checkpoint.num_bytes), mesh, ', '.join(state)
 
 
 def _show(values: flags.FlagValues) -> int:

@@ -41,7 +41,7 @@ from praxis_lite.layer.scope import in_scope
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
-from praxis_lite.trees import NestedDict, Path, leaves, lookup, map_with_path, path_name
+from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, lookup, map_with_path, path_name
 from praxis_lite.weights import (
   DeclaredSplit,
   SplitDimsMapping,
@@ -303,7 +303,9 @@ class Layer(InCall, Configurable):
     """Returns first values of all variables, each drawn with `key` folded with the variable's path."""
     if isinstance(key, int):
       raise ConfigError(f'{self.path_name}.init({key}): expected a key, such as jax.random.key({key})')
-    return map_with_path(lambda path, w: init_weight(w, call.fold_in_path(key, path)), self.abstract_init())
+    declared = self.abstract_init()
+    keys = call.fold_in_paths(key, list(leaves_by_path(declared)))
+    return map_with_path(lambda path, w: init_weight(w, keys[path]), declared)
 
   # ---------------------------------------------------------------- the pure call
 

@@ -17,6 +17,7 @@ from praxis_lite.weights import WeightHParams
 
 # Kinds of summaries, as event files have them.
 _SUMMARIES = ('scalar', 'histogram', 'image', 'text')
+_CHANNELS = (1, 3, 4)  # Of an image.
 
 
 class InCall:
@@ -72,13 +73,20 @@ class InCall:
     """In a call: logs `value` as `<path>/<name>`; where the layer is used again, as `<path>/<name>_1`, and so on.
 
     Raises:
-      ConfigError: there is no such kind, or the value of a 'scalar' is none.
+      ConfigError: there is no such kind, the value has no entries, or that of a 'scalar' or an 'image' is none.
     """
     check_choice(f'{self.path_name}: kind of the summary {name!r}', kind, _SUMMARIES)
     if kind == 'scalar' and jnp.ndim(value):
       raise ConfigError(
         f"{self.path_name}: the summary {name!r} has shape {jnp.shape(value)}; log its mean, or pass kind='histogram'"
       )
+    shape = jnp.shape(value)
+    if kind == 'image' and (len(shape) < 3 or shape[-1] not in _CHANNELS):
+      raise ConfigError(
+        f'{self.path_name}: the summary {name!r} has shape {shape}; an image is [..., H, W, C], of 1, 3 or 4 channels'
+      )
+    if 0 in shape:
+      raise ConfigError(f'{self.path_name}: the summary {name!r} has shape {shape}, and so nothing to log')
     self._frame().add_summary(f'{self.path_name}/{name}', Summary(jnp.asarray(value), kind))
 
   def add_aux_loss(self, name: str, value: jax.Array, weight: jax.Array | float = 1.0) -> None:

@@ -275,7 +275,7 @@ class MultiHeadAttention(Layer):
     visible = Visibility(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
     split = self._sequence_split()
     heads = self._project(x_BTD, kv_BSD, segment_pos, split)
-    return self._attend(heads, visible, (segment_pos, segment_pos), mask, self._dropout(x_BTD), split)
+    return self._attend(heads, visible, segment_pos, mask, self._dropout(x_BTD), split)
 
   # ---------------------------------------------------------------- token by token
 
@@ -407,15 +407,15 @@ class MultiHeadAttention(Layer):
     self,
     heads: Heads,
     visible: Visibility,
-    positions: tuple[jax.Array | None, jax.Array | None],
+    pos_BT: jax.Array | None,
     mask: jax.Array | None,
-    dropout: ProbabilityDropout | None = None,
-    split: SequenceSplit | None = None,
+    dropout: ProbabilityDropout | None,
+    split: SequenceSplit | None,
   ) -> jax.Array:
-    """Returns the output, [B, T, D]; `positions` are those of queries and keys, for the relative bias."""
+    """Returns the output, [B, T, D]; the relative bias, if there is one, is of keys at the positions of queries."""
     bias: LogitBias | None = None
     if self.relative_bias_tpl is not None:
-      bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, *positions)
+      bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, pos_BT, pos_BT)
     by_rows = visible.segments_BT is not None or visible.prefix_B is not None
     name, reason = self._choice(heads[0].shape[1], heads[1].shape[1], by_rows, mask is not None, split is not None)
     options: dict[str, Any] = {'dropout': dropout, 'logit_soft_cap': self.logit_soft_cap}
@@ -427,7 +427,7 @@ class MultiHeadAttention(Layer):
     else:
       context_BTNH = dot_product_attention(
         *heads,
-        bias=bias if name == 'blockwise' else self._whole_bias(heads, positions),
+        bias=bias if name == 'blockwise' else self._whole_bias(heads[0].shape[1], pos_BT),
         mask=mask,
         causal=visible.causal,
         window=visible.window,
@@ -483,12 +483,12 @@ class MultiHeadAttention(Layer):
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
     return f'{name} on {platform()}{over}: {reason}'
 
-  def _whole_bias(self, heads: Heads, positions: tuple[jax.Array | None, jax.Array | None]) -> jax.Array | None:
-    """Returns the relative bias of all queries and keys, [B, N, T, S] or [1, N, T, S]."""
+  def _whole_bias(self, length: int, pos_BT: jax.Array | None) -> jax.Array | None:
+    """Returns the relative bias of all queries and keys, [B, N, T, T] or [1, N, T, T]."""
     if self.relative_bias_tpl is None:
       return None
-    whole = (jnp.arange(x.shape[1])[None] if pos is None else pos for x, pos in zip(heads, positions, strict=False))
-    return self.relative_bias(*whole)
+    pos_BT = jnp.arange(length)[None] if pos_BT is None else pos_BT
+    return self.relative_bias(pos_BT, pos_BT)
 
 
 def describe_attention(model: Layer, length: int, packed: bool) -> list[str]:

@@ -187,7 +187,7 @@ def dot_product_attention(
     causal=causal,
     window=window is not None,
     by_rows=segment_ids is not None or prefix_lengths is not None,
-    arrays=mask is not None or isinstance(bias, jax.Array),
+    arrays=mask is not None or not isinstance(bias, LogitBias | None),
     partly_mapped=is_partly_mapped(),
     logit_bias=isinstance(bias, LogitBias),
     soft_cap=logit_soft_cap is not None,
@@ -195,7 +195,7 @@ def dot_product_attention(
   )
   name, _ = choose_attention(implementation, case)
   if name == 'blockwise':
-    assert not isinstance(bias, jax.Array)
+    assert isinstance(bias, LogitBias | None)  # Of an array it is not chosen.
     return blockwise_attention(
       query_BTNH,
       key_BSKH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -64,18 +65,26 @@ def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]]) -> Rows:
-  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises UserError if a prompt has no token, or is bytes."""
+  """Returns `ids`, [B, P] int32, and `prompt_lengths`, [B]; raises UserError unless each prompt is a list of tokens."""
   if not len(prompts):
     raise ConfigError('there are no prompts; expected a list with at least one')
   for prompt in prompts:
     if isinstance(prompt, bytes):
       raise DataError(f'a prompt is bytes; expected a text, such as {prompt.decode(errors="replace")!r}, or tokens')
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  if not lengths.all():
-    raise ConfigError('a prompt is empty; it needs at least one token')
+  tokens = [_tokens(prompt) for prompt in prompts]
+  lengths = np.array([len(ids) for ids in tokens], np.int32)
   width = -(-int(lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-  ids = np.stack([np.pad(np.asarray(p, np.int32), (0, width - len(p))) for p in prompts])
-  return {'ids': ids, 'prompt_lengths': lengths}
+  return {'ids': np.stack([np.pad(ids, (0, width - len(ids))) for ids in tokens]), 'prompt_lengths': lengths}
+
+
+def _tokens(prompt: Sequence[int]) -> np.ndarray:
+  """Returns the tokens of a prompt, [n] int32; raises UserError if it has none, or what it has is no token."""
+  ids = np.asarray(prompt)
+  if ids.shape == (0,):
+    raise ConfigError('a prompt is empty; it needs at least one token')
+  if ids.ndim != 1 or ids.dtype.kind not in 'iu' or (ids != ids.astype(np.int32)).any():
+    raise DataError(f'a prompt is {reprlib.repr(prompt)}; expected a list of tokens, which are integers of 32 bits')
+  return ids.astype(np.int32)
 
 
 def in_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:

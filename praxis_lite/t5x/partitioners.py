@@ -133,11 +133,12 @@ class PjittedFnWithContext(Generic[T]):
 
   def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
     """Applies `fn` to each argument that is not static, with its number among these."""
-    dynamic = len(args) - len(self._static)
+    static = {i + len(args) if i < 0 else i for i in self._static}
+    dynamic = len(args) - len(static)
     if isinstance(self._in_specs, tuple) and dynamic != len(self._in_specs):
       raise ShardingError(f'{len(self._in_specs)} in_axis_resources are given for {dynamic} arguments')
     numbers = itertools.count()
-    return [arg if i in self._static else fn(next(numbers), arg) for i, arg in enumerate(args)]
+    return [arg if i in static else fn(next(numbers), arg) for i, arg in enumerate(args)]
 
   def _put(self, i: int, arg: object) -> object:
     if i in self._layouts:

@@ -310,7 +310,7 @@ def _differences(found: Results, expected: Results, noise: Iterable[Results]) ->
     scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
     is_exact = not np.issubdtype(x.dtype, np.floating)
     limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
-    limit += 0.0 if is_exact else 1e-7 * largest[name.what]
+    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # None of those without entries.
     if error > limit:
       different[name] = error / max(scale, 1e-30)
   return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))

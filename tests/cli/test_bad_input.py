@@ -290,6 +290,7 @@ PROMPTS = {
   'empty': (['--prompt='], r'a prompt is empty; it needs at least one token'),
   'ids': (['--prompt_ids=1,x'], r'--prompt_ids=1,x: expected token ids, such as 1,2,3$'),
   'no ids': (['--prompt_ids='], r'a prompt is empty; it needs at least one token'),
+  'no token': (['--prompt_ids=1,99999999999'], r'a prompt is \[1, 99999999999\]; expected a list of tokens, which are'),
   'not in the vocabulary': (['--prompt_ids=1,999'], r'ids: 999, at position 1 of row 0, is not in the vocabulary of'),
   'texts and ids': (['--prompt=a', '--prompt_ids=1'], r'a call takes texts or ids; leave out one of them'),
   'chat of ids': (['--chat', '--prompt_ids=1'], r'--chat puts texts into a template; it goes with --prompt'),

@@ -39,6 +39,11 @@ def test_blockwise_is_dense(name):
   jax.tree.map(lambda d, b: np.testing.assert_allclose(b, d, atol=1e-5, rtol=1e-5), dense, blockwise)
 
 
+def test_a_bias_of_numpy_is_an_array_like_that_of_jax():
+  x, bias = jax.ShapeDtypeStruct((1, 2048, 1, 4), jnp.float32), np.broadcast_to(np.float32(0), (1, 1, 2048, 2048))
+  assert jax.eval_shape(lambda x: dot_product_attention(x, x, x, bias=bias), x).shape == x.shape
+
+
 def pairs(visible, length, size=4, segments=None):
   """The pairs of blocks that are computed, in order."""
   x = jnp.zeros((1, length, 1, 1))

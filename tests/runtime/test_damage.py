@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_states import assert_same, layout_on, random_state, true_values
 
-from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints import Checkpointer, stored
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.retention import being_read, steps_to_remove
 from praxis_lite.cli.main import main
@@ -130,6 +130,14 @@ def test_what_is_read_is_not_removed(saved):
 )
 def test_steps_to_remove(options, removed):
   assert steps_to_remove([2, 4, 5, 6, 7], **options) == removed
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_listed(saved, capsys, monkeypatch):
+  directory, _ = saved
+  found = [*stored.checkpoints_at(directory), stored.StoredCheckpoint(directory / 'checkpoints' / '9')]
+  monkeypatch.setattr(stored, 'checkpoints_at', lambda *_: found)
+  assert main(['checkpoints', 'list', str(directory)]) == 0
+  assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ['step', '1', '2', '3']
 
 
 def test_the_commands_on_checkpoints(saved, capsys):

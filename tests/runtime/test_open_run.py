@@ -216,6 +216,8 @@ def mistakes():
   yield lambda run, model: model.decode([[1]], top_k=1), ConfigError, r'^prompt needs a language model'
   yield lambda run, model: model.decode([]), ConfigError, r'^there are no prompts'
   yield lambda run, model: model.decode([b'def']), DataError, r"^a prompt is bytes; expected a text, such as 'def', or"
+  yield lambda run, model: model.decode([[0.5, 1.7]]), DataError, r'^a prompt is \[0.5, 1.7\]; expected a list of'
+  yield lambda run, model: model.decode([[[1, 2]]]), DataError, r'^a prompt is \[\[1, 2\]\]; expected a list of'
   yield lambda run, model: model.export('x', formats='stablehlo'), ConfigError, r"^format: expected a tuple, .*lo',\)"
   yield lambda run, model: open_beside(run, '..'), UserError, 'is no run; the runs below it are '
   yield lambda run, model: open_beside(run, 'checkpoints'), UserError, 'is no run; it is a part of the run '

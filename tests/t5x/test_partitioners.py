@@ -185,8 +185,9 @@ def test_one_spec_may_stand_for_all_arguments() -> None:
     out = partitioner.partition(add, spec, spec)(x, tree)
     assert part_shapes(out['sum']) == part_shapes(out['x']) == {part}
     np.testing.assert_array_equal(out['sum'], x + 1)
-  scaled = partitioner.partition(lambda x, n: n * x, P('data'), P('data'), static_argnums=1)
-  np.testing.assert_array_equal(scaled(x, 3), 3 * x)
+  for last in (1, -1):
+    scaled = partitioner.partition(lambda x, text: len(text) * x, P('data'), P('data'), static_argnums=last)
+    np.testing.assert_array_equal(scaled(x, 'abc'), 3 * x)
   shapes = (jax.ShapeDtypeStruct((5, 2), jnp.float32),)
   padded = partitioner.partition(lambda x: x + 1, P('data'), P('data'), arg_shapes=shapes)(jnp.zeros((5, 2)))
   assert padded.shape == (8, 2) and padded.sum() == 10

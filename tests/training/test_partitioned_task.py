@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from praxis_lite.training.partitioned_task import (
   get_partitioned_spmd_model_decode_fn,
   partition_spmd_model,
 )
-from praxis_lite.training.state import initialize_partitioned_model_states, initialize_train_state
+from praxis_lite.training.state import initialize_partitioned_model_states, initialize_train_state, state_layout
 from praxis_lite.training.steps import eval_step_single_learner, train_step_single_learner
 from praxis_lite.weights import WeightHParams, WeightInit
 
@@ -224,6 +226,20 @@ def test_decoding_is_partitioned_too():
   np.testing.assert_array_equal(
     decoded['ids'], expected(alone.mdl_vars, jax.random.key(0), alone.step, batch()).decoded['ids']
   )
+
+
+def test_inference_needs_no_optimizer_and_compiles_in_another_thread():
+  jax_task = task((1, 2, 4)).instantiate()
+  whole, layout = (state_layout(jax_task, jax_task.create_mesh(), optimizer=o) for o in (True, False))
+  assert jax.tree.leaves(whole.specs.opt_states) and layout.specs.opt_states is None
+  assert layout.mdl_vars == whole.mdl_vars
+  on_mesh = PartitionedTask(jax_task, struct(batch()), layout=layout)
+  step, threads = on_mesh.predict_step, []
+  step.flags = types.SimpleNamespace(compile=lambda lowered: (threads.append(threading.current_thread()), lowered)[1])
+  step.begin_to_compile()
+  step.begin_to_compile()
+  assert isinstance(step.compiled, jax.stages.Lowered)
+  assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def test_decoding_takes_a_state_as_a_partitioner_has_laid_it_out():

@@ -17,6 +17,8 @@ from praxis_lite.models import ClassificationModel
 from praxis_lite.task import SingleTask
 from praxis_lite.training import execution, partitioned_step
 from praxis_lite.verification import format_verification, verify
+from praxis_lite.verification.steps import Name
+from praxis_lite.verification.verify import _differences
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection
 
 pytestmark = pytest.mark.slow
@@ -305,3 +307,8 @@ def test_layers_of_ours_that_look_like_these_are_right():
   found = verify(explicit(network), inputs(16))
   assert found.is_right, format_verification(found)
   assert {'gradients of 7 rows', 'decoding of 7 rows'} <= set(found.compared)
+
+
+def test_a_result_without_entries_is_right():
+  empty = {Name('output', 'boxes'): np.zeros((0, 4), np.float32)}
+  assert _differences(empty, empty, [empty]) == {}

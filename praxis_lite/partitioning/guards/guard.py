@@ -115,12 +115,13 @@ class GuardedJit(Generic[T]):
     return lowered
 
   def __call__(self, *args: Any, **kwargs: Any) -> T:
-    dynamic = [x for i, x in enumerate(args) if i not in self._static]
+    static = {i + len(args) if i < 0 else i for i in self._static}
+    dynamic = [x for i, x in enumerate(args) if i not in static]
     leaves, structure = jax.tree.flatten((dynamic, kwargs))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
       return self.jitted(*args, **kwargs)
     types = tuple((jax.typeof(x), getattr(x, 'sharding', None)) for x in leaves)
-    key = (structure, types, tuple(x for i, x in enumerate(args) if i in self._static))
+    key = (structure, types, tuple(x for i, x in enumerate(args) if i in static))
     if key not in self._compiled:
       self._compiled[key] = self.lower(*args, **kwargs).compile()
     return self._compiled[key](*dynamic, **kwargs)

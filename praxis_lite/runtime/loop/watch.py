@@ -24,13 +24,12 @@ class Watch:
 
   Attributes:
     goodput: on what the time is spent.
-    line: prints a line; set once there is a console.
     ended_by: how the run ended, set at its end.
   """
 
   def __init__(self, directory: Path):
     self.goodput = Goodput()
-    self.line: Callable[[str], object] = lambda text: None
+    self._line: Callable[[str], object] = lambda text: None
     self.ended_by = ''
     self._directory = directory
     self._earlier = next(iter(read_heartbeats(directory)), None)
@@ -57,7 +56,7 @@ class Watch:
 
   def begin(self, step: int, total_steps: int, slow_step_factor: float | None, line: Callable[[str], object]) -> None:
     """Says where the run starts. Time until then, in this process, is of the start."""
-    self._step, self._total, self.line = step, total_steps, line
+    self._step, self._total, self._line = step, total_steps, line
     self._slow = SlowSteps(slow_step_factor)
     if self._earlier is not None:
       self.goodput.resume(self._earlier.goodput, step)
@@ -78,7 +77,7 @@ class Watch:
     self._rate = 1 / max(seconds, 1e-9) if not self._rate else 1 / (0.9 / self._rate + 0.1 * seconds)
     slow = self._slow.add(step, seconds, waited)
     if slow is not None:
-      self.line(slow)
+      self._line(slow)
 
   def saves(self, step: int, *, is_copy: bool) -> None:
     """Says that a save of `step`, or an emergency copy, has begun."""
