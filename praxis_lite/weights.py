@@ -173,6 +173,10 @@ class WeightHParams:
   def __post_init__(self) -> None:
     if not isinstance(self.shape, Iterable) or isinstance(self.shape, str):
       raise ConfigError(f'WeightHParams: the shape is a tuple, such as (6,) or (4, 6), not {self.shape!r}')
+    if (self.fan_in_axes is None) != (self.fan_out_axes is None):
+      raise ConfigError(
+        f'WeightHParams: fan_in_axes={self.fan_in_axes} and fan_out_axes={self.fan_out_axes}: give both, or neither'
+      )
     object.__setattr__(self, 'shape', tuple(self.shape))
     object.__setattr__(self, 'collections', frozenset(self.collections))
     prefix = DeclaredSplit.of(self.repeat_prefix_split_dims_mapping, 'the split of the stack')

@@ -92,6 +92,8 @@ def test_declared_fan_axes_are_used():
   weight = {'shape': (40, 5, 30), 'fan_in_axes': (0,), 'fan_out_axes': (1, 2)}
   assert draw(WeightInit.GaussianFanIn(), **weight).std() == pytest.approx(40**-0.5, rel=0.05)
   assert draw(WeightInit.GaussianFanOut(), **weight).std() == pytest.approx(150**-0.5, rel=0.05)
+  with pytest.raises(ConfigError, match=r'fan_in_axes=\(0,\) and fan_out_axes=None: give both, or neither'):
+    WeightHParams((40, 5), fan_in_axes=(0,))
 
 
 @pytest.mark.parametrize('name', CONSTRUCTORS)

@@ -155,6 +155,11 @@ def _set_decoder(decoder: Config, checkpoint: HfCheckpoint) -> None:
   says: dict[str, Any] = read_json(file) if os.path.isfile(file) else {}
   end = says.get('eos_token_id', checkpoint.config.values.get('eos_token_id'))
   ends = end if isinstance(end, list) else [] if end is None else [end]
+  if not all(type(i) is int for i in ends):
+    raise ConfigError(f'{checkpoint.folder}: eos_token_id = {end!r}: expected a number, or a list of them')
+  for name in ('temperature', 'top_k', 'top_p'):
+    if not isinstance(says.get(name), int | float | None):
+      raise ConfigError(f'{file}: {name} = {says[name]!r}: expected a number')
   decoder.stop_ids = tuple(i for i in ends if i < checkpoint.config.size('vocab_size'))
   decoder.temperature = float(says.get('temperature') or 1.0) if says.get('do_sample') else 0.0
   if says.get('do_sample'):

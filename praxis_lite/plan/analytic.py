@@ -66,7 +66,9 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
   if target.kind != 'cpu':
     collectives = _beside_work(program, operations, collectives)
   seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
-  return Cost(tuple(operations), tuple(collectives), seconds, program.unknown_loops)
+  return Cost(
+    tuple(operations), tuple(collectives), seconds, tuple(names.layer(loop) or loop for loop in program.unknown_loops)
+  )
 
 
 def _beside_work(

@@ -134,7 +134,7 @@ class Cost:
   Attributes:
     operations, collectives: in the order of the schedule.
     seconds: of a step.
-    unknown_loops: names of loops whose trip count the program does not say; they count once.
+    unknown_loops: of the loops whose trip count the program does not say, the layer, or else the name; they count once.
     schedule: when each of them runs; empty if there is no schedule, as without a compiler.
   """
 
@@ -347,7 +347,7 @@ class _CostModel:
       elif instruction.opcode == 'while':
         trips = self._program.trip_count(instruction, computation)
         if trips is None:
-          self.unknown_loops.append(instruction.name)
+          self.unknown_loops.append(self._layer_of_loop(instruction, computation))
         within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
         for called in self._program.called(instruction):
           one_round.append(self.timeline(called, within))
@@ -365,6 +365,9 @@ class _CostModel:
     for key in list(started):
       finish(key)
     return line
+
+  def _layer_of_loop(self, loop: Instruction, computation: Computation) -> str:
+    return self._names.layer(loop.op_name or self._within[computation.name]) or loop.name
 
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None

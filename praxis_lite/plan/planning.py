@@ -202,7 +202,7 @@ def plan(
       with as_if_with_cudnn():
         traced = trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
       why = Why(traced, names)
-      found = _planned(partitioned, topology, step, memory, why.explained(cost, program), _doubts(cost))
+      found = _planned(partitioned, topology, step, memory, why.explained(cost, program), doubts(cost))
       findings = [*why.rematerialized(step.messages), *why.replicated(cost.operations, topology.num_devices)]
       activations = as_compiled(why.report.activations, program, names)
       return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
@@ -215,7 +215,7 @@ def plan(
   memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
   cost = analytic_cost(lowered, mesh, topology, names)
   is_refused = refused is not None and refused.does_not_fit
-  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *_doubts(cost)], is_refused)
+  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *doubts(cost)], is_refused)
 
 
 def _planned(
@@ -259,9 +259,12 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
   ]
 
 
-def _doubts(cost: Cost) -> list[str]:
-  loops = ', '.join(cost.unknown_loops)
-  return [f'how often these loops run is not known; each counts once: {loops}'] if loops else []
+def doubts(cost: Cost) -> list[str]:
+  """What is wrong with the time of a cost, if it is known, as notes."""
+  where = ', '.join(dict.fromkeys(cost.unknown_loops))
+  if not where:
+    return []
+  return [f'nothing says how often some loops run, each counts once, and a step takes longer: those of {where}']
 
 
 def model_work(partitioned: PartitionedTask) -> ModelWork:

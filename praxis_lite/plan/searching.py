@@ -24,7 +24,7 @@ from praxis_lite.figures import format_bytes, format_seconds
 from praxis_lite.plan.compilers import missing_compiler
 from praxis_lite.plan.fitting import made_to_fit
 from praxis_lite.plan.knobs import Configured, Setting, knobs_of, neighbours, overrides_of
-from praxis_lite.plan.planning import Plan, plan
+from praxis_lite.plan.planning import Plan, doubts, plan
 from praxis_lite.plan.report import format_table
 from praxis_lite.plan.topology import Topology, parse_topology
 
@@ -283,4 +283,5 @@ def format_search(found: Sequence[Ranked], most: int = 12) -> str:
     gain = gain if own.fits else 'its own setting does not fit'
     lines.append(f'best of {len(found):,} settings that were looked at: {gain}. To use it:')
     lines += [f"  --set '{line}'" for line in best.overrides]
+  lines += [f'note: {doubt}' for doubt in doubts(best.plan.cost)]
   return '\n'.join(lines)

@@ -177,6 +177,10 @@ def _forward_program(
   }
   weights = shapes.pop(('weights',), jax.ShapeDtypeStruct((size,), np.float32))
   paths = {_identifier(path_name(path)): path for path in shapes}
+  if unnamed := shapes.keys() - paths.values():
+    one = min(unnamed)
+    other = paths[_identifier(path_name(one))]
+    raise ConfigError(f'export: the inputs {path_name(one)!r} and {path_name(other)!r} have one name there; rename one')
 
   def forward(flat: Arrays, inputs: Arrays) -> Arrays:
     rows: NestedDict = {'weights': jnp.ones(_like(inputs, weights.shape), weights.dtype)}

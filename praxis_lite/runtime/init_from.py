@@ -10,6 +10,7 @@ The checkpoint may come from any mesh. The optimizer and the moving averages sta
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import jax
 
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import Record, castable, records_of
+from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.errors import CheckpointError, ConfigError, did_you_mean, located
 from praxis_lite.records.runs import runs_near
 from praxis_lite.task import InitFromParams
@@ -57,30 +59,31 @@ class WarmStart:
           f"path = {settings.path!r}, step = {settings.step!r}: expected a directory, and a number, 'best' or None"
         )
       self._partitioned = partitioned
-      self._checkpointer = Checkpointer(os.path.expanduser(settings.path), read_only=True)
+      self._directory = os.path.expanduser(settings.path)
       remedy = f'path is the directory of a run{runs_near(settings.path)}'
-      self._step = self._checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
-      self._where = os.path.join(self._checkpointer.directory, str(self._step))
-      self._saved: dict[str, Record] = self._checkpointer.about(self._step)['variables']
+      with contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
+        self._step = checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)
+        self._where = checkpointer.folder(self._step)
+        self._saved: dict[str, Record] = checkpointer.about(self._step)['variables']
       self._wanted = records_of(partitioned.unpadded_state_shapes.mdl_vars)
       self._origins = self._planned(settings)
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
-    """Returns the state before the first step, on the mesh."""
+    """Returns the state before the first step, on the mesh; raises CheckpointError if the checkpoint cannot be read."""
     shapes = self._partitioned.state_shapes.mdl_vars
     known = {_path(name): origin.known for name, origin in self._origins.items() if origin.source}
     left = {name: origin.source for name, origin in self._origins.items() if origin.source}
     values: NestedDict = {}
-    while left:
-      now = {source: name for name, source in left.items()}  # Several variables may come from one.
-      read: NestedDict = {}
-      for source, name in now.items():
-        read = inserted(read, _path(source), lookup(shapes, _path(name)))
-      read = self._checkpointer.restore_arrays(read, step=self._step)
-      for source, name in now.items():
-        values = inserted(values, _path(name), lookup(read, _path(source)))
-        del left[name]
-    self._checkpointer.close()
+    with being_read(self._where), contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
+      while left:
+        now = {source: name for name, source in left.items()}  # Several variables may come from one.
+        read: NestedDict = {}
+        for source, name in now.items():
+          read = inserted(read, _path(source), lookup(shapes, _path(name)))
+        read = checkpointer.restore_arrays(read, step=self._step)
+        for source, name in now.items():
+          values = inserted(values, _path(name), lookup(read, _path(source)))
+          del left[name]
     return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
 
   def report(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from checkpoints import IDS, golden, make, write
 
 from praxis_lite.cli.main import main
 from praxis_lite.config import Config
-from praxis_lite.errors import UserError
+from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.hf import export_run, import_run, read_model, write_model
 from praxis_lite.hf.files import read_folder
 from praxis_lite.inputs import SyntheticLMInput
@@ -117,6 +117,10 @@ def test_sampling_is_as_generation_config_says(tmp_path):
   import_run(source, tmp_path / 'run')
   decoder = read_record(tmp_path / 'run').config.task.model.decoder_tpl
   assert (decoder.temperature, decoder.top_k, decoder.top_p, decoder.stop_ids) == (0.6, 7, None, (2, 3))
+  for says, told in (('"temperature": "warm"', "temperature = 'warm'"), ('"eos_token_id": ["2"]', 'eos_token_id =')):
+    (source / 'generation_config.json').write_text(f'{{"do_sample": true, {says}}}')
+    with pytest.raises(ConfigError, match=told):
+      import_run(source, tmp_path / 'other')
 
 
 def test_a_full_disk_leaves_no_export(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import configure
 from praxis_lite.experiments.lm import StdlibLmTiny
 from praxis_lite.models.base import BaseModel
+from praxis_lite.runtime.export import ExportSettings, _forward_program
 from praxis_lite.runtime.programs import TaskOnMesh
 from praxis_lite.runtime.run import _mesh_for
 from praxis_lite.runtime.trained import TrainedModel
@@ -177,6 +178,9 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path, regres
     regression.export(out, platforms=('gpu',))
   with pytest.raises(ConfigError, match=r'^prompt_length: expected at least 1, got 0'):
     lm.export(out, 'decode', prompt_length=0)
+  alike = {'a_b': np.zeros((2, 3)), 'a': {'b': np.zeros((2, 3))}}
+  with pytest.raises(ConfigError, match=r"the inputs '(a.b|a_b)' and '(a.b|a_b)' have one name there"):
+    _forward_program(None, {}, alike, ExportSettings(batch_size=2))
   odd = tiny_run()
   odd.task.model = type(odd.task)(CountsRows)
   with pytest.raises(

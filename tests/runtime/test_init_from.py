@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,13 @@ from tiny_runs import HIDDEN, INPUTS, tiny_run
 
 from praxis_lite import Layer
 from praxis_lite.checkpoints import Checkpointer
+from praxis_lite.checkpoints.retention import RemovedError
 from praxis_lite.config import Config
 from praxis_lite.errors import UserError
 from praxis_lite.models.base import BaseModel
 from praxis_lite.runtime import Hook, run_train
+from praxis_lite.runtime.init_from import WarmStart
+from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.weights import WeightHParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
@@ -199,3 +204,13 @@ def test_without_a_checkpoint_it_is_told(trained, tmp_path):
   with pytest.raises(UserError, match='path is the directory of a run; it is a part of the run '):
     run_train(other_run(1, trained[0] / 'checkpoints' / '5'), tmp_path / 'run')
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_the_other_run_removes_meanwhile_is_told_as_such(trained, tmp_path):
+  shutil.copytree(trained[0], tmp_path / 'other')
+  config = other_run(8, tmp_path / 'other')
+  partitioned = PartitionedTask(config.task.instantiate(), config.datasets[0].instantiate().batch_struct())
+  start = WarmStart(config.task.train.init_from.instantiate(), partitioned)
+  shutil.rmtree(tmp_path / 'other' / 'checkpoints' / '4')
+  with pytest.raises(RemovedError, match=r'checkpoints/4 was removed before it was read'):
+    start.init_state(jax.random.key(0))

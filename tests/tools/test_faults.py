@@ -11,7 +11,7 @@ from warm_python import WarmPopen
 
 from praxis_lite.records.metrics import SummaryWriter
 from tools.fault_campaign import campaign, prepare, table
-from tools.faults.comparison import Results, _curves, _lines, differences
+from tools.faults.comparison import Results, _lines, curves_of, differences
 from tools.faults.faults import checkpoint_flipped, events_damaged, killed, terminated
 
 
@@ -36,7 +36,7 @@ def written(directory, losses, resumed_step=0):
 
 
 def results(directory):
-  return Results(3, {'w': b'1'}, _lines(directory / 'metrics.jsonl'), _curves(directory / 'summaries'))
+  return Results(3, {'w': b'1'}, _lines(directory / 'metrics.jsonl'), curves_of(directory / 'summaries'))
 
 
 def test_a_resumed_run_shows_each_step_once_also_after_the_clock_was_set_back(tmp_path, monkeypatch):
