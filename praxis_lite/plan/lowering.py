@@ -46,9 +46,9 @@ def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) 
   lower = mlir.lower_fun(functools.partial(loops._scan_impl, unroll=1, **params), multiple_results=True)
   outputs = lower(context, *values)
   if unroll >= params['length']:
-    for op in {output.owner for output in outputs}:
-      if op.name == 'stablehlo.while':
-        op.attributes[UNROLLED] = ir.UnitAttr.get()
+    for output in outputs:
+      if isinstance(output, ir.OpResult) and output.owner.name == 'stablehlo.while':
+        output.owner.attributes[UNROLLED] = ir.UnitAttr.get()
   return outputs
 
 
@@ -63,7 +63,14 @@ def _lower_with_rule(
   called = ir.ArrayAttr.get([made.attributes['callee']])
   made.erase()
   split = stablehlo.CustomCallOp(given, list(values), call_target_name=SPLIT_BY_RULE, called_computations=called)
-  rule = sharding_rule(*static_args, None, taken, given) if callable(sharding_rule) else sharding_rule
+  rule, sizes = sharding_rule, {}
+  if callable(rule):
+    mesh = getattr(context.module_context.axis_context, 'abstract_mesh', None)
+    rule = rule(*static_args, mesh, taken, given)
+  if isinstance(rule, tuple | list):
+    rule, sizes = rule
+  if isinstance(rule, str):
+    rule = custom_partitioning.str_to_sdy_sharding_rule(rule, **sizes)
   if rule is not None:
     split.attributes['sdy.sharding_rule'] = custom_partitioning.sdy_sharding_rule_to_mlir(rule, taken, given)
   return split.results
