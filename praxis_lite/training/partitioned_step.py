@@ -109,7 +109,9 @@ class PartitionedStep(Generic[OutT]):
     """Traces and lowers, and compiles in another thread; what needs the compiled program waits for it."""
     if self._compiling is None:
       lowered = self.lower()
-      self._compiling = ThreadPoolExecutor(1, 'compile').submit(self._compile, lowered)
+      thread = ThreadPoolExecutor(1, 'compile')
+      self._compiling = thread.submit(self._compile, lowered)
+      thread.shutdown(wait=False)  # It ends once it has compiled.
 
   @functools.cached_property
   def compiled(self) -> jax.stages.Compiled:

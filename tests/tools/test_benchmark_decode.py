@@ -28,8 +28,8 @@ def test_ratios_are_of_the_same_prompts_in_the_same_round():
   args = argparse.Namespace(prompt=5, tokens=10, rounds=3, warm_up=1)
   rows = TOOL['measure']({'ours': side(0.01, 7), 'theirs': side(0.04, 8)}, 2, args, 64)
   assert rows == [
-    ['2', 'ours', '10.0', '200', '1.00', '0.50', '100%'],
-    ['2', 'theirs', '40.0', '50', '4.00', '0.50', '50%'],
+    ['2', 'ours', '10.0', '200', '1.00', '0.50', '1.00', '100%'],
+    ['2', 'theirs', '40.0', '50', '4.00', '0.50', '1.00', '50%'],
   ]
   assert set(asked) == {(2, 1), (2, 10)} and len(asked) == 2 * 2 * (3 + 1)
 
