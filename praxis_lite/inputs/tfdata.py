@@ -106,6 +106,9 @@ class BaseTFInput(StreamedInput):
     dataset = dataset.skip(position).batch(count).map(own_part, num_parallel_calls=self.num_threads, deterministic=True)
     options = tf.data.Options()
     options.deterministic = True
+    # Whoever drops an iterator, even the garbage collector in the middle of other work, waits for the thread that tunes
+    # it, which may sleep for minutes meanwhile. The number of threads is ours here, so there is nothing to tune.
+    options.autotune.enabled = False
     options.threading.private_threadpool_size = self.num_threads
     options.threading.max_intra_op_parallelism = 1
     return dataset.prefetch(1).with_options(options)

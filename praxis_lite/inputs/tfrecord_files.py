@@ -60,8 +60,10 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
   import tensorflow as tf
 
   number = 0
+  options = tf.data.Options()
+  options.autotune.enabled = False  # As in `tfdata.py`.
   try:
-    for record in tf.data.TFRecordDataset(file, compression_type=compression):
+    for record in tf.data.TFRecordDataset(file, compression_type=compression).with_options(options):
       yield record.numpy()
       number += 1
   except tf.errors.OpError:
