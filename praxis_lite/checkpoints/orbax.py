@@ -19,6 +19,7 @@ def orbax_checkpoint() -> ModuleType:
   reports every read and write that returns, or is thrown away, after the first failure.
   """
   import orbax.checkpoint
+  from orbax.checkpoint._src.futures import future
   from orbax.checkpoint._src.serialization import tensorstore_utils
 
   folder = f'{os.sep}orbax{os.sep}'
@@ -36,6 +37,10 @@ def orbax_checkpoint() -> ModuleType:
       report(unraisable)
 
   sys.unraisablehook = report_others
+  # Where a save fails before its folder is there, its threads wait for that folder for ten minutes, and the end of the
+  # process would wait for them. Whoever saves waits for what is to become complete: `Checkpointer.close`.
+  if waiting := getattr(future, '_SignalingThread', None):
+    waiting.daemon = True
   plain = tensorstore_utils.ArrayWriteSpec.json.fget
   tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: with_checksums(plain(spec)))
   return orbax.checkpoint

@@ -41,6 +41,26 @@ del checkpointer
 time.sleep(0.5)
 """
 
+SAVE_WITHOUT_FOLDER = """
+import os, sys
+from small_states import layout_on, random_state
+from praxis_lite.errors import CheckpointError
+from praxis_lite.checkpoints import Checkpointer
+layout = layout_on(1)
+make = os.mkdir
+def refuse(path, *rest, **more):
+  if 'orbax-checkpoint-tmp' in str(path):
+    raise PermissionError(1, 'Operation not permitted')
+  make(path, *rest, **more)
+os.mkdir = refuse
+checkpointer = Checkpointer(sys.argv[1])
+try:
+  checkpointer.save(1, random_state(layout), layout.true_shapes, None)
+  checkpointer.wait()
+except CheckpointError as error:
+  print(error, flush=True)
+"""
+
 RESTORE = """
 import sys, time
 from small_states import layout_on
@@ -54,8 +74,8 @@ time.sleep(0.5)
 """
 
 
-def _told(process) -> str:
-  out, err = process.communicate(timeout=600)
+def _told(process, timeout=600) -> str:
+  out, err = process.communicate(timeout=timeout)
   assert err == ''
   (line,) = out.splitlines()
   assert len(line) < 800
@@ -65,6 +85,11 @@ def _told(process) -> str:
 def test_a_save_that_fails_is_told_in_a_line(tmp_path, run_python):
   line = _told(run_python(SAVE_WITHOUT_ROOM, str(tmp_path)))
   assert line.startswith(f'saving a checkpoint in {tmp_path}/checkpoints failed: ') and 'File too large' in line
+
+
+def test_a_process_whose_save_failed_before_its_folder_was_there_ends(tmp_path, run_python):
+  line = _told(run_python(SAVE_WITHOUT_FOLDER, str(tmp_path)), timeout=300)  # Orbax's threads wait for ten minutes.
+  assert line.startswith(f'saving a checkpoint in {tmp_path}/checkpoints failed: PermissionError')
 
 
 @pytest.mark.parametrize('damaged', ['state/manifest.ocdbt', 'state/d/*', 'state/_METADATA', 'inputs/metadata'])
