@@ -101,7 +101,7 @@ class EmergencyCopy:
       self.record = unsealed(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
       self.input_state: dict[str, Any] | None = self.record['input_state']
-      self.metrics: list[dict[str, Any]] = self.record['metrics']
+      self.metrics: list[dict[str, Any]] = list(self.record['metrics'])
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
         shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)

@@ -181,7 +181,10 @@ class SummaryWriter:
       error = next((file.error for file in self._files() if file.error is not None), None)
     except OSError as cannot_be_made:
       error = cannot_be_made
-    self._unwritten = [] if error is None else [*self._unwritten, record]
+    if error is None:
+      self._unwritten.clear()
+    else:
+      self._unwritten.append(record)
     self._tell(error)
 
   def close(self) -> None:

@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.constraints import axis_rules
 from praxis_lite.partitioning.guards import GuardedJit
+from praxis_lite.partitioning.guards.guard import static_positions
 from praxis_lite.partitioning.layout import StateLayout, is_spec, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
@@ -133,7 +134,7 @@ class PjittedFnWithContext(Generic[T]):
 
   def _map_arguments(self, fn: Callable[[int, object], object], args: Sequence[object]) -> list[object]:
     """Applies `fn` to each argument that is not static, with its number among these."""
-    static = {i + len(args) if i < 0 else i for i in self._static}
+    static = static_positions(self._static, len(args))
     dynamic = len(args) - len(static)
     if isinstance(self._in_specs, tuple) and dynamic != len(self._in_specs):
       raise ShardingError(f'{len(self._in_specs)} in_axis_resources are given for {dynamic} arguments')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -115,7 +115,7 @@ class GuardedJit(Generic[T]):
     return lowered
 
   def __call__(self, *args: Any, **kwargs: Any) -> T:
-    static = {i + len(args) if i < 0 else i for i in self._static}
+    static = static_positions(self._static, len(args))
     dynamic = [x for i, x in enumerate(args) if i not in static]
     leaves, structure = jax.tree.flatten((dynamic, kwargs))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -149,3 +149,8 @@ def _keep(instances: Iterable[Instance]) -> None:
       site.keep(2, splits[2])
     elif site.op.name == GATHER and lookups.keeps_ids(instance):
       site.keep(IDS, splits[IDS])
+
+
+def static_positions(static_argnums: Collection[int], num_args: int) -> set[int]:
+  """Returns which arguments of a call are static; as for `jax.jit`, numbers below 0 count from the last."""
+  return {i + num_args if i < 0 else i for i in static_argnums}
