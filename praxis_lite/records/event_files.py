@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 import time
 from pathlib import Path
@@ -100,9 +99,6 @@ class _PatientFiles:
   def open(self, path: str) -> PatientFile:
     self.opened = PatientFile(_later_than_others(Path(path.removeprefix(f'{_PATIENT}:'))))
     return self.opened
-
-  def directory_check(self, path: str) -> None:
-    os.makedirs(path.removeprefix(f'{_PATIENT}:'), exist_ok=True)
 
 
 def _later_than_others(file: Path) -> Path:
