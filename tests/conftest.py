@@ -9,12 +9,12 @@ from quick_xla import xla_flags
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-os.environ['XLA_FLAGS'] = xla_flags(devices=8)
 # Where in the source each operation of a program was called, of which nothing here asks.
 os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 # Every process that a test starts would compile the package from its source.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 sys.dont_write_bytecode = False
+os.environ['XLA_FLAGS'] = xla_flags(devices=8)
 # Traced programs are trees of many small objects that live on. Looking through them all for garbage as often as Python
 # does by itself takes a fifth of the suite's time.
 gc.set_threshold(200_000, 20, 100)

@@ -11,6 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 ROOMS = [
   *(
     'errors',
+    'jax_internals',
     'importing',
     'native_log',
     'files',

@@ -64,9 +64,9 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
 
 
 def _run(values: flags.FlagValues) -> int:
-  given = os.environ.get('XLA_FLAGS', '')
-  added = [f'--{name}={value}' for name, value in _QUICK_TO_COMPILE.items() if name not in given]
-  os.environ['XLA_FLAGS'] = ' '.join([given, *added]).strip()
+  from praxis_lite.jax_internals.flags import with_flags
+
+  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE)
 
   from praxis_lite.hosts.devices import simulate_cpu_devices
   from praxis_lite.verification import format_verification, verify

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
+from praxis_lite.jax_internals.programs import scan_sizes
 from praxis_lite.learning.probe import ELEMENTWISE
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
@@ -140,7 +141,7 @@ class _Walker:
 
   def scan(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
     """The body sees slices of what is scanned; what it passes on is not followed from one round to the next."""
-    consts, carry = eqn.params['num_consts'], eqn.params['num_carry']
+    consts, carry, _ = scan_sizes(eqn)
     slices = [dataclasses.replace(s, axes=s.axes[1:]) if s and s.axes else None for s in operands[consts + carry :]]
     self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
     return [None] * len(eqn.outvars)

@@ -7,6 +7,8 @@ import os
 import jax
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.jax_internals.devices import backends_have_started
+from praxis_lite.jax_internals.flags import with_flags
 
 # Seconds that a simulated device waits for others in a collective. By default XLA ends the process after 40, which on a
 # busy machine is too soon: each device is a thread.
@@ -31,9 +33,7 @@ def simulate_cpu_devices(count: int) -> None:
       f'cannot simulate {count} CPU devices: JAX already runs on {jax.device_count()} {jax.default_backend()} devices; '
       'call simulate_cpu_devices before anything that uses a device'
     )
-  given = os.environ.get('XLA_FLAGS', '')
-  flags = (f'--{name}={seconds}' for name, seconds in _PATIENCE.items() if name not in given)
-  os.environ['XLA_FLAGS'] = ' '.join([*given.split(), *flags])
+  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _PATIENCE)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', count)
 
@@ -42,10 +42,3 @@ def leave_accelerators_alone() -> None:
   """Makes JAX run on the CPU, for commands that need only shapes; does nothing if JAX already runs."""
   if not backends_have_started():
     jax.config.update('jax_platforms', 'cpu')
-
-
-def backends_have_started() -> bool:
-  """Whether JAX runs on some devices already, so that others cannot be chosen."""
-  from jax._src import xla_bridge  # JAX has no public way to ask.
-
-  return xla_bridge.backends_are_initialized()

@@ -33,6 +33,8 @@ import optax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.typing import ArrayLike
 
+from praxis_lite.jax_internals import UnknownJax
+from praxis_lite.jax_internals.programs import scan_sizes
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves_by_path, map_with_path
 from praxis_lite.weights import WeightHParams
@@ -372,8 +374,12 @@ class _Reader:
   def _on_scan(self, eqn: JaxprEqn, *values: _Value) -> list[_Value] | None:
     """A loop without inputs or outputs for each round, as of `fori_loop`."""
     params = eqn.params
-    constants, carry = list(values[: params['num_consts']]), list(values[params['num_consts'] :])
-    if params['length'] > _MAX_SCAN or not len(carry) == len(eqn.outvars) == params['num_carry']:
+    try:
+      consts, num_carry, num_slices = scan_sizes(eqn)
+    except UnknownJax:
+      return None
+    constants, carry = list(values[:consts]), list(values[consts:])
+    if params['length'] > _MAX_SCAN or num_slices or len(eqn.outvars) != num_carry:
       return None
     for _ in range(params['length']):
       carry = self._run(params['jaxpr'], [*constants, *carry])

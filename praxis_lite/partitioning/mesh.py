@@ -15,9 +15,10 @@ from typing import ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from praxis_lite.errors import ShardingError
+from praxis_lite.jax_internals.devices import abstract_device, mesh_platform
 
 P = ParamSpec('P')
 T = TypeVar('T')
@@ -83,14 +84,13 @@ def mesh_sizes(
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str | None = None) -> AbstractMesh:
   """Returns a mesh of these axis sizes without devices, with Auto axes; of 'gpu' or 'tpu', if that is given."""
-  device = None if platform is None else AbstractDevice(platform, None, platform)
+  device = None if platform is None else abstract_device(platform, platform)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
   """'cpu', 'gpu' or 'tpu': that of a mesh, by default the ambient one, which may be of another machine."""
-  device = (jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh).abstract_device
-  return jax.default_backend() if device is None else device.platform
+  return mesh_platform(jax.sharding.get_abstract_mesh() if mesh is None else mesh) or jax.default_backend()
 
 
 def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from praxis_lite.jax_internals.programs import bind, scan_sizes
+
 _INNER = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')  # Where an operation that calls a program has it.
 _NOT_LAYERS = re.compile(r'^(jit|pjit|checkpoint|remat.*|rematted_computation|closed_call|vmap|custom_.*|shard_map|)$')
 
@@ -100,17 +102,13 @@ class Trace:
       if isinstance(inner, core.ClosedJaxpr):
         return self._run(inner.jaxpr, inner.consts, args, stack, at)
       return self._run(inner, (), args, stack, at)
-    bound = eqn.primitive.get_bind_params(params)
-    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # Earlier versions of JAX return both.
-    with eqn.ctx.manager:
-      out = eqn.primitive.bind(*functions, *args, **bound)
-    results = list(out) if eqn.primitive.multiple_results else [out]
+    results = bind(eqn, args)
     self._look(name, args, results, stack, at)
     return results
 
   def _scan(self, eqn: Any, args: list[Any], stack: str, at: dict[str, str]) -> list[Any]:
-    params, outvars = eqn.params, eqn.outvars[eqn.params['num_carry'] :]
-    consts, carry = params['num_consts'], params['num_carry']
+    consts, carry, _ = scan_sizes(eqn)
+    params, outvars = eqn.params, eqn.outvars[carry:]
     fixed, state, xs = args[:consts], args[consts : consts + carry], args[consts + carry :]
     length, body, where = params['length'], params['jaxpr'], _path(stack)
     rows: list[list[Any]] = [[] for _ in body.jaxpr.outvars[carry:]]

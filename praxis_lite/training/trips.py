@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from praxis_lite.jax_internals.programs import scan_sizes, while_sizes
+
 # Greatest values of the entries of an array, of its shape; None: not known.
 Bound = np.ndarray | None
 _MOST_ENTRIES = 2**20
@@ -58,13 +60,14 @@ class Bounds:
 
   def below(self, equation: core.JaxprEqn, jaxpr: core.ClosedJaxpr | core.Jaxpr) -> list[Bound]:
     """Returns the bounds of the inputs of a jaxpr that an equation runs."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     inputs = [self.of(var) for var in equation.invars]
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     if name == 'while':
-      inputs = inputs[params['cond_nconsts'] :][: params['body_nconsts']]
+      cond, body, _ = while_sizes(equation)
+      inputs = inputs[cond : cond + body]
     elif name == 'scan':
-      inputs = inputs[: params['num_consts']]
+      inputs = inputs[: scan_sizes(equation).consts]
     elif name == 'cond':
       inputs = inputs[1:]
     elif name == 'shard_map' or len(inputs) != len(inner.invars):
@@ -74,7 +77,7 @@ class Bounds:
   def most_trips(self, equation: core.JaxprEqn) -> int | None:
     """Returns how often a `while` runs at most; None: not known."""
     cond, body = equation.params['cond_jaxpr'].jaxpr, equation.params['body_jaxpr'].jaxpr
-    of_cond, of_body = equation.params['cond_nconsts'], equation.params['body_nconsts']
+    of_cond, of_body, _ = while_sizes(equation)
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != 'lt' or cond.outvars[0] is not cond.eqns[0].outvars[0]:
       return None
     counter, limit = cond.eqns[0].invars

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
+from praxis_lite.jax_internals.devices import abstract_device
 from praxis_lite.layers import Linear
 from praxis_lite.layers.fp8 import fp8_tensordot
 from praxis_lite.models import transformer_lm
@@ -62,7 +63,7 @@ def test_an_older_gpu_and_another_word_are_refused():
   layer = Config(Linear, input_dims=32, output_dims=8, matmul='fp8').instantiate()
   variables = layer.init(jax.random.key(0))
   for kind, is_refused in (('NVIDIA A100-SXM4-80GB', True), ('NVIDIA H100 80GB HBM3', False)):
-    mesh = AbstractMesh((1,), ('data',), (AxisType.Auto,), abstract_device=AbstractDevice(kind, None, 'gpu'))
+    mesh = AbstractMesh((1,), ('data',), (AxisType.Auto,), abstract_device=abstract_device(kind, 'gpu'))
     with jax.sharding.use_abstract_mesh(mesh):
       if is_refused:
         with pytest.raises(ConfigError, match=r"Linear\.matmul: 'fp8' needs a GPU of compute capability 8\.9 or more"):

@@ -1,0 +1,88 @@
+"""Which flags XLA knows. One in XLA_FLAGS that it does not know ends the process, and flags come and go with releases.
+
+For the releases that are supported the answer is a table, which tests compare with jaxlib; for others, a process of its
+own reads the flags (0.1 to 0.4 s, once for each set of names).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+# First and last releases of the table.
+_FIRST, _LAST = (0, 10), (0, 12)
+# The flags that are set here and there, each with the release that knows it no more.
+_UNTIL: Mapping[str, tuple[int, int] | None] = {
+  'xla_backend_optimization_level': None,
+  'xla_cpu_collective_call_terminate_timeout_seconds': None,
+  'xla_cpu_collective_call_warn_stuck_timeout_seconds': None,
+  'xla_cpu_parallel_codegen_split_count': None,
+  'xla_cpu_use_fusion_emitters': (0, 11),
+  'xla_force_host_platform_device_count': None,
+}
+# What makes XLA read its flags, without a device.
+_READ_FLAGS = 'from jaxlib import _jax; _jax.CompileOptions()'
+_PATIENCE_S = 60.0
+
+
+def with_flags(given: str, wanted: Mapping[str, object]) -> str:
+  """Returns a value of XLA_FLAGS: the flags that are given, and those that are wanted, not given, and known to XLA.
+
+  Args:
+    given: XLA_FLAGS as it is: flags, or the name of a file that has them.
+    wanted: values by names, without the dashes in front.
+  """
+  flags = _of_file(given.strip()) if given.strip() and not given.strip().startswith('-') else given.split()
+  names = flag_names(' '.join(flags))
+  known = known_flags({name: str(value) for name, value in wanted.items() if name not in names})
+  return ' '.join([*flags, *(f'--{name}={value}' for name, value in known.items())])
+
+
+def flag_names(flags: str) -> set[str]:
+  """Returns the names in a value of XLA_FLAGS, without the dashes in front."""
+  return set(re.findall(r'(?<!\S)--(\w+)', flags))
+
+
+def known_flags(wanted: Mapping[str, str]) -> dict[str, str]:
+  """Returns those of some flags, with their values, that this XLA knows."""
+  release = _release()
+  in_table = {name for name in wanted if name in _UNTIL and _FIRST <= release <= _LAST}
+  unknown = {name for name in in_table if (until := _UNTIL[name]) is not None and release >= until}
+  unknown |= _refused(tuple((name, value) for name, value in wanted.items() if name not in in_table))
+  return {name: value for name, value in wanted.items() if name not in unknown}
+
+
+@functools.cache
+def _refused(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
+  """The names of those flags that end a process; all of them, if they cannot be tried."""
+  if not flags:
+    return frozenset()
+  environment = os.environ | {'XLA_FLAGS': ' '.join(f'--{name}={value}' for name, value in flags)}
+  command = [sys.executable, '-c', _READ_FLAGS]
+  try:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+  except (OSError, subprocess.SubprocessError):
+    return frozenset(name for name, _ in flags)
+  if done.returncode == 0:
+    return frozenset()
+  listed = re.search(r'Unknown flags? in XLA_FLAGS:(.*)', done.stderr)
+  return frozenset(flag_names(listed[1]) if listed else (name for name, _ in flags))
+
+
+@functools.cache
+def _release() -> tuple[int, int]:
+  major, minor = metadata.version('jaxlib').split('.')[:2]
+  return int(major), int(minor)
+
+
+def _of_file(name: str) -> list[str]:
+  try:
+    return Path(name).read_text().split()
+  except OSError:
+    return [name]  # XLA says what is wrong with it.
