@@ -34,6 +34,7 @@ def _run(values: flags.FlagValues) -> int:
     max_restarts=values.max_restarts,
     min_processes=values.min_processes,
     grace_s=values.end_within_s,
+    stop_s=values.stop_within_s,
     backoff_s=values.backoff_s,
   ).run()
 
@@ -99,6 +100,8 @@ def _flags() -> flags.FlagValues:
   number('backoff_s', 1, 'Seconds before the first restart; doubled for each, up to 60. Example: --backoff_s=5')
   late = 'Seconds that the others have to notice and end when a process was lost, before they are killed.'
   number('end_within_s', 330, f'{late} Example: --end_within_s=90')
+  stop = 'Seconds that all processes have to save and end after Ctrl-C or SIGTERM, before they are killed.'
+  number('stop_within_s', 600, f'{stop} Example: --stop_within_s=120')
   jobset = 'Print a JobSet for Kubernetes, for kubectl apply, and start nothing. Example: --jobset'
   flags.DEFINE_boolean('jobset', False, jobset, flag_values=values)
   text('image', 'With --jobset: the container image. Example: --image=registry.example/lm:1')

@@ -7,6 +7,9 @@
 
 A host that was the first to end in two attempts one after the other is taken for gone: with `min_processes` the job
 goes on without it.
+
+SIGINT and SIGTERM are passed on, with SIGCONT, since a stopped process acts on no signal. All hosts then have
+`stop_s` to save and end; after a second one, a few seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ _POLL = 0.05
 _LONGEST_WAIT = 60.0
 # Seconds between the first process that ends because it has noticed that another one was lost, and the last.
 _AFTER_NOTICED = 10.0
+# Seconds to end after a second signal, which ends a process at once.
+_AFTER_SECOND_SIGNAL = 10.0
+# Seconds for the system to end a process that was killed. One that waits for storage may never end.
+_AFTER_KILL = 10.0
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -38,6 +45,29 @@ class Ended(NamedTuple):
 
   code: int
   host: int
+
+
+class _Limit(NamedTuple):
+  """Until when processes may take to end, by `time.monotonic`; None is for ever.
+
+  Attributes:
+    seconds: how long that is.
+    after: what it is counted from, for a message; '' for a failure, which has been said.
+  """
+
+  at: float | None = None
+  seconds: float = 0.0
+  after: str = ''
+
+  @classmethod
+  def of(cls, seconds: float, after: str = '') -> _Limit:
+    return cls(time.monotonic() + seconds, seconds, after)
+
+  def is_over(self) -> bool:
+    return self.at is not None and time.monotonic() > self.at
+
+  def __str__(self) -> str:
+    return f'{self.seconds:g} s{f" of {self.after}" if self.after else ""}'
 
 
 class Launcher:
@@ -49,6 +79,7 @@ class Launcher:
     max_restarts: how often all of them are started again after one was lost.
     min_processes: with how many the job may go on when a host is gone; None: all.
     grace_s: seconds that the others have to end by themselves once one has ended.
+    stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
     write: receives each line of output, with the name of its host before it.
   """
@@ -61,6 +92,7 @@ class Launcher:
     max_restarts: int = 3,
     min_processes: int | None = None,
     grace_s: float = 30.0,
+    stop_s: float = 600.0,
     backoff_s: float = 1.0,
     write: Callable[[str], object] = lambda line: print(line, end='', flush=True),
   ):
@@ -69,6 +101,7 @@ class Launcher:
     self._max_restarts = max_restarts
     self._min_processes = processes if min_processes is None else min_processes
     self._grace = grace_s
+    self._stop = stop_s
     self._backoff = backoff_s
     self._output = write
     self._lock = threading.Lock()
@@ -122,39 +155,48 @@ class Launcher:
     try:
       return self._watch()
     finally:
-      for process in self._running:
+      for i, process in enumerate(self._running):
         process.kill()
-        process.wait()
+        try:
+          process.wait(_AFTER_KILL)
+        except subprocess.TimeoutExpired:
+          self._say(f'host {i}, process {process.pid}, has not ended {_AFTER_KILL:g} s after SIGKILL; it is left')
       for reader in readers:
         reader.join(timeout=5)  # A process that a killed one had started may hold its output.
       self._running = []
 
   def _watch(self) -> Ended:
-    """Waits until all processes have ended; kills those that do not, some time after the first that has failed."""
+    """Waits until all processes have ended; kills those that have not in time, after a failure or a signal."""
     ended: dict[int, int] = {}
-    failed_at: float | None = None
-    passed, grace = 0, self._grace
+    passed, limit = 0, _Limit()
+    stop_limit = _Limit()
     while len(ended) < len(self._running):
       time.sleep(_POLL)
       if passed < len(self._signals):  # To the ones too that did not exist when it came.
         passed = len(self._signals)
+        name = signal.Signals(self._signals[-1]).name
+        stop_limit = _Limit.of(self._stop, name) if passed == 1 else _Limit.of(_AFTER_SECOND_SIGNAL, f'another {name}')
         for process in self._running:
           process.send_signal(self._signals[-1])
+          process.send_signal(signal.SIGCONT)
       for i, process in enumerate(self._running):
         code = process.poll()
         if code is None or i in ended:
           continue
         ended[i] = 128 - code if code < 0 else code
-        if code != 0 and failed_at is None:
-          failed_at = time.monotonic()
+        if self._signals and ended[i] in (0, *_STOPPED):
+          continue  # As it should: others may still be saving.
         if code == LostHostError.exit_code:
-          failed_at, grace = time.monotonic(), min(grace, _AFTER_NOTICED)
+          limit = _Limit.of(min(self._grace, _AFTER_NOTICED))
+        elif code != 0 and limit.at is None:
+          limit = _Limit.of(self._grace)
         if code < 0 and not self._signals:
           self._say(f'host {i} was ended by {describe(ended[i])}')
-      if failed_at is not None and time.monotonic() - failed_at > grace and not self._signals:
+      over = next((each for each in (limit, stop_limit) if each.is_over()), None)
+      if over is not None:
         late = [i for i in range(len(self._running)) if i not in ended]
         if late:
-          self._say(f'host {", ".join(map(str, late))} did not end within {grace:g} s, and is killed')
+          self._say(f'host {", ".join(map(str, late))} did not end within {over}, and is killed')
         for i in late:
           # The one that the others have waited for: it is the one that was lost.
           ended = {i: 128 + signal.SIGKILL, **ended}

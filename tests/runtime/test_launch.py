@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -106,6 +107,92 @@ def test_a_signal_is_passed_on_once_and_nothing_is_started_again():
   for host in range(2):
     job.on(f'host {host}: ready', lambda: threading.Thread(target=ready.wait).start())
   assert job.run() == 143 and 'restart' not in job.text
+
+
+def at_once_when_both_are_ready(job, call):
+  ready = threading.Barrier(2, action=call)
+  for host in range(2):
+    job.on(f'host {host}: ready', lambda: threading.Thread(target=ready.wait).start())
+
+
+def stop_host_1_and_end_the_job(job):
+  pid = job.launcher._running[1].pid
+  os.kill(pid, signal.SIGSTOP)
+  while (state := pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2][0]) != 'T':
+    assert state in 'RS'
+    time.sleep(0.01)
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_host_that_is_stopped_when_the_job_is_ended_goes_on_and_saves_like_the_others():
+  job = python(
+    'import signal, sys, time\n'
+    'signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(143)))\n'
+    'print("ready", flush=True)\n'
+    'time.sleep(60)'
+  )
+  at_once_when_both_are_ready(job, lambda: stop_host_1_and_end_the_job(job))
+  assert job.run() == 143 and 'killed' not in job.text
+  assert 'host 0: saved' in job.text and 'host 1: saved' in job.text
+
+
+def test_a_host_that_stops_while_it_ends_is_killed_after_some_time_and_named():
+  job = python(
+    'import os, signal, sys, time\n'
+    'def end(*_):\n'
+    '  if os.environ["JAX_PROCESS_ID"] == "1":\n'
+    '    time.sleep(0.2)\n'
+    '    os.kill(os.getpid(), signal.SIGSTOP)\n'
+    '  sys.exit(143)\n'
+    'signal.signal(signal.SIGTERM, end)\n'
+    'print("ready", flush=True)\n'
+    'time.sleep(60)',
+    stop_s=1.0,
+  )
+  at_once_when_both_are_ready(job, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert job.run() == 128 + signal.SIGKILL and 'restart' not in job.text
+  assert 'host 1 did not end within 1 s of SIGTERM, and is killed' in job.text and 'host 0 did not' not in job.text
+
+
+def test_a_failure_after_a_signal_leaves_the_others_as_long_as_one_before():
+  job = python(
+    'import os, signal, time\n'
+    'def end(*_):\n'
+    '  if os.environ["JAX_PROCESS_ID"] == "0":\n'
+    '    os._exit(75)\n'
+    'signal.signal(signal.SIGTERM, end)\n'
+    'print("ready", flush=True)\n'
+    'while True: time.sleep(0.01)',
+    grace_s=0.3,
+  )
+  at_once_when_both_are_ready(job, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert job.run() == 128 + signal.SIGKILL and 'restart' not in job.text
+  assert 'host 1 did not end within 0.3 s, and is killed' in job.text
+
+
+def test_after_a_second_signal_all_end_soon(monkeypatch):
+  monkeypatch.setattr(launch, '_AFTER_SECOND_SIGNAL', 0.3)
+  job = python(
+    'import signal, time\n'
+    'signal.signal(signal.SIGTERM, lambda *_: print("again", flush=True))\n'
+    'print("ready", flush=True)\n'
+    'while True: time.sleep(0.01)'
+  )
+  at_once_when_both_are_ready(job, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  job.on('again', lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert job.run() == 128 + signal.SIGKILL
+  assert 'host 0, 1 did not end within 0.3 s of another SIGTERM, and is killed' in job.text
+
+
+def test_a_process_that_does_not_end_though_it_was_killed_is_left_behind(monkeypatch):
+  job = python('import os; os._exit(3)', processes=1)
+
+  def wait(process, timeout=None):  # As one that waits for storage that is gone.
+    raise subprocess.TimeoutExpired(process.args, timeout)
+
+  monkeypatch.setattr(WarmPopen, 'wait', wait)
+  assert job.run() == 3
+  assert re.search(r'launch: host 0, process \d+, has not ended 10 s after SIGKILL; it is left', job.text)
 
 
 @pytest.mark.parametrize(
