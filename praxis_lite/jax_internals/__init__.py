@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TypeVar
 
+from praxis_lite.errors import UserError, first_line
+
 T = TypeVar('T')
 
 
@@ -27,29 +29,30 @@ class UnknownJax(Exception):
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-  """Raises `UnknownJax` where the code inside finds that `what` of JAX is not as it was."""
+  """Raises `UnknownJax` where the code inside finds that `what` is not as in the releases that are supported."""
   try:
     yield
-  except UnknownJax:
+  except (UnknownJax, UserError):
     raise
-  except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
-    raise UnknownJax(f'{what} of JAX {metadata.version("jax")}: {type(error).__name__}: {error}') from error
+  except Exception as error:
+    raise UnknownJax(f'{what}: {type(error).__name__}: {first_line(error)}') from error
 
 
-_told: set[str] = set()
-
-
-def unless_unknown(what: str, read: Callable[[], T], otherwise: T) -> T:
-  """Returns `read()`; where it meets an unknown shape of JAX, prints one line for each `what`, and returns `otherwise`.
+def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:
+  """Returns `read()`; where that meets an unknown shape of JAX, tells the user once, and returns `otherwise`.
 
   Args:
-    what: what there is not, as the line begins: 'no advice on products'.
+    consequence: what the user is told, such as 'no advice on products of matrices'; each is told once.
     read, otherwise: see above.
   """
   try:
     return read()
   except UnknownJax as error:
-    if what not in _told:
-      _told.add(what)
-      print(f'{what}: this release of JAX is not known to praxis_lite ({error})', flush=True)
+    if consequence not in told:
+      told.append(consequence)
+      print(f'{consequence}: JAX {metadata.version("jax")} is not as praxis_lite knows it ({error})', flush=True)
     return otherwise
+
+
+# What users of this process have been told of.
+told: list[str] = []

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from jaxlib.mlir import ir
 
+from praxis_lite.jax_internals.mlir import ir
 from praxis_lite.partitioning.propagation import num_parts, split_of
 
 PRODUCTS = {'stablehlo.dot_general', 'chlo.ragged_dot'}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxlib.mlir import ir
-
+from praxis_lite.jax_internals.mlir import ir
 from praxis_lite.partitioning.local_memory import COLLECTIVES, LOOPS, MAPPED, PRODUCTS
 
 _WORK = PRODUCTS | (LOOPS - {MAPPED}) | {'stablehlo.custom_call', 'stablehlo.convolution'}

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jaxlib.mlir import ir
 
+from praxis_lite.jax_internals.mlir import ir
 from praxis_lite.partitioning.library_calls import fused_attention_flops, is_fused_attention
 from praxis_lite.partitioning.local_memory import COLLECTIVES, LOOPS, PRODUCTS, STARTED, BlockMemory, Sizes
 from praxis_lite.partitioning.local_overlap import beside_work, is_joined

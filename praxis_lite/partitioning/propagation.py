@@ -11,9 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy, stablehlo
-from jaxlib.mlir.passmanager import PassManager
+from praxis_lite.jax_internals.mlir import ir, run_passes, sdy, stablehlo
 
 _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
 _MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
@@ -144,9 +142,9 @@ class Propagation:
       del site.op.attributes[_NUMBER]
     _inline_calls(copy)
     _reshape_where_nothing_is_repeated(copy)
-    PassManager.parse(_PROPAGATE).run(copy)
+    run_passes(_PROPAGATE, copy)
     propagated = list(self._read(copy))
-    PassManager.parse(_MAKE_COMPATIBLE).run(copy)
+    run_passes(_MAKE_COMPATIBLE, copy)
     return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in zip(propagated, self._read(copy))]
 
   def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
@@ -166,7 +164,7 @@ def with_collectives(module: ir.Module) -> ir.Operation:
     _inline_calls(copy)
     _reshape_where_nothing_is_repeated(copy)
     for passes in (_PROPAGATE, _MAKE_COMPATIBLE, _COMMUNICATE):
-      PassManager.parse(passes).run(copy)
+      run_passes(passes, copy)
   return copy
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
+from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.local_program import SPLIT_BY_RULE, UNROLLED
 
 _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}

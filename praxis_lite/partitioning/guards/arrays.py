@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
-
+from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.propagation import Axis, Instance, Split
 
 PRODUCT, TRANSPOSE = 'stablehlo.dot_general', 'stablehlo.transpose'

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jaxlib.mlir import ir
-
 from praxis_lite.errors import ConfigError
+from praxis_lite.jax_internals.mlir import ir
 from praxis_lite.partitioning.propagation import callee, functions_of, operations
 
 

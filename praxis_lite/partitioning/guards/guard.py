@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from praxis_lite.errors import ShardingError
+from praxis_lite.jax_internals import reading, unless_unknown
 from praxis_lite.partitioning.guards import images, lookups
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
@@ -18,6 +19,10 @@ from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Sp
 T = TypeVar('T')
 # How often what a guard states may lead to splits that another one guards.
 _MAX_ROUNDS = 6
+_NOT_GUARDED = (
+  'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
+  'one device'
+)
 
 
 class Guarded(NamedTuple):
@@ -59,10 +64,21 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
 def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   """Changes a lowered program, before it is compiled, where XLA would compute it wrongly; returns what it changed.
 
+  If JAX lowers programs in a way that is not known, it is left as it is, and the user is told so once.
+
   Raises:
     ShardingError: Shardy, JAX's default, is turned off.
     ConfigError: the CPU would wait forever for several calls of LAPACK in one branch.
   """
+
+  def change() -> list[Guarded]:
+    with reading('a lowered program'):
+      return _guard(lowered)
+
+  return unless_unknown(_NOT_GUARDED, change, [])
+
+
+def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   module = lowered.compiler_ir('stablehlo')
   if module is None:
     return []

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
+from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.guards.arrays import if_changed, integer, integers, padding, split_over, whole
 from praxis_lite.partitioning.guards.products import guard_product
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
+from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, whole
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
-
+from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.guards.arrays import PRODUCT, axes_of, integers
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 

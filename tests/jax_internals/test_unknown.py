@@ -1,0 +1,42 @@
+"""An unknown shape of JAX costs one line, and no more; what users do wrong is said as ever."""
+
+import pytest
+
+from praxis_lite import jax_internals
+from praxis_lite.errors import ConfigError
+from praxis_lite.jax_internals import UnknownJax, reading, unless_unknown
+
+
+@pytest.fixture(autouse=True)
+def _told_nothing(monkeypatch):
+  monkeypatch.setattr(jax_internals, 'told', [])
+
+
+@pytest.mark.parametrize(
+  'error', [KeyError('x'), AttributeError('x'), TypeError('x'), IndexError(), RuntimeError('a\nb')]
+)
+def test_what_is_not_there_is_an_unknown_shape(error):
+  with (
+    pytest.raises(UnknownJax, match=f"^scan's parameters: {type(error).__name__}: .*$"),
+    reading("scan's parameters"),
+  ):
+    raise error
+
+
+@pytest.mark.parametrize('error', [ConfigError('no'), UnknownJax('inner'), KeyboardInterrupt()])
+def test_what_is_something_else_stays_that(error):
+  with pytest.raises(type(error)) as raised, reading('scan'):
+    raise error
+  assert raised.value is error
+
+
+def test_the_user_is_told_once_for_each_consequence(capsys):
+  def read():
+    raise UnknownJax('scan: KeyError')
+
+  assert [unless_unknown('no advice on x', read, 3) for _ in range(3)] == [3, 3, 3]
+  assert unless_unknown('no advice on y', read, None) is None
+  assert unless_unknown('no advice on z', lambda: 5, 3) == 5
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split(':')[0] for line in lines] == ['no advice on x', 'no advice on y']
+  assert all('is not as praxis_lite knows it (scan: KeyError)' in line for line in lines)
