@@ -4,6 +4,8 @@
                                    inputs     JSON, the state of the training input after the same step
                                    about      JSON, the true shape and dtype of each array, version, mesh
 
+A seal in each of the three says that they are of one save, and of this step: `seal.py`.
+
 Arrays are stored under their names, 'mdl_vars.lm.w' or 'opt_states.0.mu.lm.w', as nested dicts, so that reading them
 needs no class of an optimizer library. They have the padding of the mesh that saved them, zeros at the end; a
 restore compares the true shapes, and cuts or extends the padding to what its mesh needs.
@@ -47,6 +49,7 @@ from praxis_lite.checkpoints.orbax import orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.save_barrier import SaveBarrier
+from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import local_path
@@ -164,11 +167,12 @@ class Checkpointer:
         self._mend()
     if step in self._manager.all_steps():
       return False
-    arrays = to_nested_dict(jax.tree.map(as_data, state))
+    seal = new_seal(step)
+    arrays = {**to_nested_dict(jax.tree.map(as_data, state)), SEAL: seal_array(seal)}
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(arrays),
-      inputs=ocp.args.JsonSave(sealed({'input_state': input_state})),
-      about=ocp.args.JsonSave(sealed(_about(state, true_shapes))),
+      inputs=ocp.args.JsonSave(sealed({'input_state': input_state, SEAL: seal})),
+      about=ocp.args.JsonSave(sealed({**_about(state, true_shapes), SEAL: seal})),
     )
     with self._saving(PartedError if jax.process_count() > 1 else CheckpointError):
       self._being_saved.append(step)
@@ -278,7 +282,7 @@ class Checkpointer:
     def restored(step: int) -> NestedDict:
       regrouping = Regrouping(self._read_json(step, 'about')['variables'], wanted, weights or {})
       check_same_model(regrouping.records, wanted, self.folder(step))
-      self._read_json(step, 'inputs')  # Raises if it is damaged, as other parts do.
+      check_records(Path(self.folder(step)), step)
       read = self.restore_arrays(regrouping.to_read(shapes), step=step)
       return regrouping.regrouped(read, shapes, true_shapes)
 
@@ -303,6 +307,7 @@ class Checkpointer:
       found = lookup(arrays, path)
       if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise unreadable(self.folder(step), ValueError(f'what it says of {path_name(path)} is wrong'))
+    check_seal(Path(self.folder(step)), step)
     return map_with_path(lambda path, shape: from_data(shape, lookup(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
@@ -325,6 +330,7 @@ class Checkpointer:
     if use_ema:
       names = {path: ema if (ema := f'ema_vars.{path_name(path)}') in saved else name for path, name in names.items()}
     arrays = stored_arrays(os.path.join(where, 'state'), {name: saved[name]['shape'] for name in names.values()})
+    check_seal(Path(where), step)
     return map_with_path(lambda path, _: arrays[names[path]], shapes)
 
   def has_variables_alone(self, step: int | None = None) -> bool:
@@ -337,7 +343,12 @@ class Checkpointer:
 
   def about(self, step: Step = None) -> dict[str, Any]:
     """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
-    return self._of_whole_step(lambda step: self._read_json(step, 'about'), step)
+
+    def of_one_save(step: int) -> dict[str, Any]:
+      check_records(Path(self.folder(step)), step)
+      return self._read_json(step, 'about')
+
+    return self._of_whole_step(of_one_save, step)
 
   def folder(self, step: int) -> str:
     """Returns where the checkpoint of a step is."""

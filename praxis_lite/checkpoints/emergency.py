@@ -90,6 +90,8 @@ class EmergencyCopy:
     metrics: lines of metrics until this step that the disk had not taken.
     record: what else is said of it: 'mesh', 'processes', 'variables', 'checkpoint'.
 
+    save: what the parts of all processes of one copy have in common, as text.
+
   Raises:
     OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not what was written.
   """
@@ -102,6 +104,7 @@ class EmergencyCopy:
       self.step: int = self.record['step']
       self.input_state: dict[str, Any] | None = self.record['input_state']
       self.metrics: list[dict[str, Any]] = list(self.record['metrics'])
+      self.save = _digest([self.step, self.input_state])
       at = opened.tell()
       for name, bounds, dtype, checksum in self.record['shards']:
         shard = _Shard(name, tuple((start, stop) for start, stop in bounds), plain_dtype(dtype), at, checksum)
@@ -187,7 +190,8 @@ class EmergencyCopies:
         continue
       try:
         copy = EmergencyCopy(file)
-        reason = self._reason_against(copy, checkpoint)
+        reason = f'{file} is a copy of step {copy.step}, and was renamed' if copy.step != step else ''
+        reason = reason or self._reason_against(copy, checkpoint)
       except _NO_COPY as error:
         reason = f'{file} is damaged ({first_line(error)})'
       if reason:
@@ -196,11 +200,17 @@ class EmergencyCopies:
         copies[step] = copy
     if not self._folders:
       return None, ''
-    whole = [set(map(int, steps.split())) for steps in told_by_all(' '.join(map(str, copies)))]
-    step, newest = max(set.intersection(*whole), default=0), max(set.union(*whole), default=0)
+    told = told_by_all(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
+    whole = [{int(step): save for step, _, save in (word.partition(':') for word in of.split())} for of in told]
+    newest = max((step for of in whole for step in of), default=0)
+    # Parts that processes have of one step are of one copy if they were made of the same save.
+    step = max((step for step in whole[0] if all(of.get(step) == whole[0][step] for of in whole)), default=0)
     why = told_by_all('; '.join(dict.fromkeys(unfit)))
     if newest > step:
-      why = [reason or ('' if newest in steps else f'no copy of step {newest}') for reason, steps in zip(why, whole)]
+      missing = f'no copy of step {newest}'
+      why = [reason or (missing if newest not in of else '') for reason, of in zip(why, whole)]
+      if not any(why):
+        why[0] = f'those of step {newest} on the hosts are of different copies'
     self._remove(lambda other: other != step)
     return copies.get(step), f'emergency copies that are not used: {by_host(why)}' if any(why) else ''
 
@@ -321,6 +331,10 @@ def _lineage_in(file: Path) -> int:
     with contextlib.suppress(*_NO_COPY):
       lineage = int(parse_json(file.read_bytes())['lineage']) % 2**31
   return int(multihost_utils.broadcast_one_to_all(np.int32(lineage)))
+
+
+def _digest(content: object) -> str:
+  return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def _of_user() -> str:

@@ -29,6 +29,7 @@ from praxis_lite.checkpoints.contents import Record, parse_record, sealed, unsea
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
+from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import parse_json
 
@@ -72,10 +73,9 @@ class RemoteCheckpoint:
 
   def about(self) -> dict[str, Any]:
     """Returns what it records; see `StoredCheckpoint.about`."""
-    try:
-      return parse_record(self._store.read(self._name('about/metadata')), 'about')
-    except (ValueError, AttributeError) as error:
-      raise error if isinstance(error, CheckpointError) else DamagedError(f'{self.url}: {error}') from None
+    records = {name: self._record(name) for name in ('about', 'inputs')}
+    check_seal_of(self.url, self.step, records)
+    return records['about']
 
   def variables(self) -> dict[str, Record]:
     """Returns the true shape and the dtype of each array, by name."""
@@ -91,7 +91,13 @@ class RemoteCheckpoint:
       except DamagedError:
         return 'is missing'
 
-    return {name: how for name, how in zip(self.files, _in_parallel(of, self.files)) if how}
+    damaged = {name: how for name, how in zip(self.files, _in_parallel(of, self.files)) if how}
+    if not damaged:
+      try:
+        self.about()
+      except DamagedError as error:
+        damaged['seal'] = str(error)
+    return damaged
 
   def is_that_in(self, folder: Path) -> bool:
     """Whether it is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
@@ -119,12 +125,19 @@ class RemoteCheckpoint:
 
     try:
       _in_parallel(get, self.files)
+      check_seal(partial, self.step, self.url)
       partial.rename(target)
     except OSError as error:
       raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
     finally:
       shutil.rmtree(partial, ignore_errors=True)
     return target
+
+  def _record(self, item: str) -> dict[str, Any]:
+    try:
+      return parse_record(self._store.read(self._name(f'{item}/metadata')), item)
+    except (ValueError, AttributeError) as error:
+      raise error if isinstance(error, CheckpointError) else DamagedError(f'{self.url}: {error}') from None
 
   def _name(self, file: str) -> str:
     return f'{CHECKPOINTS}/{self.step}/{file}'

@@ -20,6 +20,7 @@ from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
 from praxis_lite.checkpoints.contents import Record, read_record
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
+from praxis_lite.checkpoints.seal import check_records, check_seal
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import local_path
@@ -55,7 +56,12 @@ class StoredCheckpoint:
     return sum(path.stat().st_size for path in self.folder.rglob('*') if path.is_file())
 
   def about(self) -> dict[str, Any]:
-    """Returns what it records: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`."""
+    """Returns what it records: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`.
+
+    Raises:
+      DamagedError: it is damaged, or belongs to another checkpoint.
+    """
+    check_records(self.folder, self.step)
     return read_record(self.folder, 'about')
 
   def variables(self) -> dict[str, Record]:
@@ -72,11 +78,14 @@ class StoredCheckpoint:
           read_record(self.folder, item)
       if 'about' in damaged:
         return damaged
-      for name in self.variables():
+      for name in read_record(self.folder, 'about')['variables']:
         with _collected(damaged, name):
           array = self._array(name)
           for box in boxes(whole(array.shape), array.part_shape(array.shape)):
             array.read(box)
+      if not damaged:
+        with _collected(damaged, 'seal'):
+          check_seal(self.folder, self.step)
     return damaged
 
   def _array(self, name: str) -> StreamedArray:

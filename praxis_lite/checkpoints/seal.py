@@ -1,0 +1,96 @@
+"""The seal of a checkpoint: that its parts are of one save, and that this was of the step after which it is named.
+
+Each save draws a seal, such as '20:9f3c2a7be1d04c55': its step and a random number. It stands in both records, `about`
+and `inputs`, and as an array beside those of the state, in the same database. So the seals differ where parts of two
+checkpoints were mixed, or a folder was renamed, though each part is whole. Checkpoints of earlier versions have none.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.checkpoints.contents import read_record
+from praxis_lite.checkpoints.failures import unreadable
+from praxis_lite.checkpoints.streamed import stored_arrays, whole
+from praxis_lite.errors import CheckpointError
+
+# Its name in the records, and among the arrays.
+SEAL = 'seal'
+_RECORDS = ('about', 'inputs')
+_STATE = 'state'
+
+
+def new_seal(step: int) -> str:
+  """Returns the seal of a save of `step`."""
+  return f'{step}:{secrets.token_hex(8)}'
+
+
+def seal_array(seal: str) -> np.ndarray:
+  """Returns a seal as an array to save, uint8."""
+  return np.frombuffer(seal.encode(), np.uint8)
+
+
+def check_records(folder: Path, step: int) -> None:
+  """Checks that the records of the checkpoint in `folder` belong together, and to `step`; reads no array.
+
+  Raises:
+    DamagedError: they do not, or one of them is damaged.
+    CheckpointError: one of them cannot be read.
+  """
+  _check(folder, step, _seals_of_records(folder))
+
+
+def check_seal(folder: Path, step: int, where: object = None) -> None:
+  """Checks that all parts of the checkpoint in `folder` belong together, and to `step`; raises as `check_records`.
+
+  Call it where the arrays can be read: what is damaged in them is not what this looks for. `where` is what messages call
+  the checkpoint, by default the folder.
+  """
+  _check(where or folder, step, {**_seals_of_records(folder), _STATE: _seal_of_state(folder)})
+
+
+def check_seal_of(where: object, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
+  """Checks records that were read elsewhere, by their names; raises DamagedError as `check_records` does."""
+  _check(where, step, {name: _text(record.get(SEAL)) for name, record in records.items()})
+
+
+def _seals_of_records(folder: Path) -> dict[str, str | None]:
+  return {name: _text(read_record(folder, name).get(SEAL)) for name in _RECORDS}
+
+
+def _seal_of_state(folder: Path) -> str | None:
+  """Returns the seal among the arrays; None if there is none."""
+  try:
+    array = stored_arrays(str(folder / _STATE), {SEAL: None})[SEAL]
+    return array.read(whole(array.shape)).tobytes().decode(errors='replace')
+  except CheckpointError as error:
+    cause = error.__cause__
+    if 'NOT_FOUND' in str(cause):  # As TensorStore says of an array that the database does not have.
+      return None
+    raise unreadable(folder, cause if isinstance(cause, Exception) else error) from error
+
+
+def _text(seal: object) -> str | None:
+  return seal if isinstance(seal, str) else None
+
+
+def _check(where: object, step: int, seals: Mapping[str, str | None]) -> None:
+  if len(set(seals.values())) > 1:
+    parts = ', '.join(f'{name} of {_described(seal)}' for name, seal in seals.items())
+    raise unreadable(where, ValueError(f'its parts are of different saves: {parts}'))
+  (seal,) = set(seals.values())
+  if seal is not None and _step(seal) != str(step):
+    raise unreadable(where, ValueError(f'it is a checkpoint of step {_step(seal)}, and its folder was renamed'))
+
+
+def _step(seal: str) -> str:
+  return seal.partition(':')[0]
+
+
+def _described(seal: str | None) -> str:
+  return 'one without a seal' if seal is None else f'step {_step(seal)}, number {seal.partition(":")[2]}'
