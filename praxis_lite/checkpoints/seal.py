@@ -48,7 +48,7 @@ def check_records(folder: Path, step: int) -> None:
 def check_seal(folder: Path, step: int, where: object = None) -> None:
   """Checks that all parts of the checkpoint in `folder` belong together, and to `step`; raises as `check_records`.
 
-  Call it where the arrays can be read: what is damaged in them is not what this looks for. `where` is what messages call
+  Call it where the arrays can be read: what is damaged in them is not what this looks for. `where` is what errors call
   the checkpoint, by default the folder.
   """
   _check(where or folder, step, {**_seals_of_records(folder), _STATE: _seal_of_state(folder)})

@@ -1,4 +1,4 @@
-"""The seal of checkpoints: parts of two of them, each whole, are not taken for one; nor is a folder that was renamed."""
+"""The seal of checkpoints: parts of two of them, each whole, are not one; nor is a folder that was renamed."""
 
 from __future__ import annotations
 
