@@ -1,10 +1,17 @@
-"""Files of a run directory: that appear complete or not at all, that wait for room on the disk; and what they say."""
+"""Files of a run directory: that appear complete or not at all, that wait for room on the disk; and what they say.
+
+Where a file is expected, anyone may have put a named pipe, whose opening waits for ever, or a device without an end:
+`open_plain`, by which files of runs and of data are read, refuses those.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +61,50 @@ def plain_dtype(name: object) -> np.dtype:
   return dtype
 
 
+def kind_of_other(path: str | os.PathLike[str]) -> str:
+  """Returns what there is in place of a file, such as 'a named pipe'; '' for a file, and where there is nothing."""
+  try:
+    return _kind(os.stat(path).st_mode)
+  except OSError:
+    return ''
+
+
+def _kind(mode: int) -> str:
+  if stat.S_ISREG(mode):
+    return ''
+  kinds = {stat.S_IFDIR: 'a directory', stat.S_IFIFO: 'a named pipe', stat.S_IFSOCK: 'a socket'}
+  return kinds.get(stat.S_IFMT(mode), 'a device')
+
+
+def open_plain(path: str | os.PathLike[str]) -> io.BufferedReader:
+  """Opens a file to read it; never waits.
+
+  Raises:
+    OSError: it cannot be opened, or is no file; `strerror` says what it is.
+  """
+  return open(path, 'rb', opener=_open_without_waiting)
+
+
+def open_plain_to_write(path: str | os.PathLike[str], *, append: bool = False) -> io.FileIO:
+  """Opens a file to write it, without a buffer; otherwise as `open_plain`."""
+  return open(path, 'ab' if append else 'wb', buffering=0, opener=_open_without_waiting)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+  # Without O_NONBLOCK, opening a named pipe waits for its other end.
+  handle = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
+  if kind := _kind(os.fstat(handle).st_mode):
+    os.close(handle)
+    raise OSError(errno.EINVAL, f'it is {kind}, not a file', path)
+  return handle
+
+
+def read_plain(path: str | os.PathLike[str]) -> bytes:
+  """Returns the content of a file; raises OSError as `open_plain`."""
+  with open_plain(path) as file:
+    return file.read()
+
+
 def replace_file(path: Path, text: str) -> None:
   """Writes a file that appears complete or not at all."""
   handle, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')
@@ -77,7 +128,7 @@ class PatientFile:
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
+    self._file = open_plain_to_write(path, append=True)
     self._unwritten = bytearray()
     self.error: OSError | None = None
 

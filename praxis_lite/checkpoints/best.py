@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file
 
 BEST = 'best.json'
 
@@ -55,7 +55,7 @@ class BestRecord:
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
     try:
-      data = self._path.read_bytes()
+      data = read_plain(self._path)
     except OSError:
       return None
     return BestCheckpoint.parse(data, steps)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.errors import CheckpointError
-from praxis_lite.files import parse_json, plain_dtype
+from praxis_lite.files import parse_json, plain_dtype, read_plain
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
@@ -56,7 +56,7 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
     CheckpointError: it cannot be read.
   """
   try:
-    return parse_record((folder / item / 'metadata').read_bytes(), item)
+    return parse_record(read_plain(folder / item / 'metadata'), item)
   except (OSError, ValueError, AttributeError) as error:
     raise unreadable(folder, error) from error
 

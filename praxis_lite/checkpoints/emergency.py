@@ -36,7 +36,7 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
-from praxis_lite.files import parse_json, plain_dtype, replace_file
+from praxis_lite.files import open_plain, parse_json, plain_dtype, read_plain, replace_file
 from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
@@ -99,7 +99,7 @@ class EmergencyCopy:
   def __init__(self, file: Path):
     self._file = file
     self._shards: dict[tuple[str, Index], _Shard] = {}
-    with open(file, 'rb') as opened:
+    with open_plain(file) as opened:
       self.record = unsealed(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
       self.input_state: dict[str, Any] | None = self.record['input_state']
@@ -129,7 +129,7 @@ class EmergencyCopy:
       return from_data(shape, jax.make_array_from_callback(data.shape, data.sharding, part))
 
     try:
-      with open(self._file, 'rb') as opened:
+      with open_plain(self._file) as opened:
         return map_with_path(restored, shapes)
     except (OSError, ValueError) as error:
       raise CheckpointError(f'{self._file}: {first_line(error)}') from error
@@ -329,7 +329,7 @@ def _lineage_in(file: Path) -> int:
   lineage = secrets.randbits(31)
   if jax.process_index() == 0:
     with contextlib.suppress(*_NO_COPY):
-      lineage = int(parse_json(file.read_bytes())['lineage']) % 2**31
+      lineage = int(parse_json(read_plain(file))['lineage']) % 2**31
   return int(multihost_utils.broadcast_one_to_all(np.int32(lineage)))
 
 

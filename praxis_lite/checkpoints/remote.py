@@ -31,7 +31,7 @@ from praxis_lite.checkpoints.object_store import FileSum, ObjectStore, StoreErro
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
 from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.errors import CheckpointError
-from praxis_lite.files import parse_json
+from praxis_lite.files import parse_json, read_plain
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
 # Of the directory of a run, what is of one machine alone.
@@ -218,11 +218,11 @@ class RemoteRun:
   def upload_files(self, directory: Path) -> None:
     """Copies the other files of a run directory that have changed since the last call."""
     changed = {name: about for name, about in _files_to_copy(directory) if self._copied.get(name) != about}
-    metrics = (directory / _METRICS).read_bytes() if _METRICS in changed else b''
+    metrics = read_plain(directory / _METRICS) if _METRICS in changed else b''
     for name in sorted(changed, key=lambda name: (name == _METRICS, name)):
       self._between()
       try:
-        data = metrics if name == _METRICS else (directory / name).read_bytes()
+        data = metrics if name == _METRICS else read_plain(directory / name)
       except FileNotFoundError:
         continue
       self._store.write(name, data)

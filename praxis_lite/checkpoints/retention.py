@@ -3,6 +3,7 @@
 A reader locks the folder of a step, together with other readers. Before a step is removed, its folder is locked alone
 and renamed; so what a kill leaves of it is not taken for a checkpoint. The system releases a lock in whatever way a
 process ends. Where the file system has no locks, a reader of the newest step that finds it removed takes the next one.
+Who removes a step holds its lock for a moment. A lock of another program is waited for, said, and in the end an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,9 @@ from praxis_lite.errors import CheckpointError
 _INCOMPLETE = '.orbax-checkpoint-tmp'  # What Orbax calls a folder that it writes.
 _REMOVED = '.removed'
 _DAMAGED = '.damaged'
+# Seconds to wait for a lock before a line says so, and before the wait is given up.
+_QUIET, _PATIENCE = 2.0, 60.0
+_POLL = 0.05
 # The folder of a run directory with a folder for each step.
 CHECKPOINTS = 'checkpoints'
 
@@ -61,7 +66,12 @@ def steps_to_remove(
 
 @contextlib.contextmanager
 def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
-  """Keeps the folder of a step from being removed; raises RemovedError if it is not there any more."""
+  """Keeps the folder of a step from being removed.
+
+  Raises:
+    RemovedError: it is not there any more.
+    CheckpointError: another process has locked it for itself, and does not release it.
+  """
   try:
     with _locked(folder, shared=True):
       yield
@@ -141,16 +151,22 @@ def is_set_aside(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
-  """Locks a folder. Raises FileNotFoundError if there is none, BlockingIOError if it cannot be locked alone now."""
+  """Locks a folder. Raises FileNotFoundError if there is none, BlockingIOError if it cannot be locked alone now.
+
+  A shared lock is waited for; CheckpointError if that takes too long.
+  """
   if sys.platform == 'win32':  # It has no such locks.
     yield
     return
   import fcntl
 
-  handle = os.open(folder, os.O_RDONLY)
+  handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK)  # Or a named pipe in its place would be waited for.
   try:
     try:
-      fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+      if shared:
+        _wait_for_shared_lock(handle, folder)
+      else:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise
     except OSError:
@@ -160,3 +176,51 @@ def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
     yield
   finally:
     os.close(handle)
+
+
+def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
+  """Locks an open folder together with other readers.
+
+  Raises:
+    CheckpointError: another process keeps it locked for itself.
+    OSError: the file system has no locks.
+  """
+  import fcntl
+
+  start, is_told = time.monotonic(), False
+  while True:
+    try:
+      fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+      return
+    except BlockingIOError:
+      waited = time.monotonic() - start
+    holder = lock_holder(os.fstat(handle)) or 'another process'
+    if waited > _PATIENCE:
+      raise CheckpointError(
+        f'{folder} is locked by {holder}, which has not released it in {_PATIENCE:g} s: end that process (nothing of '
+        'this package keeps such a lock), or read another checkpoint'
+      )
+    if waited > _QUIET and not is_told:
+      is_told = True
+      print(f'{folder} is locked by {holder}; waiting {_PATIENCE:g} s for it', file=sys.stderr, flush=True)
+    time.sleep(_POLL)
+
+
+def lock_holder(about: os.stat_result) -> str:
+  """Returns the process of this machine that has locked a file for itself; '' where the system does not say.
+
+  Args:
+    about: `os.stat` of the file.
+  """
+  wanted = f'{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}'
+  try:
+    for line in Path('/proc/locks').read_text().splitlines():
+      # 1: FLOCK  ADVISORY  WRITE 4711 fe:01:2097154 0 EOF; one that waits has -> after its number.
+      fields = line.split()
+      if len(fields) > 5 and fields[1] == 'FLOCK' and fields[3] == 'WRITE' and fields[5] == wanted:
+        pid = int(fields[4])
+        name = Path(f'/proc/{pid}/comm').read_text().strip() if pid > 0 else ''
+        return f'process {pid} ({name})' if name else ''
+  except (OSError, ValueError):
+    pass
+  return ''

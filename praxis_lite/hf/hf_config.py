@@ -6,12 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.files import parse_json
+from praxis_lite.files import parse_json, read_plain
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.positions import LinearRotaryScaling, Llama3RotaryScaling, RotaryPositions, YarnRotaryScaling
 
@@ -152,7 +151,7 @@ def read_config(folder: str | os.PathLike[str]) -> HfConfig:
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the JSON object in a file; raises ConfigError if there is something else."""
   try:
-    values = parse_json(Path(path).read_bytes())
+    values = parse_json(read_plain(path))
   except (OSError, ValueError) as error:
     raise ConfigError(f'{path} is not JSON: {error}') from None
   if not isinstance(values, dict):

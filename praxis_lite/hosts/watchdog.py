@@ -302,7 +302,8 @@ def dump_stacks(directory: Path | None, index: int) -> str:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):
       path.parent.mkdir(parents=True, exist_ok=True)
-      with open(path, 'w', encoding='utf-8') as file:
+      # Without O_NONBLOCK, a named pipe in its place would be waited for.
+      with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666), 'w') as file:
         faulthandler.dump_traceback(file)
       return f'stacks in {path}; '
   faulthandler.dump_traceback(2)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.files import kind_of_other, read_plain
 from praxis_lite.inputs.rows import produced
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
@@ -22,7 +23,7 @@ def find_files(path: object, where: str) -> list[str]:
 
   Raises:
     ConfigError: `path` is none of these.
-    DataError: a path does not exist, or no file is found.
+    DataError: a path does not exist, no file is found, or there is something else, such as a named pipe.
   """
   path = produced(path)
   paths = [path] if isinstance(path, (str, os.PathLike)) else path
@@ -30,7 +31,10 @@ def find_files(path: object, where: str) -> list[str]:
     raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')
   found: set[str] = set()
   for entry in paths:
-    found.update(_files_of(os.path.expanduser(os.fspath(entry)), where))
+    files = _files_of(os.path.expanduser(os.fspath(entry)), where)
+    if other := next((file for file in files if kind_of_other(file)), None):
+      raise DataError(f'{where}: {other} is {kind_of_other(other)}, not a file')
+    found.update(files)
   if not found:
     raise DataError(f'{where}: no files, since the list of paths is empty')
   return sorted(found)
@@ -42,7 +46,8 @@ def _files_of(path: str, where: str) -> list[str]:
   elif os.path.exists(path):
     return [path]
   elif glob.has_magic(path):
-    files, missing = [f for f in glob.glob(path, recursive=True) if os.path.isfile(f)], f'no file matches {path}'
+    files = [f for f in glob.glob(path, recursive=True) if os.path.exists(f) and not os.path.isdir(f)]
+    missing = f'no file matches {path}'
   else:
     files, missing = [], f'there is no file or directory {path or repr(path)}'
   if not files:
@@ -53,8 +58,7 @@ def _files_of(path: str, where: str) -> list[str]:
 def read_file(file: str, where: str) -> bytes:
   """Returns the content of a file; raises DataError if it cannot be read."""
   try:
-    with open(file, 'rb') as f:
-      return f.read()
+    return read_plain(file)
   except OSError as e:
     raise DataError(f'{where}: cannot read {file}: {e.strerror}') from None
 

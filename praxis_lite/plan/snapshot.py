@@ -18,6 +18,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.explain.explanation import Explanation, aligned, format_mesh, format_shape, format_spec
 from praxis_lite.explain.report import Explained, parameter_table, task_and_inputs
 from praxis_lite.figures import format_bytes
+from praxis_lite.files import read_plain
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.plan.memory import bytes_on_each
 from praxis_lite.plan.planning import Plan
@@ -189,7 +190,7 @@ def read(path: Path) -> Snapshot:
     ConfigError: there is none, or a line is not as they are written; it is named.
   """
   try:
-    lines = path.read_text().splitlines()
+    lines = read_plain(path).decode().splitlines()
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f'{path}: {getattr(error, "strerror", error)}; plan --snapshot={path} writes one') from None
   if not lines or lines[0] != _TITLE:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, UserError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.records.metrics import metric_lines
 
 if TYPE_CHECKING:
@@ -86,12 +86,9 @@ def read_metrics(job_log_dir: str | os.PathLike[str]) -> MetricsTable:
   """
   path = Path(job_log_dir) / 'metrics.jsonl'
   rows: dict[int, dict[str, float | None]] = {}
-  try:
-    for _, record in metric_lines(path):
-      values = {f'{record["split"]}/{name}': value for name, value in record.get('metrics', {}).items()}
-      rows.setdefault(record['step'], {}).update(values)
-  except OSError as error:
-    raise UserError(f'{path} cannot be read: {error.strerror or error}') from None
+  for _, record in metric_lines(path):
+    values = {f'{record["split"]}/{name}': value for name, value in record.get('metrics', {}).items()}
+    rows.setdefault(record['step'], {}).update(values)
   return MetricsTable(rows)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file
 
 SECONDS = 5.0
 _DIRECTORY = 'heartbeats'
@@ -117,7 +117,7 @@ def read_heartbeats(directory: str | os.PathLike[str]) -> list[Heartbeat]:
 
 def _read(path: Path) -> Heartbeat | None:
   try:
-    data = parse_json(path.read_bytes())
+    data = parse_json(read_plain(path))
     given = {f.name: data[f.name] for f in dataclasses.fields(Heartbeat)}
   except (OSError, ValueError, TypeError, KeyError):
     return None

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.files import PatientFile, parse_json, replace_file
+from praxis_lite.files import PatientFile, parse_json, read_plain, replace_file
 from praxis_lite.records.event_files import EventFile
 
 Record = dict[str, Any]  # A line of metrics.jsonl.
@@ -232,8 +232,18 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
 
 def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields the lines of a file of metrics, and what they say, without incomplete and damaged lines."""
-  for line in path.read_text(encoding='utf-8', errors='replace').split('\n') if path.exists() else ():
+  """Yields the lines of a file of metrics, and what they say, without incomplete and damaged lines.
+
+  Raises:
+    UserError: there is something, and it cannot be read.
+  """
+  try:
+    text = read_plain(path).decode(errors='replace')
+  except FileNotFoundError:
+    return
+  except OSError as error:
+    raise UserError(f'{path} cannot be read: {error.strerror or error}') from None
+  for line in text.split('\n'):
     try:
       record = parse_json(line)
     except ValueError:

@@ -35,7 +35,7 @@ from praxis_lite.config.text import diff_texts, to_text
 from praxis_lite.config.trusted import UntrustedError
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
@@ -209,7 +209,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
   directory = Path(job_log_dir).expanduser()
   file = directory / _RECORD
   try:
-    record = json.loads(file.read_text(encoding='utf-8'))
+    record = json.loads(read_plain(file))
     if record['format'] != _FORMAT:
       raise UserError(f'{file} has format {record["format"]!r}; this version of praxis_lite reads {_FORMAT}')
     launches = tuple(map(_launch, record['launches']))
@@ -222,7 +222,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
     raise UserError(f'{file} cannot be read: {type(error).__name__}: {error}') from None
   text = ''
   with contextlib.suppress(OSError):
-    text = _printable((directory / _TEXT).read_text(encoding='utf-8', errors='replace'))
+    text = _printable(read_plain(directory / _TEXT).decode(errors='replace'))
   return RunRecord(directory, launches, text, lost, encoded, tuple(trusted))
 
 

@@ -26,6 +26,7 @@ from praxis_lite.checkpoints.object_store import ObjectStore
 from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
 from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
+from praxis_lite.files import read_plain
 from praxis_lite.hosts.distributed import by_host, is_primary_process, told_by_all
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.records.metrics import DeviceMetrics
@@ -135,7 +136,7 @@ class Mirror(Hook):
   def _check_same_run(self, remote: RemoteRun) -> None:
     there = remote.record()
     try:
-      here = (self._directory / 'run.json').read_bytes()
+      here = read_plain(self._directory / 'run.json')
     except OSError:
       return
     if there is not None and first_launch(here) != first_launch(there):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from praxis_lite.config.overrides import alternatives
 from praxis_lite.errors import ConfigError
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file
 from praxis_lite.records.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
@@ -82,7 +82,7 @@ class FinishedPoints:
     self._path = folder / _FINISHED
     self._digests: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-      self._digests = dict(parse_json(self._path.read_bytes())['finished'])
+      self._digests = dict(parse_json(read_plain(self._path))['finished'])
 
   def has(self, point: Point, config: str) -> bool:
     """Whether a point is finished, with a config of this text."""

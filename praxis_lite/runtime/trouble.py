@@ -28,7 +28,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file
 from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.task import LossSpikeParams, SingleTask
 
@@ -79,7 +79,7 @@ def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
   """Returns what was wrong in a run, in the order of its happening; lines that are damaged are left out."""
   found = []
   with contextlib.suppress(OSError, UnicodeDecodeError):
-    for line in Path(directory, _FILE).read_text(encoding='utf-8').splitlines():
+    for line in read_plain(Path(directory, _FILE)).decode().splitlines():
       with contextlib.suppress(ValueError, TypeError, KeyError):
         data = parse_json(line)
         trouble = Trouble(**{name: data[name] for name in Trouble._fields})
@@ -241,7 +241,7 @@ def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:
 
 def _read_losses(directory: Path) -> list[tuple[int, float]]:
   try:
-    found = parse_json((directory / _LOSSES).read_bytes())
+    found = parse_json(read_plain(directory / _LOSSES))
     return [(int(step), float(loss)) for step, loss in found]
   except (OSError, ValueError, TypeError):
     return []

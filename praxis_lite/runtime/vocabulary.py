@@ -16,7 +16,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config import Config, nested_configs, target
 from praxis_lite.errors import CheckpointError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import parse_json, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file
 from praxis_lite.inputs import CharTokenizer
 from praxis_lite.trees import NestedDict
 
@@ -35,7 +35,7 @@ def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str
   if not _tokenizers(config) or not saved_steps(directory):
     return config
   try:
-    vocabulary = parse_json((directory / _FILE).read_bytes())['vocabulary']
+    vocabulary = parse_json(read_plain(directory / _FILE))['vocabulary']
     if not isinstance(vocabulary, str):
       raise ValueError('the vocabulary is no text')
   except FileNotFoundError:
