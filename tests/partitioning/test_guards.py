@@ -21,6 +21,7 @@ from praxis_lite.partitioning.guards import guard
 from praxis_lite.partitioning.hlo import collectives
 
 RNG = np.random.default_rng(0)
+JAX = tuple(int(part) for part in jax.__version__.split('.')[:3])
 GUARDED = pytest.mark.parametrize('guarded', [False, True])
 
 
@@ -255,7 +256,7 @@ def test_sums_over_windows_with_padding(guarded):
   def pool(x):
     return jax.lax.reduce_window(x, jnp.inf, jax.lax.min, (3,), (1,), [(1, 0)])
 
-  if not guarded:
+  if not guarded and JAX > (0, 10, 0):  # That release computes it rightly.
     assert aborts('test_sums_over_windows_with_padding')
     return
   x = np.array([-6, -7], np.float32)
@@ -398,7 +399,7 @@ def test_scatter_of_one_row_into_an_uneven_table(guarded, out):
 
   program = constrained(mesh_of('a', sizes=(3,)), write, (P(None, 'a'), P(), P()), out)
   found, _ = run(program, (table, ids, rows), guarded)
-  assert np.array_equal(found, write(jnp.asarray(table), ids, rows)) == guarded
+  assert np.array_equal(found, write(jnp.asarray(table), ids, rows)) == (guarded or JAX >= (0, 12))
 
 
 @GUARDED
@@ -410,7 +411,7 @@ def test_slices_are_scattered(guarded):
 
   mesh, weights = mesh_of('a'), np.array([[[5], [2], [3]]], np.float32)
   found, _ = run(gradient, (np.array([1], np.int32), weights), guarded)
-  assert np.array_equal(found.ravel(), [5, 0, 3]) == guarded
+  assert np.array_equal(found.ravel(), [5, 0, 3]) == (guarded or JAX >= (0, 12))
 
 
 @GUARDED
@@ -441,7 +442,7 @@ def test_dynamic_slices_that_begin_past_the_end(guarded):
   x, begin = np.array([1, 2, 3], np.float32), np.array(3, np.int32)
   for fn in (read, write):
     found, _ = run(constrained(mesh_of('a'), fn, (P('a'), P()), P('a')), (x, begin), guarded)
-    assert np.array_equal(found, fn(x, begin)) == guarded
+    assert np.array_equal(found, fn(x, begin)) == (guarded or (fn is read and JAX >= (0, 12)))
 
 
 @GUARDED
@@ -452,7 +453,45 @@ def test_pads_that_crop(guarded, edges):
 
   x = np.arange(4, dtype=np.float32)
   found, _ = run(constrained(mesh_of('a'), pad, [P()], P('a')), (x,), guarded)
-  assert np.array_equal(found, pad(x)) == guarded
+  is_right = JAX == (0, 10, 0) and edges[0] > 0
+  assert np.array_equal(found, pad(x)) == (guarded or is_right)
+
+
+# ---------------------------------------------------------------- results
+
+
+@GUARDED
+@pytest.mark.parametrize('rows, axes, over', [(2, 'a', 1), (6, 'a', 1), (6, 'ba', 2), (3, 'ab', 1), (8, 'ab', 8)])
+def test_results_that_do_not_divide(guarded, rows, axes, over):
+  mesh, x = mesh_of('a', 'b', sizes=(4, 2)), integers(rows, 3)
+  lowered = jax.jit(constrained(mesh, lambda x: (x * 2)[None], [P()], P(None, (*axes,)))).lower(x)
+  changed = guard(lowered) if guarded else []
+  # What is split over part of an axis, of two rows over 4 devices, JAX cannot say any more.
+  if not guarded and JAX >= (0, 11) and axes == 'a':
+    with pytest.raises(ValueError, match='not divisible'):
+      lowered.compile()
+    return
+  found = lowered.compile()(x)
+  np.testing.assert_array_equal(found, (x * 2)[None])
+  assert [change.op for change in changed] == (['return'] if guarded and over < 8 else [])
+  if guarded:
+    assert found.addressable_shards[0].data.shape == (1, rows // over, 3)
+
+
+def test_several_results_some_of_which_do_not_divide():
+  def program(x, y, z, n):
+    state = jax.lax.with_sharding_constraint
+    split = NamedSharding(mesh_of('a', sizes=(4,)), P('a'))
+    return {'x': state(x * 2, split), 'y': state(y * 2, split)}, z * 2, None, n * 2, state(x, split)
+
+  args = (integers(2, 3), integers(8), np.float32(3), np.array([], np.int32))
+  lowered = jax.jit(program).lower(*args)
+  (changed,) = guard(lowered)
+  assert [len(split) and len(split[0]) for split in changed.after] == [0, 1, 0, 0, 0]
+  (found, z, none, n, x) = lowered.compile()(*args)
+  assert none is None
+  for one, arg in zip((found['x'], found['y'], z, n, x), (*(2 * a for a in args), args[0]), strict=True):
+    np.testing.assert_array_equal(one, arg)
 
 
 # ---------------------------------------------------------------- branches

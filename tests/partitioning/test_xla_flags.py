@@ -39,7 +39,7 @@ def test_defaults_that_xla_does_not_know_are_left_out_and_flags_of_the_config_re
   with pytest.raises(ConfigError, match=r"task\.xla_flags: No such compile option: 'xla_of_tomorrow'"):
     XlaFlags(known, {'xla_of_tomorrow': 1}).compile(lowered)
   with pytest.raises(ConfigError, match=r'task\.xla_flags: While setting option .*not a valid bool'):
-    XlaFlags({}, {PIPELINED: 'perhaps'}).compile(lowered)
+    XlaFlags({}, {'xla_gpu_enable_latency_hiding_scheduler': 'perhaps'}).compile(lowered)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.jax_internals import reading, unless_unknown
-from praxis_lite.partitioning.guards import images, lookups
+from praxis_lite.partitioning.guards import images, lookups, results
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
 from praxis_lite.partitioning.guards.products import guard_product, keeps_product
@@ -58,6 +58,7 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.dynamic_update_slice': lookups.guard_slice,
   GATHER: lookups.guard_lookup,
   SCATTER: lookups.guard_scatter,
+  results.RETURN: results.guard_results,
 }
 
 
