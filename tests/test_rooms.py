@@ -11,6 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'praxis_lite'
 ROOMS = [
   *(
     'errors',
+    'foreign_text',
     'jax_internals',
     'importing',
     'native_log',

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from praxis_lite.checkpoints.failures import DamagedError, first_line
 from praxis_lite.errors import CheckpointError, ConfigError
+from praxis_lite.foreign_text import has_lost_secret, without_secrets
 
 if TYPE_CHECKING:
   from fsspec import AbstractFileSystem
@@ -57,26 +58,32 @@ class ObjectStore:
     where: what has named it, for errors; '' if that is clear.
 
   Attributes:
-    url: without a slash at its end.
+    url: without a slash at its end, and without a password.
 
   Raises:
     ConfigError: it is no URL, its scheme is not known, or the package for it is not installed.
   """
 
   def __init__(self, url: str, where: str = ''):
-    named = f'{where} = {url!r}' if where else url
+    shown = without_secrets(url) if isinstance(url, str) else url
+    named = f'{where} = {shown!r}' if where else shown
     scheme, is_url, rest = url.partition('://') if isinstance(url, str) else ('', '', '')
     if not is_url or not rest.strip('/'):
       raise ConfigError(f'{named}: expected the URL of a folder in an object store, such as s3://bucket/runs/1')
+    if has_lost_secret(url):
+      raise ConfigError(
+        f'{named}: passwords are not recorded; give the URL again, as in --set {where or "path"}=..., or one without a '
+        'password, and the credentials where the package of its scheme looks for them'
+      )
     try:
       import fsspec.core
     except ImportError:
       raise ConfigError(f"{named}: object stores need fsspec: pip install 'praxis_lite[remote]'") from None
-    self.url = url.rstrip('/')
+    self.url = shown.rstrip('/')
     self._is_local = scheme in ('file', 'local')
     fs: AbstractFileSystem
     try:
-      fs, root = fsspec.core.url_to_fs(self.url, **({'auto_mkdir': True} if self._is_local else {}))
+      fs, root = fsspec.core.url_to_fs(url.rstrip('/'), **({'auto_mkdir': True} if self._is_local else {}))
     except ImportError as error:  # Names the package: 'Install s3fs to access S3'.
       raise ConfigError(f'{named}: {first_line(error).partition(": ")[2]}, as with pip') from None
     except Exception as error:
@@ -156,4 +163,4 @@ class ObjectStore:
     except Exception as error:
       is_missing = isinstance(error, FileNotFoundError) and what.startswith(_READING)
       raised = DamagedError if is_missing else StoreError
-      raise raised(f'{self.url}: {what} failed: {first_line(error)}') from error
+      raise raised(f'{self.url}: {what} failed: {without_secrets(first_line(error))}') from error

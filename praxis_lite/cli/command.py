@@ -14,6 +14,7 @@ from absl import flags
 
 from praxis_lite.errors import UserError
 from praxis_lite.files import local_path
+from praxis_lite.foreign_text import printable
 
 if TYPE_CHECKING:
   from praxis_lite.experiment import ExperimentConfig
@@ -160,7 +161,8 @@ def _recorded(values: flags.FlagValues) -> ExperimentConfig:
     )
   record = read_record(values.job_log_dir, trusted=values.trust)
   for path, reason in record.lost.items():
-    print(f'not recorded: {reason if reason.startswith(path) else f"{path}: {reason}"}', file=sys.stderr)
+    lost = reason if reason.startswith(path) else f'{path}: {reason}'
+    print(printable(f'not recorded: {lost}', one_line=True), file=sys.stderr)
   return record.config
 
 

@@ -10,6 +10,7 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_run, damage_flag, run_flags
 from praxis_lite.errors import UserError
+from praxis_lite.foreign_text import printable
 
 if TYPE_CHECKING:
   from praxis_lite.inputs import BaseTokenizer
@@ -64,10 +65,10 @@ def _run(values: flags.FlagValues) -> int:
       print(f'----- sample {i} of {len(prompts)}')
     if tokenizer is None:
       print(','.join(map(str, [*prompt.ids, *continuation])))
-    elif values.chat:
-      print(tokenizer.decode(continuation))
     else:
-      print(prompt.text + continued_text(tokenizer, prompt.ids, continuation))
+      text = tokenizer.decode(continuation) if values.chat else continued_text(tokenizer, prompt.ids, continuation)
+      text = text if values.chat else prompt.text + text
+      print(printable(text) if sys.stdout.isatty() else text)  # A model may have learnt escape sequences.
   return 0
 
 

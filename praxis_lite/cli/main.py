@@ -5,6 +5,7 @@ Nothing heavier than absl's flags is imported before a command runs, so that hel
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -12,7 +13,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TextIO, cast
 
 from absl import flags
 
@@ -38,6 +40,7 @@ from praxis_lite.cli import (
 )
 from praxis_lite.cli.command import Command, help_text
 from praxis_lite.errors import UserError, did_you_mean
+from praxis_lite.foreign_text import PrintableStream, printable, without_secrets
 from praxis_lite.importing import own_failure
 
 _MODULES = (
@@ -120,7 +123,8 @@ def main(argv: Sequence[str]) -> int:
       rest = []
     if rest:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value{_meant_by(rest[0], command)}')
-    return command.run(values)
+    with _filtered(command):
+      return command.run(values)
   except (UserError, flags.Error) as error:
     if is_traced:
       traceback.print_exc()
@@ -173,7 +177,23 @@ def _leave_others(code: int) -> None:
     running.end(code)
 
 
+# They run code of users, who may print what they like; what these print of others is filtered where it is printed.
+_RUN_CODE_OF_USERS = ('train', 'eval', 'decode', 'replay', 'launch')
+
+
+@contextlib.contextmanager
+def _filtered(command: Command) -> Iterator[None]:
+  """Keeps what a command prints of records, and so of anyone, from acting on the terminal."""
+  if command.name in _RUN_CODE_OF_USERS:
+    yield
+    return
+  out, err = (cast(TextIO, PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    yield
+
+
 def _failed(command: str, message: str, code: int = UserError.exit_code) -> int:
+  message = printable(without_secrets(message), one_line=True)
   print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
   return code
 

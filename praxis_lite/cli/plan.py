@@ -19,6 +19,7 @@ from absl import flags
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, searched, topologies_of
 from praxis_lite.errors import UserError
+from praxis_lite.foreign_text import printable, unfiltered
 from praxis_lite.native_log import collected_log
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ def _live_line(name: str) -> Iterator[Callable[[str], None]]:
 
   def show() -> None:
     while not done.wait(0.5):
-      print(f'\r{name}: {stage[0]}, {time.monotonic() - start:.0f} s ', end='', file=sys.stderr, flush=True)
+      line = printable(f'{name}: {stage[0]}, {time.monotonic() - start:.0f} s ', one_line=True)
+      print(f'\r{line}', end='', file=unfiltered(sys.stderr), flush=True)
 
   thread = threading.Thread(target=show, daemon=True)
   thread.start()
@@ -206,7 +208,7 @@ def _live_line(name: str) -> Iterator[Callable[[str], None]]:
   finally:
     done.set()
     thread.join()
-    print('\r\033[K', end='', file=sys.stderr, flush=True)
+    print('\r\033[K', end='', file=unfiltered(sys.stderr), flush=True)
 
 
 def _flags() -> flags.FlagValues:

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from praxis_lite.foreign_text import printable, unfiltered
+
 if TYPE_CHECKING:
   from praxis_lite.records.runs import RunState
 
@@ -34,12 +36,12 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
     shown += [f'+{len(fields) - _MOST_FIELDS} more'] if len(fields) > _MOST_FIELDS else []
     rows.append(
       (
-        os.path.relpath(run.directory, folder),
+        printable(os.path.relpath(run.directory, folder), one_line=True),
         f'{run.step}{total}',
         age(run),
         format_number(run.last_loss),
         '-' if best is None else f'{format_number(best[0])} @{best[1]}',
-        ', '.join(shown) if run.fields else 'no record',
+        printable(', '.join(shown), one_line=True) if run.fields else 'no record',
       )
     )
   widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
@@ -82,4 +84,4 @@ def _print_table(rows: Sequence[Sequence[str]], columns: int) -> None:
     table.add_column(name, justify='left' if name in _LEFT else 'right', no_wrap=True)
   for row in rows:
     table.add_row(*map(Text, row))  # Text is not read as markup.
-  Console(width=columns).print(table)
+  Console(width=columns, file=unfiltered(sys.stdout)).print(table)

@@ -40,6 +40,7 @@ from praxis_lite.config.text import as_config_error, child_path
 from praxis_lite.config.trusted import UntrustedError, import_trusted
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.files import plain_dtype
+from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
 
 Json = Any  # What `json.loads` returns: None, bool, int, float, str, and lists and dicts of them.
 
@@ -75,7 +76,7 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
 def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
   """Returns what `to_json` writes, as nested lists and dicts, with REQUIRED in place of what could not be read back.
 
-  Large arrays are left out too: a config is no place for data.
+  Large arrays are left out too: a config is no place for data. So are secrets, of which `***` stays.
 
   Args:
     roots: configs and lists of configs by name.
@@ -110,11 +111,20 @@ class _Writer:
       written[name] = self._field(root, name) if entries is None else entries
     return written
 
+  def _recorded(self, text: str, path: str) -> str:
+    """Returns a string without secrets; what reads it back is told that they are missing."""
+    kept = LEFT_OUT if text and is_secret(path) else without_secrets(text)
+    if kept != text and self._lost is not None:
+      self._lost[path] = f'its secret; where it is used, give it again, as in --set {path}=...'
+    return kept
+
   def write(self, value: Any, path: str) -> Json:
     kind = type(value)
     if value is REQUIRED:
       return {'$required': True}
-    if kind in (type(None), bool, int, str):
+    if kind is str:
+      return value if self._lost is None else self._recorded(value, path)
+    if kind in (type(None), bool, int):
       return value
     if kind is float:
       return value if math.isfinite(value) else {'$float': repr(value)}

@@ -9,7 +9,7 @@
 
 Fields are in the order of their declaration, defaults included, so that a golden file shows a changed default; the keys
 of a dict are sorted, except those of the root. Each line has its full path, so a line diff needs no context. The left
-side of `=` is the path that `overrides.py` takes.
+side of `=` is the path that `overrides.py` takes. Passwords are left out, as `foreign_text.py` says.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.references import dotted_name, is_named
 from praxis_lite.errors import ConfigError, UserError
+from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
 
 if TYPE_CHECKING:
   import numpy as np
@@ -134,8 +135,10 @@ def as_config_error(path: str, prefix: str = '') -> Iterator[None]:
 
 
 def format_value(value: Any) -> str:
-  """Returns `value` on one line; the text is the same in every process."""
+  """Returns `value` on one line, without passwords in URLs; the text is the same in every process."""
   kind = type(value)
+  if kind is str:
+    return repr(without_secrets(value))
   if kind in _PLAIN or value is REQUIRED:
     return repr(value)
   if isinstance(value, enum.Enum):
@@ -163,7 +166,7 @@ def format_value(value: Any) -> str:
     values = {f.name: getattr(value, f.name) for f in fields}
     return f'{kind.__qualname__}({_joined(values.values()) if by_position else ", ".join(_keywords(values))})'
   if isinstance(value, pathlib.PurePath):
-    return f'Path({value.as_posix()!r})'
+    return f'Path({without_secrets(value.as_posix())!r})'
   if kind.__module__ == 'numpy' and kind.__name__ == 'ndarray':
     return _format_array(value)
   if is_named(value):
@@ -208,7 +211,8 @@ def _entries(
   elif isinstance(value, (list, tuple)) and _holds_config(value):
     children = enumerate(value)
   else:
-    yield path, (' = ', format_value(value))
+    is_left_out = isinstance(value, str) and value and is_secret(path)
+    yield path, (' = ', repr(LEFT_OUT) if is_left_out else format_value(value))
     return
   for key, child in children:
     yield from _entries(child, child_path(path, key), changes_only=changes_only, default=defaults.get(key))

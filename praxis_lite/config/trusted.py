@@ -22,6 +22,7 @@ import inspect
 import re
 import sys
 from collections.abc import Collection
+from importlib import metadata
 from types import FunctionType, ModuleType
 
 import numpy as np
@@ -51,6 +52,8 @@ _OWN = 'praxis_lite'
 _OWN_ROOMS = ('decoding', 'experiments', 'layers', 'learning', 'models', 'tasks', 'weights')
 _OWN_FUNCTIONS = {'praxis_lite.inputs.text:stdlib_files'}
 _JAX_MODULES = ('jax.lax', 'jax.nn', 'jax.nn.initializers', 'jax.numpy')
+# Packages whose names are not those that they are installed by.
+_USED = {'jaxlib', 'orbax', 'tensorflow', 'tensorstore', 'google', 'etils', 'yaml', 'flax', 'torch', 'absl', 'rich'}
 _DTYPE_PACKAGES = ('numpy', 'ml_dtypes')
 _BUILTINS: frozenset[object] = frozenset(
   {bool, bytes, complex, dict, enumerate, float, frozenset, int, list, range, reversed, set, slice, str, tuple, zip}
@@ -89,6 +92,21 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
   else:
     raise UntrustedError(f'{module} is not one of the packages that a recorded config may name', module)
   raise UntrustedError(f'{reference} is not something that a recorded config may name', module)
+
+
+def is_of_others(module: str) -> bool:
+  """Whether a module is Python's own, or of a package that this one uses: no user's code, which one could trust.
+
+  Trusting one of these would allow a file to call anything in it, such as `os.system`.
+  """
+  package = module.partition('.')[0].replace('-', '_')
+  if package in sys.stdlib_module_names or package in (_OWN, 'pip', 'setuptools', 'wheel', 'pkg_resources'):
+    return package != '__main__'
+  required: set[str] = set()
+  with contextlib.suppress(metadata.PackageNotFoundError):
+    for requirement in metadata.requires(_OWN) or ():
+      required.add(re.split(r'[^\w.-]', requirement, maxsplit=1)[0].lower().replace('-', '_'))
+  return package.lower() in required or package in _USED
 
 
 def _is_allowed(module: str, name: str, found: object) -> bool:

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from praxis_lite.errors import LostHostError, UserError
+from praxis_lite.foreign_text import printable
 from praxis_lite.hosts.clusters import LAUNCHER
 
 _POLL = 0.05
@@ -207,7 +208,7 @@ class Launcher:
     for line in stream:
       if b'Expected number of connected peer ranks' in line:
         continue  # XLA's collectives on the CPU print one for each mesh that they connect.
-      self._write(f'{name}: {line.decode(errors="replace").rstrip()}\n')
+      self._write(f'{name}: {printable(line.decode(errors="replace").rstrip(), one_line=True)}\n')
 
   def _say(self, text: str) -> None:
     self._write(f'launch: {text}\n')

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.foreign_text import printable
 from praxis_lite.records.metrics import metric_lines
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
     lines = [f'<metrics of {len(self.steps)} steps>']
     for name in self:
       values = self.curve(name).values
-      lines.append(f'{name:<{width}}  {len(values)} values, last {values[-1]:.4g}')
+      lines.append(f'{printable(name, one_line=True):<{width}}  {len(values)} values, last {values[-1]:.4g}')
     return '\n'.join(lines)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.foreign_text import printable
 
 SECONDS = 5.0
 _DIRECTORY = 'heartbeats'
@@ -127,6 +128,8 @@ def _read(path: Path) -> Heartbeat | None:
     expected = {type(None): (int, float, type(None)), float: (int, float)}.get(type(default), type(default))
     if not isinstance(value, expected) or isinstance(value, bool):
       return None
+    if isinstance(value, str):
+      given[name] = printable(value, one_line=True)
   return Heartbeat(**given)
 
 

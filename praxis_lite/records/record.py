@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,10 +31,12 @@ from praxis_lite.checkpoints.contents import OtherModelError
 from praxis_lite.config import Config
 from praxis_lite.config.json import decode, encode_readable
 from praxis_lite.config.text import diff_texts, to_text
-from praxis_lite.config.trusted import UntrustedError
+from praxis_lite.config.trusted import UntrustedError, is_of_others
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.foreign_text import argument_without_secrets, printable
+from praxis_lite.records.work_tree import read_work_tree
 
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
@@ -119,6 +120,11 @@ class RunRecord:
 
   def _remedy(self, module: str) -> str:
     trust = f'If you trust that code, name its module or file, as in --trust={module} or trusted=[{module!r}]; or name'
+    if is_of_others(module):
+      trust = (
+        f'No config needs code of {module}, so the record may have been made to do harm: do not use it unless you know '
+        'who wrote it. If it is your own run, name'
+      )
     if module == '__main__':
       trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
     first, *later = self.commands or ['']
@@ -222,7 +228,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
     raise UserError(f'{file} cannot be read: {type(error).__name__}: {error}') from None
   text = ''
   with contextlib.suppress(OSError):
-    text = _printable(read_plain(directory / _TEXT).decode(errors='replace'))
+    text = printable(read_plain(directory / _TEXT).decode(errors='replace'))
   return RunRecord(directory, launches, text, lost, encoded, tuple(trusted))
 
 
@@ -320,17 +326,12 @@ def _launch(encoded: Mapping[str, Any]) -> Launch:
   return dataclasses.replace(
     launch,
     started=float(launch.started),
-    command=_printable(str(launch.command)),
+    command=printable(str(launch.command)),
     seed=int(launch.seed),
     step=int(launch.step),
     sources=tuple(launch.sources),
-    changes=tuple(_printable(str(line)) for line in launch.changes),
+    changes=tuple(printable(str(line)) for line in launch.changes),
   )
-
-
-def _printable(text: str) -> str:
-  """Returns text without characters that a terminal would act on."""
-  return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
 
 
 # -------------------------------------------------------------------- writing
@@ -339,7 +340,7 @@ def _printable(text: str) -> str:
 def _command_line() -> str:
   program = Path(sys.argv[0] or 'python')
   started = ['python', '-m', program.parent.name] if program.name == '__main__.py' else [program.name]
-  return shlex.join([*started, *sys.argv[1:]])
+  return shlex.join([*started, *map(argument_without_secrets, sys.argv[1:])])
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -352,19 +353,6 @@ def _sources() -> Iterator[dict[str, Any]]:
   """Yields what is known of the source trees: the working directory, and that of praxis_lite where it is another."""
   seen = set()
   for folder in (os.getcwd(), os.path.dirname(os.path.abspath(registry.__file__))):
-    top = _git(folder, 'rev-parse', '--show-toplevel')
-    commit = _git(folder, 'rev-parse', 'HEAD') if top else None
-    if commit and top not in seen:
-      seen.add(top)
-      changed = _git(folder, 'status', '--porcelain', '--untracked-files=no')
-      yield {'path': top, 'commit': commit, 'clean': None if changed is None else not changed}
-
-
-def _git(folder: str, *arguments: str) -> str | None:
-  """Returns what git prints; None if there is no git, or it fails, as outside a work tree."""
-  command = ['git', '--no-optional-locks', '-C', folder, *arguments]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-  except (OSError, subprocess.SubprocessError):
-    return None
-  return done.stdout.strip() if done.returncode == 0 else None
+    if (tree := read_work_tree(folder)) is not None and tree['path'] not in seen:
+      seen.add(tree['path'])
+      yield tree

@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from praxis_lite.figures import digits, short_number
+from praxis_lite.foreign_text import printable
 from praxis_lite.runtime.throughput import Rates
 
 # Metrics in a training line and their names there; the others are in the summaries only.
@@ -46,7 +47,7 @@ class Console:
   def line(self, text: str) -> None:
     """Prints a line of any kind."""
     if self._enabled:
-      print(text, file=self._stream, flush=True)
+      print(printable(text), file=self._stream, flush=True)
 
   def close(self) -> None:
     """Ends live output; the last state stays on the screen."""
@@ -83,7 +84,7 @@ class LiveConsole(Console):
     self._progress.update(self._bar, completed=step)
 
   def line(self, text: str) -> None:
-    self._screen.print(text, markup=False, soft_wrap=True)
+    self._screen.print(printable(text), markup=False, soft_wrap=True)
 
   def close(self) -> None:
     self._live.stop()

@@ -21,6 +21,7 @@ import jax
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.foreign_text import printable
 from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.hosts.preemption import preemptible
 from praxis_lite.hosts.stop_signals import StopSignals
@@ -144,9 +145,8 @@ def run_train(
         trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
       options = dataclasses.replace(options, advise=None)
       if is_primary_process():
-        print(
-          f'{trouble.what}: going back to step {trouble.back_to}, without {len(trouble.batches)} batches', flush=True
-        )
+        gone = f'without {len(trouble.batches)} batches'
+        print(printable(f'{trouble.what}: going back to step {trouble.back_to}, {gone}'), flush=True)
 
 
 def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions) -> TrainResult:

@@ -14,6 +14,7 @@ import jax
 from praxis_lite.checkpoints import OnDamage, Step
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.foreign_text import printable
 from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.records.metrics import HostMetrics
 from praxis_lite.records.run_config import build_datasets, job_directory
@@ -129,5 +130,5 @@ def _run(programs: Sequence[Program], model: TrainedModel) -> dict[str, HostMetr
     assert result is not None  # Nothing interrupts it.
     metrics[program.split] = result.metrics
     if is_primary_process():
-      print(program.result_line(model.step, result), flush=True)
+      print(printable(program.result_line(model.step, result)), flush=True)
   return metrics

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from praxis_lite.config.overrides import alternatives
 from praxis_lite.errors import ConfigError
 from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
 from praxis_lite.records.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
@@ -65,13 +66,15 @@ def grid(overrides: Sequence[str]) -> list[Point]:
   points = []
   for chosen in itertools.product(*options):
     values = dict(override.split('=', 1) for override in chosen)
-    points.append(Point(_directory_name({names[path]: values[path] for path in varied}), chosen))
+    points.append(Point(_directory_name({path: values[path] for path in varied}, names), chosen))
   return points
 
 
-def _directory_name(values: Mapping[str, str]) -> str:
-  name = ','.join(f'{field}={value}' for field, value in values.items())
-  plain = re.sub(r'[^\w.,=+-]+', '_', name)[:_MOST_NAME]
+def _directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
+  name = ','.join(f'{names[path]}={value}' for path, value in values.items())
+  shown = {path: LEFT_OUT if is_secret(path) else without_secrets(value) for path, value in values.items()}
+  plain = ','.join(f'{names[path]}={value}' for path, value in shown.items())
+  plain = re.sub(r'[^\w.,=+-]+', '_', plain)[:_MOST_NAME]
   return plain if plain == name else f'{plain}-{zlib.crc32(name.encode()):08x}'
 
 

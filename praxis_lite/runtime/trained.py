@@ -22,6 +22,7 @@ from praxis_lite.config import Config, target
 from praxis_lite.decoding import Bucket
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.foreign_text import printable
 from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
@@ -401,7 +402,7 @@ def restore_model(
         checkpointer, tasks.layout, use_ema=ema, step=step, weights=task.model.abstract_init()
       )
     for line in checkpointer.notes if is_primary_process() else ():
-      print(line, file=sys.stderr)
+      print(printable(line), file=sys.stderr)
   finally:
     checkpointer.close()
   return model
