@@ -102,6 +102,9 @@ class Surroundings:
       scan over layers, the stored array has lost the leading dimensions that the scan has taken.
     reading_gathers: whether `read_weight` communicates, so that the backward pass should gather again, not keep.
     sum_over_rows: completes a sum over the rows of a batch at hand to the sum over all its rows.
+    real_rows: returns [B] bool for the B rows at hand: False for those that only fill up a microbatch, are copies of
+      others, and count in no statistic. None: all rows are of the batch. Layers ask `Layer.real_rows`.
+    read_outside: of a weight that a layer reads from outside of the tree of this call, what the layer reads.
     manual_axes: mesh axes along which arrays are one device's part.
     listener: is called with each sharding constraint of a layer while the call is traced; None does nothing.
   """
@@ -109,6 +112,8 @@ class Surroundings:
   read_weight: Callable[[Path, jax.Array, DTypeLike | None], jax.Array] = _cast
   reading_gathers: bool = False
   sum_over_rows: Callable[[jax.Array], jax.Array] = lambda x: x
+  real_rows: Callable[[], jax.Array] | None = None
+  read_outside: Callable[[jax.Array], jax.Array] | None = None
   manual_axes: frozenset[str] = frozenset()
   listener: Callable[[Constraint], object] | None = None
 
@@ -231,3 +236,12 @@ def current_frame() -> Frame | None:
 def frame_holding(path: Path) -> Frame | None:
   """The innermost frame whose tree contains `path`: a layer inside a scan may read a weight shared from outside it."""
   return next((f for f in reversed(_frames.get()) if path[: len(f.root)] == f.root), None)
+
+
+def read_through(frame: Frame, value: jax.Array) -> jax.Array:
+  """A weight of `frame`, as the calls that are nested in it read what is outside of their own trees."""
+  frames = _frames.get()
+  for inner in frames[frames.index(frame) + 1 :]:
+    if inner.surroundings.read_outside is not None:
+      value = inner.surroundings.read_outside(value)
+  return value

@@ -24,7 +24,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -99,6 +99,8 @@ class Layer(InCall, Configurable):
 
   # Whether `__call__` takes the keyword `paddings`, [B, T], not zero where a token is padding.
   takes_paddings: ClassVar[bool] = False
+  # What arguments of a call, by name, have for a token or a row that is padding.
+  marks_of_padding: ClassVar[Mapping[str, int]] = {'paddings': 1, 'segment_ids': 0, 'weights': 0}
 
   name: str = ''
   dtype: DTypeLike | None = None

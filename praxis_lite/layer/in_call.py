@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite import call
 from praxis_lite.call import SideOutputs, Summary, Surroundings
-from praxis_lite.errors import ConfigError, check_choice, did_you_mean
+from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean
 from praxis_lite.layer.theta import Theta
 from praxis_lite.trees import NestedDict, Path, path_name
 from praxis_lite.weights import WeightHParams
@@ -60,6 +60,46 @@ class InCall:
   def surroundings(self) -> Surroundings:
     """In a call: how weights are read, how sums over rows are completed, which mesh axes are manual."""
     return self._frame().surroundings
+
+  def real_rows(self, num_rows: int) -> jax.Array | None:
+    """In a call: [B] bool, False for rows that only fill up a microbatch of a pipeline; None where there are none.
+
+    A mean, an average or a count over rows leaves those rows out: they are copies of others. Rows that weigh nothing,
+    such as those that fill up a batch, are another thing: their weights say so.
+
+    Args:
+      num_rows: B, dimension 0 of the arrays that the layer is about to reduce.
+
+    Raises:
+      DataError: dimension 0 of the microbatch is not B, so it is not known which of these rows are real.
+    """
+    ask = self.surroundings.real_rows
+    if ask is None:
+      return None
+    real = ask()
+    if real.shape != (num_rows,):
+      raise DataError(
+        f'{self.path_name}: the arrays have {num_rows} rows, and the microbatch of the pipeline around has '
+        f'{real.shape[0]}, some of which only fill it up; which of the rows these are is unknown. Keep the rows '
+        'as dimension 0, or choose num_microbatches so that it divides the batch'
+      )
+    return real
+
+  def mark_filler_rows(self, paddings: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    """In a call: paddings of this shape, [B, T], with all tokens of the rows that `real_rows` leaves out among them.
+
+    Args:
+      paddings: [B, T], not zero where a token is padding; None: no token is.
+      shape: (B, T).
+
+    Returns:
+      [B, T], not zero where a token is padding; None where none is.
+    """
+    real = self.real_rows(shape[0])
+    if real is None:
+      return paddings
+    filler = jnp.broadcast_to(~real.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+    return filler if paddings is None else filler | (paddings != 0)
 
   def next_prng_key(self) -> jax.Array:
     """In a call: a fresh PRNG key, a function of the call's key, this layer's path and how many it drew before."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import jax
 import jax.numpy as jnp
 
+from praxis_lite import call
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 from praxis_lite.weights import WeightHParamsCollection
 
@@ -39,7 +40,8 @@ class Theta:
         'part of another layer, build it in the setup() of that one, by self.create_child(name, Config(...))'
       )
     kept = WeightHParamsCollection.KEEP_FLOAT32 in weight.collections or not jnp.issubdtype(value.dtype, jnp.floating)
-    return frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
+    read = frame.surroundings.read_weight(path, value, None if kept else layer.fprop_dtype)
+    return call.read_through(frame, read)
 
   def __setattr__(self, name: str, value: object) -> NoReturn:
     raise ConfigError(

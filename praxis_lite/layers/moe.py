@@ -149,6 +149,7 @@ class MoeFeedForward(Layer):
       x_BTD: the tokens; capacities are those of a row, T tokens.
       paddings: [B, T], not zero where a token is padding: it takes no slot, and experts add nothing to it.
     """
+    paddings = self.mark_filler_rows(paddings, x_BTD.shape[:2])
     real_BT = jnp.ones(x_BTD.shape[:2], bool) if paddings is None else paddings == 0
     x_BTD = self.shard(x_BTD.astype(self.fprop_dtype))
     logits_BTE = checkpoint_name(self.router(x_BTD), 'router_logits')

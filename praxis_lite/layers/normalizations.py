@@ -152,6 +152,9 @@ class BatchNorm(Norm):
     axes = tuple(range(x32.ndim - 1))
     if weights is None:
       weights = jnp.ones(x32.shape[:1])
+    real = self.real_rows(x32.shape[0])
+    if real is not None:
+      weights = jnp.where(real.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0)
     weights = weights.astype(jnp.float32).reshape(*weights.shape, *(1,) * (x32.ndim - weights.ndim))
     sum_over_rows = self.surroundings.sum_over_rows
     total = sum_over_rows(jnp.sum(jnp.broadcast_to(weights, (*x32.shape[:-1], 1))))

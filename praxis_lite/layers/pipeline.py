@@ -13,9 +13,10 @@ next one (Xu et al., 2021, GSPMD, section 3.3).
 
 With R = `circular_repeat` > 1, stage s has the R groups of layers s, S + s, 2 S + s, ...; see `pipeline_schedule.py`.
 
-A bubble is a stage at a tick at which no microbatch is with it: it computes on `BUBBLE`, and nothing that it computes
-reaches a result, a gradient, a variable or a cache. What masks it are selections of what goes in and, in the backward
-pass, of the gradients of weights, so that a NaN does not survive as 0 * NaN.
+A bubble is a stage at a tick at which no microbatch is with it, or a layer that is missing in its stage: it computes on
+`BUBBLE`, and nothing that it computes reaches a result, a gradient, a variable or a cache. What masks it are selections
+of what goes in and, in the backward pass, of the gradients of all that it read, its weights, its side inputs and
+weights of layers outside of the pipeline, so that a NaN does not survive as 0 * NaN.
 
 Weights are stored as those of `Repeat`, so that a checkpoint knows neither stages nor microbatches. Inside of a step
 they are used as [S, R, layers in a group, ...]; layers that are missing in the last stages are computed and dropped.
@@ -51,13 +52,14 @@ from praxis_lite.layers.pipeline_arrays import (
   is_float,
   microbatches,
   of_last,
+  read_outside,
   shift,
   take,
   unzip,
   where,
   with_entry,
 )
-from praxis_lite.layers.pipeline_inputs import SideInputs, num_rows
+from praxis_lite.layers.pipeline_inputs import SideInputs, argument_names, num_rows
 from praxis_lite.layers.pipeline_reports import AllTicks, Place, Reported, for_own_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
@@ -83,8 +85,9 @@ class PipelineWeightSplit(SplitMapping):
 class Pipelined(Repeat):
   """Computes what `Repeat` does, for a batch in microbatches, with its layers spread over stages of a pipeline.
 
-  The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are dropped at the end;
-  in side inputs they are zeros, as in rows of zero weight.
+  The arguments of a call have the batch as dimension 0. Rows that fill up the last microbatches are copies of others,
+  and dropped at the end. What layers add up or average over rows leaves them out: see `Layer.real_rows`. Side inputs
+  whose name is in the layers' `marks_of_padding` say so too.
 
   What differs from `Repeat` is what a layer sees: one microbatch at a time. Summaries that are floating scalars are
   means over microbatches, of other summaries the last microbatch's is kept; non-trainable variables are updated by one
@@ -95,7 +98,7 @@ class Pipelined(Repeat):
 
   Attributes: those of `Repeat`, of which `remat` is what each layer keeps, and
     num_stages: S.
-    num_microbatches: M, or fewer where the batch has fewer rows; give this one or `microbatch_size`.
+    num_microbatches: M, or as many as the batch has rows if these are fewer; give this one or `microbatch_size`.
     microbatch_size: rows of a microbatch, over all devices.
     circular_repeat: R, how many groups of layers each stage has; it divides `num_layers`.
     batch_axes: mesh or logical axes that split the batch, along which each device runs its own rows: see above. As
@@ -186,10 +189,11 @@ class Pipelined(Repeat):
   def schedule(self, batch_size: int) -> PipelineSchedule:
     """The schedule of a batch of so many rows."""
     if self.microbatch_size is not None:
-      rows = self.microbatch_size
+      M = -(-batch_size // self.microbatch_size)
     else:
-      rows = -(-batch_size // (self.num_microbatches or 1))
-    return PipelineSchedule(self.num_stages, -(-batch_size // rows), self.circular_repeat)
+      # As many as are asked for, also where fewer would do: an auxiliary loss depends on how many there are.
+      M = min(self.num_microbatches or 1, batch_size)
+    return PipelineSchedule(self.num_stages, M, self.circular_repeat)
 
   def abstract_init(self) -> NestedDict:
     if self.circular_repeat == 1:
@@ -246,7 +250,7 @@ class Pipelined(Repeat):
     S, M, _ = schedule
     B = num_rows(x, self.path_name)
     self._check_placed_by_compiler()
-    side = SideInputs(args, kwargs, B, self.path_name)
+    side = self._side_inputs(method, args, kwargs, B)
     key = self.next_prng_key() if self.has_prng_key() else None
 
     variables = self._variables_in_stages()
@@ -256,12 +260,14 @@ class Pipelined(Repeat):
     caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
     axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if method == '__call__' else ()
     parts = M * math.prod(unmapped_axes()[axis] for axis in axes)
-    side_rows = [microbatches(v, M, fill='zeros', multiple=parts) for v in side.rows]
-    queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, fill='rows', multiple=parts), S)), x)
+    side_rows = side.cut(M, parts)
+    queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, parts), S)), x)
     changed: set[Path] = set()
 
     ticks = for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
-    queue, others, caches, places, reported = ticks(key, weights, others, caches, queue, side_rows)
+    # Each stage has its own, so that gradients are masked before they are added up over stages.
+    shared = [self._on_stages(for_stages(v, S)) for v in side.shared]
+    queue, others, caches, places, reported = ticks(key, weights, others, caches, shared, queue, side_rows)
     updates = select(others, changed.__contains__)
     self.layers.absorb(
       SideOutputs(
@@ -272,6 +278,16 @@ class Pipelined(Repeat):
       )
     )
     return jax.tree.map(lambda q: batch(of_last(q))[:B], queue)
+
+  def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
+    named: Layer = self.layers
+    while isinstance(named, Repeat):  # Which passes its arguments on, whatever their names are.
+      named = named.in_turn()[0]
+    marks: dict[str, int] = {}
+    for layer in self.layers.descendants():
+      marks |= layer.marks_of_padding
+    names = argument_names(getattr(named, method))
+    return SideInputs(args, kwargs, names, marks, B, self.path_name, self.real_rows(B))
 
   def _ticks(
     self,
@@ -284,6 +300,7 @@ class Pipelined(Repeat):
     weights: NestedDict,
     others: NestedDict,
     caches: NestedDict,
+    shared: list[jax.Array],
     queue: T,
     side_rows: list[jax.Array],
   ) -> AllTicks:
@@ -291,23 +308,29 @@ class Pipelined(Repeat):
 
     Args:
       method: of the layers.
-      schedule, side: which microbatch is where; the side inputs that are no rows.
+      schedule, side: which microbatch is where; the side inputs.
       axes: along which all arrays are one device's part.
       changed: is given the paths of the variables that layers update.
       key: of random numbers.
       weights, others, caches: what is trained and what is not, and caches: [S, R, c, ...].
+      shared: side inputs without rows that may have gradients, [S, ...].
       queue, side_rows: microbatches [S, M, mb, ...]; rows of side inputs [M, mb, ...].
     """
     S, M, R = schedule
     stages, surroundings = jnp.arange(S), self._surroundings_of_rows(axes)
 
     def stage(
-      at: Place, x: T, weights: Stacks, side_rows: Stacks, others: NestedDict, caches: NestedDict
+      at: Place,
+      x: T,
+      weights: Stacks,
+      side_rows: Stacks,
+      shared: list[jax.Array],
+      others: NestedDict,
+      caches: NestedDict,
     ) -> tuple[tuple[T, NestedDict, list[Any], NestedDict, NestedDict], Reported]:
       """What a stage does in a tick: its layers of a round, one after the other, on one microbatch."""
       own, weight_gradients = weights.read(at.round, at.real)
       given, side_gradients = side_rows.read(at.microbatch, at.real)
-      its_args, its_kwargs = side.with_rows(given)
       key_m = key if key is None or M == 1 else jax.random.fold_in(key, at.microbatch)
 
       def layer(
@@ -317,6 +340,10 @@ class Pipelined(Repeat):
         P = self.num_layers // R
         real = at.real & (position < P)
         key_l = None if key_m is None else jax.random.fold_in(key_m, at.round * P + position)
+        its_args, its_kwargs, real_rows = side.of_layer(given, shared, real)
+        if self.layers.takes_paddings and real_rows is not None and side.lacks('paddings'):
+          tokens = jax.tree.leaves(x)[0].shape[:2]
+          its_kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
         y, out = self.layers.apply(
           merge(variables, jax.lax.stop_gradient(other)),
           where(real, x, _bubble_like(x)),
@@ -324,7 +351,11 @@ class Pipelined(Repeat):
           key=key_l,
           decode_state=cache,
           method=method,
-          surroundings=surroundings,
+          surroundings=dataclasses.replace(
+            surroundings,
+            real_rows=None if real_rows is None else lambda: real_rows,
+            read_outside=functools.partial(read_outside, at.stage, real),
+          ),
           **its_kwargs,
         )
         self._check_result(x, y)
@@ -346,7 +377,7 @@ class Pipelined(Repeat):
       self._with_remat(stage, R if method == '__call__' else 1),
       # Without spmd_axis_name, which a `shard_map` in a layer, such as that of experts, does not take: it is one over
       # axes of its own. Constraints leave the stages as they are, and `_on_stages` states them.
-      in_axes=(0, 0, Stacks(0, 0), Stacks(None, 0), 0, 0),
+      in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
       out_axes=0,
     )
 
@@ -360,7 +391,7 @@ class Pipelined(Repeat):
         starts = (stages == 0) & (at.round == 0)
         state = where(starts, new, jax.tree.map(shift, state))
       (state, weight_gradients, side_gradients, others, caches), reported = mapped(
-        at, state, Stacks(held, weight_gradients), Stacks(side_rows, side_gradients), others, caches
+        at, state, Stacks(held, weight_gradients), Stacks(side_rows, side_gradients), shared, others, caches
       )
       state, others, caches = jax.tree.map(self._on_stages, (state, others, caches))
       last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
@@ -371,6 +402,8 @@ class Pipelined(Repeat):
     held = jax.lax.stop_gradient(weights)
     state = jax.tree.map(lambda q: self._on_stages(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self._on_stages(for_stages(v, S)) if is_float(v) else None for v in side_rows]
+    if M == 1:  # Read by no index that differs between stages, which would then share it; see `mask_gradients`.
+      side_rows = [self._on_stages(for_stages(v, S)) for v in side_rows]
     start = (state, queue, weights, side_gradients, others, caches)
     ticks = jnp.arange(schedule.num_ticks)
     (_, queue, _, _, others, caches), (places, reported) = jax.lax.scan(tick, start, ticks)

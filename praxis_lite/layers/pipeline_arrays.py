@@ -43,15 +43,19 @@ def is_float(x: jax.Array) -> bool:
   return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def microbatches(x: jax.Array, M: int, fill: str, multiple: int) -> jax.Array:
+def microbatches(x: jax.Array, M: int, multiple: int, mark: int | None = None) -> jax.Array:
   """[B, ...] -> [M, mb, ...], microbatch i with the rows i, i + M, ...: devices that share the batch cut their own.
 
-  `fill`, 'rows' or 'zeros', says what makes B a multiple of `multiple`, which is one of M.
+  What makes B a multiple of `multiple`, which is one of M, is the number `mark`; or where that is None, copies of rows
+  of the same microbatch, which are as finite, and as large, as those.
   """
   missing = -x.shape[0] % multiple
   if missing:
-    repeated = [x] * -(-missing // x.shape[0])
-    more = jnp.concatenate(repeated)[:missing] if fill == 'rows' else jnp.zeros((missing, *x.shape[1:]), x.dtype)
+    if mark is None:
+      last = x[-M:]  # There are no more microbatches than rows.
+      more = jnp.concatenate([last] * -(-missing // M))[:missing]
+    else:
+      more = jnp.full((missing, *x.shape[1:]), mark, x.dtype)
     x = jnp.concatenate([x, more])
   return jnp.swapaxes(x.reshape(-1, M, *x.shape[1:]), 0, 1)
 
@@ -69,6 +73,46 @@ def of_last(queue: jax.Array) -> jax.Array:
 
 def for_stages(x: jax.Array, S: int) -> jax.Array:
   return jnp.broadcast_to(x[None], (S, *x.shape))
+
+
+def may_have_gradient(x: Any) -> bool:
+  """Whether a gradient may flow through a leaf: what is no tracer has none, and stays what a layer can look at."""
+  return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def mask_gradients(real: jax.Array, tree: TreeT) -> TreeT:
+  """Returns the tree, through which no gradient flows where `real`, a scalar, is False: not that of a NaN either.
+
+  Where it is called for all stages at a time, by `vmap`, each has to have arrays of its own: gradients of an array that
+  they share are added up before they come here.
+  """
+  return jax.tree.map(lambda x: _masked(real, x) if may_have_gradient(x) else x, tree)
+
+
+@jax.custom_vjp
+def _for_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns x; in a `vmap` over stages, of which `stage` is the number, an array of this stage's own."""
+  return jnp.where(stage >= 0, x, x)
+
+
+_for_stage.defvjp(lambda stage, x: (_for_stage(stage, x), None), lambda _, gradient: (None, gradient))
+
+
+def read_outside(stage: jax.Array, real: jax.Array, weight: jax.Array) -> jax.Array:
+  """Returns a weight from outside of the pipeline as a layer reads it, in a `vmap` over stages."""
+  return _masked(real, _for_stage(stage, weight)) if may_have_gradient(weight) else weight
+
+
+@jax.custom_vjp
+def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
+  del real
+  return x
+
+
+_masked.defvjp(
+  lambda real, x: (x, real),
+  lambda real, gradient: (None, jnp.where(real, gradient, jnp.zeros_like(gradient))),
+)
 
 
 def where(condition: jax.Array, x: TreeT, y: TreeT) -> TreeT:

@@ -67,7 +67,7 @@ def for_own_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Calla
   of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
   return jax.shard_map(
     own,
-    in_specs=(whole, whole, whole, whole, of_queue, of_side),
+    in_specs=(whole, whole, whole, whole, whole, of_queue, of_side),
     out_specs=(of_queue, whole, whole, whole, whole),
     axis_names={*axes},
     check_vma=False,  # What is the same on all devices is so by construction.

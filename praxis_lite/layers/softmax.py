@@ -183,6 +183,9 @@ class FullSoftmax(Layer):
       output = SoftmaxOutput(xent, correct, None)
     if self.z_loss_weight:
       weights = jnp.ones_like(xent) if class_weights is None else class_weights
+      real = self.real_rows(xent.shape[0]) if xent.ndim else None
+      if real is not None:
+        weights = jnp.where(real.reshape(-1, *(1,) * (xent.ndim - 1)), weights, 0)
       z_loss, _ = weighted_mean(jnp.square(log_normalizer), weights)
       self.add_aux_loss('z_loss', z_loss, weight=self.z_loss_weight)
     return output

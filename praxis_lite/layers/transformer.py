@@ -95,7 +95,9 @@ class TransformerBlock(Layer):
     return self._block(x_BTD, lambda x: self.attention.extend_step(x, pos_BT, *prefix_lengths), pos_BT < 0)
 
   def _block(self, x_BTD: jax.Array, attend: Callable[[jax.Array], jax.Array], paddings: jax.Array | None) -> jax.Array:
-    feed_forward = functools.partial(self.ff, paddings=paddings) if self.ff.takes_paddings else self.ff
+    feed_forward: Callable[[jax.Array], jax.Array] = self.ff
+    if self.ff.takes_paddings:
+      feed_forward = functools.partial(self.ff, paddings=self.mark_filler_rows(paddings, x_BTD.shape[:2]))
     for name, sublayer in (('attention', attend), ('ff', feed_forward)):
       norm = getattr(self, f'{name}_norm')
       y_BTD = sublayer(x_BTD if self.norm_policy == 'post' else norm(x_BTD))

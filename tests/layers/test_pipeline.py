@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_state import drawn_variables
+from side_inputs import gradients
 from test_repeat import Residual
 
 from praxis_lite.call import fold_in_path
-from praxis_lite.config import Config
+from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, ShardingError
 from praxis_lite.layer import Layer
 from praxis_lite.layers import PipelinedTransformer, PipelineSchedule, RepeatedTransformer, TransformerBlock, pipeline
 from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines
 from praxis_lite.layers.repeat import Repeat
 
@@ -99,6 +101,55 @@ def test_a_pipeline_computes_what_its_layers_do_one_after_the_other(L, S, M, R, 
   )
   assert all(np.isfinite(v).all() for v in jax.tree.leaves(got))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize('bubble', [0.0, float('nan')])
+@pytest.mark.parametrize(
+  'L, S, M, R, B', [(4, 2, 3, 1, 6), (5, 2, 3, 1, 7), (5, 3, 1, 1, 2), (10, 3, 4, 2, 7), (4, 2, 1, 1, 1)]
+)
+def test_bubbles_do_not_reach_the_gradients_of_side_inputs(L, S, M, R, B, bubble, monkeypatch):
+  monkeypatch.setattr(pipeline, 'BUBBLE', bubble)
+  layer, of_sequence, given = gradients(Repeat, B, num_layers=L)
+  variables = drawn_variables(layer.abstract_init())
+  stack = (lambda v: v.reshape(R, -1, *v.shape[1:])) if R > 1 else lambda v: v
+
+  def in_rounds(variables):
+    return jax.tree.map(stack, variables)
+
+  _, of_pipeline, _ = gradients(
+    Pipelined, B, in_rounds, num_layers=L, num_stages=S, num_microbatches=M, circular_repeat=R
+  )
+  expected, got = (jax.jit(of)(variables, *given) for of in (of_sequence, of_pipeline))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, expected)
+
+
+class Scaled(Layer):
+  """Has the weight of a layer that is outside of the stack that it is in."""
+
+  def __call__(self, x, outside):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True) * outside.theta.scale
+
+
+class WithShared(Layer):
+  stack_tpl: Config = REQUIRED
+
+  def setup(self):
+    self.create_child('norm', Config(RMSNorm, dims=D))
+    self.create_child('stack', self.stack_tpl.clone(layers_tpl=Config(Scaled)))
+
+  def __call__(self, x):
+    return self.stack(x, self.norm)
+
+
+def test_bubbles_do_not_reach_the_gradient_of_a_weight_that_is_shared_with_layers_outside():
+  def gradient(stack_tpl):
+    layer = Config(WithShared, stack_tpl=stack_tpl).instantiate()
+    variables = {'norm': {'scale': jnp.array([1.0, 2.0, 0.5])}}
+    return jax.grad(lambda v: jnp.sum(jnp.sin(layer.apply(v, normal(4, D))[0])))(variables)
+
+  expected = gradient(Config(Repeat, num_layers=5))
+  got = gradient(Config(Pipelined, num_layers=5, num_stages=2, num_microbatches=2))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
 
 
 def blocks(cls, **fields):

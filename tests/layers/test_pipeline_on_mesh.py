@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from drawn_state import drawn_variables
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from side_inputs import gradients
 
 from praxis_lite.config import Config
 from praxis_lite.layers import MoeFeedForward, Pipelined, PipelinedTransformer, TransformerBlock, pipeline
+from praxis_lite.layers.repeat import Repeat
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import KINDS, assert_collectives, collectives
 from praxis_lite.partitioning.padding import padded_shape, slice_to
@@ -167,3 +169,32 @@ def test_experts_in_stages_are_those_of_one_device(batch_axes, experts_on_one_de
   values, gradients = jax.device_get(step(padded, x))
   got, expected = (values, slice_to(gradients, variables)), experts_on_one_device
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), got, expected)
+
+
+@pytest.mark.parametrize(
+  'sizes, names, L, S, R, batch_axes',
+  [
+    ((2,), ('stage',), 5, 2, 1, None),
+    ((3, 2), ('stage', 'unused'), 10, 3, 2, None),
+    ((2, 2), ('stage', 'data'), 5, 2, 1, 'data'),
+  ],
+)
+def test_bubbles_and_filler_rows_do_not_reach_gradients(sizes, names, L, S, R, batch_axes):
+  """Of weights, of what goes through, and of side inputs of all kinds; 7 rows fill 4 microbatches, or 8 parts."""
+  rows, stack = 7, (lambda v: v.reshape(R, -1, *v.shape[1:])) if R > 1 else (lambda v: v)
+  layer, of_sequence, given = gradients(Repeat, rows, num_layers=L)
+  variables = drawn_variables(layer.abstract_init())
+  split = Config(Pipelined).weight_split_dims_mapping.clone(stages=('stage',))
+  fields = {'num_layers': L, 'num_stages': S, 'num_microbatches': 4, 'circular_repeat': R, 'batch_axes': batch_axes}
+  fields |= {'mesh_axis_names': names, 'weight_split_dims_mapping': split}
+  _, of_pipeline, _ = gradients(Pipelined, rows, lambda v: jax.tree.map(stack, v), **fields)
+  mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+  def on_mesh(*arguments):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return of_pipeline(*arguments)
+
+  whole = NamedSharding(mesh, PartitionSpec())
+  got = GuardedJit(on_mesh, out_shardings=whole)(*jax.device_put((variables, *given), whole))
+  expected = jax.jit(of_sequence)(variables, *given)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), jax.device_get(got), expected)

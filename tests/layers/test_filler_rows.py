@@ -1,0 +1,211 @@
+"""Rows that fill up microbatches of a pipeline count in nothing: against each microbatch alone, without such rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn_state import drawn_variables
+
+from praxis_lite.config import Config
+from praxis_lite.errors import DataError
+from praxis_lite.layer import Layer
+from praxis_lite.layers import BatchNorm, FullSoftmax, MoeFeedForward, Pipelined, Repeat, TransformerBlock
+from praxis_lite.models import set_pipeline, transformer_lm
+from praxis_lite.trees import merge
+from praxis_lite.weights import WeightHParams, WeightInit
+
+B, T, D, M = 5, 4, 6, 3  # One row of six only fills up.
+
+
+def x_BTD():
+  return np.random.default_rng(0).standard_normal((B, T, D)).astype(np.float32)
+
+
+def router(**fields):
+  moe = Config(MoeFeedForward, input_dims=D, hidden_dims=5, num_experts=4, num_experts_per_token=1, **fields)
+  moe.router_tpl.set(load_balance_loss_weight=1.0, z_loss_weight=1.0, bias_update_rate=0.125, score='sigmoid')
+  return moe
+
+
+def in_parts(layer_tpl, side=None):
+  """Returns (outputs, auxiliary losses, updates, summaries) of one layer, microbatch after microbatch."""
+  layer = Config(Repeat, layers_tpl=layer_tpl, num_layers=1).instantiate()
+  variables, x, side, losses, summaries = drawn_variables(layer.abstract_init()), x_BTD(), side or {}, [], []
+  y = np.zeros_like(x)
+  for m in range(M):
+    rows = np.arange(m, B, M)
+    own = {name: v[rows] if np.ndim(v) and len(v) == B else v for name, v in side.items()}
+    y[rows], out = layer.apply(variables, x[rows], do_eval=False, **own)
+    variables = merge(variables, out.updates)
+    losses.append({name: value * weight for name, (value, weight) in out.aux_losses.items()})
+    summaries.append({name: s.value for name, s in out.summaries.items() if s.kind == 'scalar'})
+
+  def mean(*values):
+    return np.mean(values, axis=0)
+
+  return y, jax.tree.map(mean, *losses), out.updates, jax.tree.map(mean, *summaries)
+
+
+def staged(layer_tpl, args=(), side=None, **fields):
+  """The same in a pipeline."""
+  layer = Config(
+    Pipelined, layers_tpl=layer_tpl, num_layers=1, num_stages=1, num_microbatches=M, **fields
+  ).instantiate()
+  y, out = layer.apply(drawn_variables(layer.abstract_init()), x_BTD(), *args, do_eval=False, **(side or {}))
+  losses = {name: value * weight for name, (value, weight) in out.aux_losses.items()}
+  return y, losses, out.updates, {name: s.value for name, s in out.summaries.items() if s.kind == 'scalar'}
+
+
+def assert_equal(got, expected):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+
+
+def some_padding(dtype):
+  paddings = np.zeros((B, T), dtype)
+  paddings[1, 2:] = paddings[4, :1] = 1
+  return paddings
+
+
+NO_PADDINGS = {
+  'nothing is said': {},
+  'None': {'paddings': None},
+  'none is padding': {'paddings': np.zeros((B, T), bool)},
+}
+KINDS = {**NO_PADDINGS, 'bool': {'paddings': some_padding(bool)}, 'float': {'paddings': some_padding(np.float32)}}
+
+
+@pytest.mark.parametrize('side', [pytest.param(side, id=name) for name, side in KINDS.items()])
+def test_a_router_does_not_count_them(side):
+  assert_equal(staged(router(), side=side), in_parts(router(), side))
+
+
+@pytest.mark.parametrize('fields', [{'dispatch': 'capacity'}, {'num_shared_experts': 1, 'gated': False}])
+def test_whatever_the_experts_are(fields):
+  assert_equal(staged(router(**fields)), in_parts(router(**fields)))
+
+
+def test_a_block_with_experts_does_not_count_them():
+  block = Config(TransformerBlock, input_dims=D, hidden_dims=5, num_heads=2, ff_tpl=router())
+  segments = np.ones((B, T), np.int32)
+  for side in ({}, {'segment_ids': segments}, {'paddings': some_padding(bool), 'segment_ids': segments}):
+    assert_equal(staged(block, side=side), in_parts(block, side))
+
+
+def test_nor_does_a_stage_that_repeats_a_layer_or_is_a_pipeline_itself():
+  def of(cls, **fields):
+    return Config(cls, layers_tpl=Config(BatchNorm, dims=D), num_layers=1, **fields)
+
+  expected = in_parts(of(Repeat))
+  assert_equal(staged(of(Repeat)), expected)
+  assert_equal(staged(of(Pipelined, num_stages=1, num_microbatches=1)), expected)
+
+
+WEIGHTS = np.array([1, 1, 0, 2, 1], np.float32)
+
+
+@pytest.mark.parametrize('weights', [None, WEIGHTS, np.ones((B, T), np.float32)])
+def test_batch_statistics_leave_them_out(weights):
+  norm = Config(BatchNorm, dims=D)
+  expected = in_parts(norm, {'weights': weights})
+  assert_equal(staged(norm, side={'weights': weights}), expected)
+  assert_equal(staged(norm, args=(weights,)), expected)
+
+
+class WithSoftmax(Layer):
+  def setup(self):
+    self.create_child('softmax', Config(FullSoftmax, input_dims=D, num_classes=3, z_loss_weight=1.0))
+
+  def __call__(self, x, ids):
+    return x + self.softmax(x, ids).xent[..., None]
+
+
+def test_the_z_loss_of_a_softmax_leaves_them_out():
+  ids = np.random.default_rng(1).integers(0, 3, (B, T))
+  assert_equal(staged(Config(WithSoftmax), args=(ids,)), in_parts(Config(WithSoftmax), {'ids': ids}))
+
+
+class Counts(Layer):
+  """A layer of a user, which counts tokens as arguments say."""
+
+  takes_paddings = True
+  marks_of_padding = {**Layer.marks_of_padding, 'valid': 0}
+
+  def setup(self):
+    self.create_variable('count', WeightHParams((), WeightInit.Constant(0.0)), trainable=False)
+
+  def __call__(self, x, valid=None, more=None, paddings=None, weights=None):
+    counted = jnp.ones(x.shape[:2])
+    for given in (
+      valid,
+      weights,
+      None if more is None else more['valid'][0],
+      None if paddings is None else paddings == 0,
+    ):
+      counted *= 1.0 if given is None else given.reshape(*given.shape, *(1,) * (2 - given.ndim))
+    self.update_var('count', self.theta.count + jnp.sum(counted))
+    self.add_aux_loss('mean', jnp.sum(counted * jnp.sum(x, axis=-1)) / jnp.sum(counted))
+    return x
+
+
+def test_arguments_that_say_what_is_padding_say_it_of_them():
+  valid = np.array([1, 1, 0, 1, 1], np.int32)
+  for side in (
+    {'paddings': some_padding(np.float32)},
+    {'weights': WEIGHTS},
+    {'valid': valid},
+    {'valid': valid.astype(bool)},
+    {'more': {'valid': (valid.astype(np.float32),)}},
+  ):
+    expected = in_parts(Config(Counts), side) if 'more' not in side else in_parts(Config(Counts), {'valid': valid})
+    assert_equal(staged(Config(Counts), side=side), expected)
+  assert_equal(staged(Config(Counts), args=(valid,)), in_parts(Config(Counts), {'valid': valid}))
+  # And where nothing is said, a layer that takes paddings is told of them.
+  assert_equal(staged(Config(Counts)), in_parts(Config(Counts)))
+
+
+class Asks(Layer):
+  def __call__(self, x, scale):
+    real = self.real_rows(len(x))
+    weights = jnp.ones(len(x)) if real is None else real
+    self.add_aux_loss('mean', jnp.sum(weights * jnp.sum(x, axis=(1, 2))) / jnp.sum(weights))
+    return x / scale
+
+
+def test_a_layer_may_ask_which_rows_are_real_and_never_sees_what_no_row_of_the_batch_has():
+  scale = np.full((B, 1, 1), 2.0, np.float32)
+  assert_equal(staged(Config(Asks), args=(scale,)), in_parts(Config(Asks), {'scale': scale}))
+
+
+class Merges(Layer):
+  def setup(self):
+    self.create_child('norm', Config(BatchNorm, dims=D))
+
+  def __call__(self, x):
+    return self.norm(x.reshape(-1, D)).reshape(x.shape)
+
+
+def test_rows_that_a_layer_has_merged_are_not_guessed():
+  with pytest.raises(DataError, match=r'layers.norm: the arrays have 8 rows, and the microbatch .* has 2, .*divides'):
+    staged(Config(Merges))
+  layer = Config(Pipelined, layers_tpl=Config(Merges), num_layers=1, num_stages=1, num_microbatches=5).instantiate()
+  layer.apply(drawn_variables(layer.abstract_init()), x_BTD(), do_eval=False)  # No row fills anything up.
+
+
+@pytest.mark.parametrize('rows', [4, 5])
+def test_the_losses_of_a_language_model_are_those_with_more_rows_of_no_weight(rows):
+  experts = Config(MoeFeedForward, num_experts=4, num_experts_per_token=1)
+  experts.router_tpl.set(load_balance_loss_weight=1.0, z_loss_weight=1.0, bias_update_rate=0.125)
+  plain = transformer_lm(vocab_size=17, model_dims=8, num_layers=2, num_heads=2, hidden_dims=8, experts=experts)
+  model = set_pipeline(plain, num_stages=2, num_microbatches=3).instantiate()
+  variables = drawn_variables(model.abstract_init())
+  ids = np.random.default_rng(0).integers(0, 17, (rows, 6)).astype(np.int32)
+
+  def losses(added):
+    batch = {'ids': np.pad(ids, ((0, added), (0, 0))), 'labels': np.pad(np.roll(ids, -1, 1), ((0, added), (0, 0)))}
+    batch['weights'] = np.pad(np.ones((rows, 6), np.float32), ((0, added), (0, 0)))
+    _, out = model.apply(variables, batch, do_eval=False, key=jax.random.key(1))
+    return out.aux_losses, out.updates
+
+  assert_equal(losses(0), losses(6 - rows))
