@@ -26,7 +26,8 @@ class SinusoidalPositions(Layer):
 
       y = [sin(pos / s_0), sin(pos / s_1), ..., cos(pos / s_0), cos(pos / s_1), ...],  s_i geometric
 
-  The sines come first, then the cosines, where the paper interleaves them; an odd D ends with a zero.
+  The sines come first, then the cosines, where the paper interleaves them; an odd D ends with a zero. What Praxis calls
+  its timescales m and M are 1 / m and M / m^2 here: its rates begin at m.
 
   Attributes:
     dims: D.
@@ -172,19 +173,20 @@ class YarnRotaryScaling(LinearRotaryScaling):
 class RotaryPositions(Layer):
   """Rotates pairs of dims by angles that grow with the position: q . k depends on offsets alone (Su et al., 2021).
 
-      [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / max_timescale^(i / h)
+      [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / s_i,  s_i = min_timescale (max_timescale / min_timescale)^(i / h)
 
   The pairs are dims i and i + h, the two halves of a head, as in LLaMA.
 
   Attributes:
     dims: H, even.
-    max_timescale: the base of the wavelengths.
-    scaling_tpl: of a function of the rates 1 / max_timescale^(i / h), for contexts longer than those trained on first;
+    min_timescale, max_timescale: the first s_i, and the base of the wavelengths, which s_h would be.
+    scaling_tpl: of a function of the rates 1 / s_i, for contexts longer than those trained on first;
       None leaves them as they are.
     activation_split_dims_mapping: `out`, [B, T, N, H].
   """
 
   dims: int = REQUIRED
+  min_timescale: float = 1.0
   max_timescale: float = 10_000.0
   scaling_tpl: Config | None = None
 
@@ -203,7 +205,7 @@ class RotaryPositions(Layer):
     if pos_BT is None:
       pos_BT = jnp.arange(x_BTNH.shape[1])[None]
     half = self.dims // 2
-    rates_h = self.max_timescale ** -(np.arange(half) / half)
+    rates_h = (self.max_timescale / self.min_timescale) ** -(np.arange(half) / half) / self.min_timescale
     if self.scaling is not None:
       rates_h = self.scaling(rates_h)
     angle_BT1h = pos_BT.astype(jnp.float32)[..., None, None] * rates_h.astype(np.float32)

@@ -47,6 +47,18 @@ def test_sinusoids_are_those_of_the_formula(dims):
   np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize('dims', [2, 6, 7])
+@pytest.mark.parametrize('m, M', [(1.0, 10_000.0), (2.0, 50.0), (0.5, 100.0)])
+def test_sinusoids_of_praxis_have_other_timescales(dims, m, M):
+  """Its rates are m * exp(-i log(M / m) / (count - 1)); see docs/from-pax.md."""
+  y = run(SinusoidalPositions, {}, positions(), dims=dims, min_timescale=1 / m, max_timescale=M / m**2)
+  count = dims // 2
+  rates = m * np.exp(-np.arange(count) * np.log(M / m) / max(count - 1, 1))
+  angles = positions()[..., None] * rates
+  expected = np.concatenate([np.sin(angles), np.cos(angles), np.zeros((B, T, dims % 2))], axis=-1)
+  np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
 def test_sinusoids_of_far_positions_are_accurate_in_bfloat16():
   """The angle is computed in float32; in bfloat16, position 4001 would be 4000."""
   far = np.array([[4001]], np.int32)
@@ -75,6 +87,17 @@ def test_rotary_multiplies_complex_numbers_by_phases():
   rates = 100.0 ** (-np.arange(H // 2) / (H // 2))
   turned = numbers * np.exp(1j * positions()[:, :, None, None] * rates)
   np.testing.assert_allclose(y, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5)
+
+
+def test_rotary_timescales_are_those_of_praxis():
+  """Pair i turns by position / (min * (max / min)^(2 i / H))."""
+  x = normal(B, T, N, H)
+  y = run(RotaryPositions, {}, x, positions(), dims=H, min_timescale=4.0, max_timescale=100.0)
+  timescales = 4.0 * (100.0 / 4.0) ** (2 * np.arange(H // 2) / H)
+  angles = positions()[:, :, None, None] / timescales
+  first, second = np.split(x, 2, axis=-1)
+  expected = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)]
+  np.testing.assert_allclose(y, np.concatenate(expected, axis=-1), atol=1e-5)
 
 
 def test_rotary_products_depend_on_offsets_alone():

@@ -36,6 +36,16 @@ def reference(logits, labels, smoothing=0.0):
 # ---------------------------------------------------------------- cross entropy
 
 
+@pytest.mark.parametrize('prob', [0.1, 0.5])
+def test_label_smoothing_of_praxis_is_that_of_more(prob):
+  """It gives the probability to the other V - 1 classes; see docs/from-pax.md."""
+  logits = normal(B, T, V)
+  target = np.where(np.eye(V)[labels()] == 1, 1 - prob, prob / (V - 1))
+  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  xent, _ = cross_entropy(jnp.asarray(logits), labels(), prob * V / (V - 1))
+  np.testing.assert_allclose(xent, -(target * log_probs).sum(-1), rtol=1e-5)
+
+
 @pytest.mark.parametrize('smoothing', [0.0, 0.2])
 @pytest.mark.parametrize('size', [1.0, 1e4])
 def test_cross_entropy_and_normalizer(size, smoothing):
