@@ -173,7 +173,8 @@ class YarnRotaryScaling(LinearRotaryScaling):
 class RotaryPositions(Layer):
   """Rotates pairs of dims by angles that grow with the position: q . k depends on offsets alone (Su et al., 2021).
 
-      [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / s_i,  s_i = min_timescale (max_timescale / min_timescale)^(i / h)
+      [a, b] -> [a cos - b sin, b cos + a sin],  angle_i = pos / s_i
+      s_i = min_timescale (max_timescale / min_timescale)^(i / h)
 
   The pairs are dims i and i + h, the two halves of a head, as in LLaMA.
 
