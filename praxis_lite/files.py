@@ -27,8 +27,21 @@ def is_url(path: object) -> bool:
   return isinstance(path, str | os.PathLike) and re.match(r'[A-Za-z][\w+.-]+:/', os.fspath(path)) is not None
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+  """Returns a path that a user gave, with the home directory in place of `~` and without `..`.
+
+  Where there is no such user, `~` stays; where `..` follows a symbolic link, it is read as the system does.
+  """
+  path = Path(os.path.expanduser(path))
+  return Path(os.path.realpath(path)) if '..' in path.parts else path
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
-  """Returns the path of a run or of its checkpoints; raises UserError if it is one of an object store."""
+  """Returns the path of a run or of its checkpoints.
+
+  Raises:
+    UserError: it is one of an object store, or of a name by which checkpoints could not be written or found again.
+  """
   if is_url(path):
     url = os.fspath(path)
     raise UserError(
@@ -36,7 +49,42 @@ def local_path(path: str | os.PathLike[str]) -> Path:
       f'train: --job_log_dir=runs/1 --set task.train.mirror={url}; to use what is there: praxis-lite checkpoints copy '
       f'{url} runs/1'
     )
-  return Path(path).expanduser()
+  path = user_path(path)
+  if reason := _reason_against(os.path.abspath(path)):
+    raise UserError(f'{os.fspath(path)!r} cannot be the directory of a run: {reason}')
+  return path
+
+
+# Bytes of the longest path that is made below the directory of a run, and a reserve.
+_BELOW_A_RUN = 256
+# First parts of absolute paths that Orbax takes for those of an object store.
+_OBJECT_STORES = ('gs', 's3', 'az', 'hf')
+
+
+def _reason_against(path: str) -> str:
+  """Returns why checkpoints cannot be in an absolute path, as the libraries that write them read it; '' if they can."""
+  if '\0' in path:
+    return 'it has a zero byte'
+  try:
+    path.encode()
+  except UnicodeEncodeError:
+    return 'its name is not UTF-8'
+  if os.sep == '/' and '\\' in path:
+    return 'TensorStore takes a backslash for a slash; choose a name without'
+  first = path.split(os.sep)[1] if path.startswith('/') else ''
+  if first in _OBJECT_STORES:
+    return f'Orbax takes /{first} for an object store; make a symbolic link to it elsewhere, and name that'
+  most = _longest_path() - _BELOW_A_RUN
+  if len(path.encode()) > most:
+    return f'it has {len(path.encode()):,} bytes, and the names of files below it need room: at most {most:,}'
+  return ''
+
+
+def _longest_path() -> int:
+  try:
+    return os.pathconf('/', 'PC_PATH_MAX')
+  except (AttributeError, OSError, ValueError):  # Windows.
+    return 4096
 
 
 def parse_json(text: str | bytes) -> Any:

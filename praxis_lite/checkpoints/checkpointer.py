@@ -45,7 +45,7 @@ from praxis_lite.checkpoints.contents import (
   to_nested_dict,
 )
 from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_line, unreadable
-from praxis_lite.checkpoints.orbax import orbax_checkpoint
+from praxis_lite.checkpoints.orbax import check_folder_is_found, orbax_checkpoint
 from praxis_lite.checkpoints.regrouping import Regrouping
 from praxis_lite.checkpoints.retention import CHECKPOINTS, RemovedError, Retention, being_read, set_aside, steps_in
 from praxis_lite.checkpoints.save_barrier import SaveBarrier
@@ -131,7 +131,10 @@ class Checkpointer:
       save_root_metadata=False,
       async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
     )
-    return ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
+    manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=pytree_handlers())
+    if not self._read_only:
+      check_folder_is_found(self.directory)
+    return manager
 
   def save(
     self,

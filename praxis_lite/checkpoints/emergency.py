@@ -36,7 +36,7 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
-from praxis_lite.files import open_plain, parse_json, plain_dtype, read_plain, replace_file
+from praxis_lite.files import open_plain, parse_json, plain_dtype, read_plain, replace_file, user_path
 from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
@@ -164,7 +164,7 @@ class EmergencyCopies:
       'variables': records_of(true_shapes),
     }
     run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
-    self._homes = [Path(directory).expanduser() / _of_user() / run for directory in directories]
+    self._homes = [user_path(directory) / _of_user() / run for directory in directories]
     self._lineage_file = job_log_dir / _LINEAGE
     self._lineage = _lineage_in(self._lineage_file) if directories else 0
     self._folders = [home / str(self._lineage) for home in self._homes]

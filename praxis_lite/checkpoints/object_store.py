@@ -7,6 +7,7 @@ not at all. Whatever fails is a StoreError of one line: each of these packages h
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import uuid
@@ -75,6 +76,8 @@ class ObjectStore:
         f'{named}: passwords are not recorded; give the URL again, as in --set {where or "path"}=..., or one without a '
         'password, and the credentials where the package of its scheme looks for them'
       )
+    if glob.has_magic(rest):
+      raise ConfigError(f'{named}: object stores take * ? [ ] for patterns; choose a URL without')
     try:
       import fsspec.core
     except ImportError:

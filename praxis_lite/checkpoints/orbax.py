@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import glob
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+
+from praxis_lite.errors import CheckpointError
 
 
 @functools.cache
@@ -41,9 +45,42 @@ def orbax_checkpoint() -> ModuleType:
   # process would wait for them. Whoever saves waits for what is to become complete: `Checkpointer.close`.
   if waiting := getattr(future, '_SignalingThread', None):
     waiting.daemon = True
+  _take_folders_literally()
   plain = tensorstore_utils.ArrayWriteSpec.json.fget
   tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: with_checksums(plain(spec)))
   return orbax.checkpoint
+
+
+def _take_folders_literally() -> None:
+  """Makes Orbax's paths find what is in a folder by a pattern whatever the name of the folder.
+
+  They join the two to one pattern. With brackets in its name, the folder is not found, and what the processes have
+  written is never merged: saved without an error, and lost. With other names, another folder is.
+  """
+  from etils import epath
+
+  path_class = type(epath.Path(os.sep))
+  theirs = path_class.glob
+
+  def found(folder: Any, pattern: str) -> Iterator[Any]:
+    name = os.fspath(folder)
+    if not glob.has_magic(name):
+      return iter(theirs(folder, pattern))
+    return (path_class(path) for path in glob.glob(os.path.join(glob.escape(name), pattern)))
+
+  path_class.glob = found
+
+
+def check_folder_is_found(folder: str) -> None:
+  """Raises CheckpointError if Orbax would not find again what it writes into a folder, which exists."""
+  from etils import epath
+
+  above, name = os.path.split(folder)
+  if glob.has_magic(above) and [os.fspath(path) for path in epath.Path(above).glob(name)] != [folder]:
+    raise CheckpointError(
+      f'checkpoints in {above} could not be restored: this version of Orbax takes the name for a pattern; choose one '
+      'without * ? [ ]'
+    )
 
 
 def _text(record: logging.LogRecord) -> str:

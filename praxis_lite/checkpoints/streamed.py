@@ -12,6 +12,7 @@ import abc
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,7 +119,7 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
   import tensorstore as ts
 
   def opened(context: ts.Context) -> dict[str, ts.TensorStore]:
-    base = {'driver': 'file', 'path': f'{folder}/'}
+    base = {'driver': 'file', 'path': f'{os.path.realpath(folder)}/'}  # It reads no `..`.
     specs = {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
     futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
     return {name: future.result() for name, future in futures.items()}

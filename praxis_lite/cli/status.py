@@ -6,11 +6,10 @@ from absl import flags
 
 from praxis_lite.cli.command import Command
 from praxis_lite.errors import UserError
+from praxis_lite.files import user_path
 
 
 def _run(values: flags.FlagValues) -> int:
-  from pathlib import Path
-
   from praxis_lite.records.heartbeat import read_heartbeats
   from praxis_lite.records.run_config import is_held
   from praxis_lite.records.runs import runs_near
@@ -18,7 +17,7 @@ def _run(values: flags.FlagValues) -> int:
 
   if not values.job_log_dir:
     raise UserError('name the directory of a run, as in praxis-lite status runs/1')
-  directory = Path(values.job_log_dir).expanduser()
+  directory = user_path(values.job_log_dir)
   beats = read_heartbeats(directory)
   if not beats:
     raise UserError(f'there are no heartbeats of a run in {directory}{runs_near(directory)}')

@@ -24,6 +24,7 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.files import user_path
 from praxis_lite.hf.families import described
 from praxis_lite.hf.family import is_tied
 from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
@@ -72,7 +73,7 @@ def import_run(
     UserError: the checkpoint cannot be imported, and nothing is written; or the directory is not usable.
   """
   checkpoint = open_checkpoint(folder)
-  assets = Path(job_log_dir).expanduser().absolute() / ASSETS
+  assets = user_path(job_log_dir).absolute() / ASSETS
   config = imported_config(checkpoint, assets)
   apply_overrides(config.roots(), overrides)
   task = config.task.instantiate()
@@ -191,7 +192,7 @@ def export_run(
   Raises:
     UserError: the model is of no such family, there is no such checkpoint, or `out` is not usable.
   """
-  directory, target = Path(job_log_dir).expanduser(), Path(out).expanduser()
+  directory, target = user_path(job_log_dir), user_path(out)
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise UserError(f'--out={out} exists and is not an empty folder; name another')
   task = config.task.instantiate()

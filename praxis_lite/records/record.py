@@ -34,7 +34,7 @@ from praxis_lite.config.text import diff_texts, to_text
 from praxis_lite.config.trusted import UntrustedError, is_of_others
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file, user_path
 from praxis_lite.foreign_text import argument_without_secrets, printable
 from praxis_lite.records.work_tree import read_work_tree
 
@@ -212,7 +212,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
   Raises:
     UserError: there is no record, or it cannot be read.
   """
-  directory = Path(job_log_dir).expanduser()
+  directory = user_path(job_log_dir)
   file = directory / _RECORD
   try:
     record = json.loads(read_plain(file))
@@ -242,7 +242,7 @@ def first_launch(record: bytes) -> float | None:
 
 def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
   """Whether a directory is that of a recorded run."""
-  return (Path(job_log_dir).expanduser() / _RECORD).is_file()
+  return (user_path(job_log_dir) / _RECORD).is_file()
 
 
 def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:

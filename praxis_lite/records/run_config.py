@@ -187,7 +187,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
     with tempfile.TemporaryFile(dir=path):
       pass
   except OSError as error:
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     reason = f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
     raise UserError(f'job_log_dir {path} is not writable: {reason}') from None
   try:

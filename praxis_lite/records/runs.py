@@ -18,6 +18,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config.text import fields_of
 from praxis_lite.errors import UserError, did_you_mean
 from praxis_lite.figures import duration
+from praxis_lite.files import user_path
 from praxis_lite.records.curves import MetricsTable, read_metrics
 from praxis_lite.records.record import has_record, read_record
 from praxis_lite.records.run_config import is_held
@@ -83,8 +84,7 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
 
 def runs_near(directory: str | os.PathLike[str]) -> str:
   """Returns which runs are meant by a directory that is none, as the end of a message; '' if there are none near."""
-  path = Path(directory).expanduser()
-  path = Path(os.path.abspath(path)) if '..' in path.parts else path
+  path = user_path(directory)
   for folder in path.parents:
     if has_record(folder):
       return f'; it is a part of the run {folder}'

@@ -21,6 +21,7 @@ import jax
 from praxis_lite.checkpoints import OnDamage
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.files import user_path
 from praxis_lite.foreign_text import printable
 from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.hosts.preemption import preemptible
@@ -140,7 +141,7 @@ def run_train(
     try:
       return _attempt(config, job_log_dir, options)
     except GoBack as error:
-      directory = Path(job_log_dir).expanduser().absolute()
+      directory = user_path(job_log_dir).absolute()
       with held_for_training(directory) if is_primary_process() else contextlib.nullcontext():
         trouble = go_back(directory, error.trouble, config.task.train.max_rollbacks)
       options = dataclasses.replace(options, advise=None)

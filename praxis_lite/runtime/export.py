@@ -32,6 +32,7 @@ from jax import export
 from jax.interpreters import partial_eval
 
 from praxis_lite.errors import ConfigError, UserError, check_choice
+from praxis_lite.files import user_path
 from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.models.base import BaseModel
 from praxis_lite.trees import NestedDict, inserted, leaves, leaves_by_path, path_name
@@ -109,7 +110,7 @@ def check_export(model: BaseModel, directory: str | os.PathLike[str], settings: 
       f'{length + tokens - 1} positions, and the model has {positions}; {remedy} a smaller prompt_length '
       '(--prompt_length)'
     )
-  path = Path(directory).expanduser()
+  path = user_path(directory)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise UserError(f'out: {path} exists and is not an empty directory; name another one, or remove it')
 
@@ -141,7 +142,7 @@ def export_model(
   else:
     programs = [_forward_program(model, variables, batch_struct(), settings)]
   flat = {path_name(path): x for path, x in leaves(variables).items()}
-  out = Path(directory).expanduser().absolute()
+  out = user_path(directory).absolute()
   try:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}-') as name:

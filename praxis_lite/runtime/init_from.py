@@ -11,7 +11,6 @@ The checkpoint may come from any mesh. The optimizer and the moving averages sta
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
@@ -22,6 +21,7 @@ from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import Record, castable, records_of
 from praxis_lite.checkpoints.retention import being_read
 from praxis_lite.errors import CheckpointError, ConfigError, did_you_mean, located
+from praxis_lite.files import user_path
 from praxis_lite.records.runs import runs_near
 from praxis_lite.task import InitFromParams
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -59,7 +59,7 @@ class WarmStart:
           f"path = {settings.path!r}, step = {settings.step!r}: expected a directory, and a number, 'best' or None"
         )
       self._partitioned = partitioned
-      self._directory = os.path.expanduser(settings.path)
+      self._directory = str(user_path(settings.path))
       remedy = f'path is the directory of a run{runs_near(settings.path)}'
       with contextlib.closing(Checkpointer(self._directory, read_only=True)) as checkpointer:
         self._step = checkpointer.existing_step(cast(Step, settings.step), remedy=remedy)

@@ -12,6 +12,7 @@ import numpy as np
 from praxis_lite.checkpoints import Checkpointer, saved_steps
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from praxis_lite.experiment import ExperimentConfig
+from praxis_lite.files import user_path
 from praxis_lite.inputs import PrefetchIterator
 from praxis_lite.partitioning.padding import slice_to
 from praxis_lite.records.run_config import build_datasets, run_keys
@@ -71,7 +72,7 @@ def replay(
   Raises:
     UserError: there is no way to that step: the checkpoints before it are gone and the run did not start from its seed.
   """
-  directory = Path(job_log_dir).expanduser().absolute()
+  directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
   config = with_vocabulary(config, directory)

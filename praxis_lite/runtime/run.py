@@ -21,6 +21,7 @@ from praxis_lite import registry
 from praxis_lite.checkpoints import BestCheckpoint, Checkpointer, Step
 from praxis_lite.errors import ShardingError, UserError
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig, configure
+from praxis_lite.files import user_path
 from praxis_lite.partitioning.mesh import auto_mesh, create_device_mesh
 from praxis_lite.records.curves import MetricsTable, read_metrics
 from praxis_lite.records.record import RunRecord, has_record, read_record
@@ -132,7 +133,7 @@ def open_run(
   Raises:
     UserError: there is no such directory or experiment, or the directory is no run but has runs in it, or is in one.
   """
-  directory = Path(job_log_dir).expanduser()
+  directory = user_path(job_log_dir)
   if not directory.is_dir():
     raise UserError(f'there is no run in {directory}: it is not a directory')
   is_run = has_record(directory) or any((directory / name).exists() for name in ('checkpoints', 'metrics.jsonl'))

@@ -16,7 +16,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.config import Config, nested_configs, target
 from praxis_lite.errors import CheckpointError
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.files import parse_json, read_plain, replace_file, user_path
 from praxis_lite.inputs import CharTokenizer
 from praxis_lite.trees import NestedDict
 
@@ -31,7 +31,7 @@ def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str
   Raises:
     CheckpointError: the file cannot be read, or the config sets another vocabulary.
   """
-  directory = Path(job_log_dir).expanduser()
+  directory = user_path(job_log_dir)
   if not _tokenizers(config) or not saved_steps(directory):
     return config
   try:
