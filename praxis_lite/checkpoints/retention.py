@@ -8,6 +8,7 @@ Who removes a step holds its lock for a moment. A lock of another program is wai
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import shutil
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import CheckpointError
@@ -26,6 +27,8 @@ _DAMAGED = '.damaged'
 # Seconds to wait for a lock before a line says so, and before the wait is given up.
 _QUIET, _PATIENCE = 2.0, 60.0
 _POLL = 0.05
+# Seconds after which a line says that removing takes long; folders that are removed at a time.
+_LONG, _AT_ONCE = 30.0, 8
 # The folder of a run directory with a folder for each step.
 CHECKPOINTS = 'checkpoints'
 
@@ -60,7 +63,7 @@ def steps_to_remove(
   """
   if max_to_keep is None:
     return []
-  on_interval = [step for step in steps if keep_interval_steps is not None and step % keep_interval_steps == 0]
+  on_interval = {step for step in steps if keep_interval_steps is not None and step % keep_interval_steps == 0}
   return [step for step in steps[:-max_to_keep] if step not in on_interval and step not in kept]
 
 
@@ -90,10 +93,15 @@ class Retention:
   def __init__(self, directory: str, *, max_to_keep: int | None, keep_interval_steps: int | None):
     self._directory = Path(directory)
     self._rule = {'max_to_keep': max_to_keep, 'keep_interval_steps': keep_interval_steps}
+    self._lock = threading.Lock()
     self._thread: threading.Thread | None = None
+    self._next: Sequence[int] | None = None  # Steps to remove after those that are being removed.
 
   def start(self, kept: Collection[int]) -> None:
-    """Begins to remove what need not stay, but for the steps `kept`, and what an earlier process began to remove."""
+    """Begins to remove what need not stay, but for the steps `kept`, and what an earlier process began to remove.
+
+    If something is still being removed, this follows after it, and is not waited for.
+    """
     self._begin(steps_to_remove(steps_in(self._directory), **self._rule, kept=kept))
 
   def start_with_incomplete(self) -> None:
@@ -105,17 +113,34 @@ class Retention:
       if not folder.name.endswith(_REMOVED):
         with contextlib.suppress(OSError):  # Another process has renamed it, or it cannot be removed now.
           take_away(folder)
-    self._begin(())
+    self._begin(None)
 
-  def _begin(self, steps: Sequence[int]) -> None:
-    self.wait()
-    self._thread = threading.Thread(target=self._remove, args=(steps,), name='retention')
-    self._thread.start()
+  def _begin(self, steps: Sequence[int] | None) -> None:
+    """Lets the thread remove steps, in place of those that wait for that; None leaves these as they are."""
+    with self._lock:
+      self._next = steps if steps is not None else self._next or ()
+      if self._thread is None:
+        self._thread = threading.Thread(target=self._run, name='retention')
+        self._thread.start()
 
   def wait(self) -> None:
-    """Waits until it is done."""
-    if self._thread is not None:
-      self._thread.join()
+    """Waits until it is done; says so if that takes long."""
+    with self._lock:
+      thread = self._thread
+    if thread is not None:
+      thread.join(_LONG)
+      if thread.is_alive():
+        print(f'waiting until old checkpoints in {self._directory} are removed', file=sys.stderr, flush=True)
+      thread.join()
+
+  def _run(self) -> None:
+    while True:
+      with self._lock:
+        steps, self._next = self._next, None
+        if steps is None:
+          self._thread = None
+          return
+      self._remove(steps)
 
   def _remove(self, steps: Sequence[int]) -> None:
     for step in steps:
@@ -123,8 +148,26 @@ class Retention:
       # If it is being read, or cannot be removed now, there will be a next time.
       with contextlib.suppress(OSError), _locked(folder, shared=False):
         take_away(folder)
-    for folder in self._directory.glob(f'*{_REMOVED}'):
-      shutil.rmtree(folder, ignore_errors=True)
+    _remove_folders(self._directory.glob(f'*{_REMOVED}'))
+
+
+def _remove_folders(folders: Iterable[Path]) -> None:
+  """Removes folders, some at a time: a file system may take milliseconds for each, and no longer for several."""
+  waiting = collections.deque(folders)
+
+  def remove() -> None:
+    with contextlib.suppress(IndexError):
+      while True:
+        shutil.rmtree(waiting.popleft(), ignore_errors=True)
+
+  helpers = [threading.Thread(target=remove) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
+  with contextlib.suppress(RuntimeError):  # While the interpreter ends, it starts no thread: this one does it all.
+    for helper in helpers:
+      helper.start()
+  remove()
+  for helper in helpers:
+    if helper.ident is not None:
+      helper.join()
 
 
 def take_away(folder: Path) -> Path:
