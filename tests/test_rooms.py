@@ -95,6 +95,34 @@ def test_imports_point_downward(path):
   assert not wrong, wrong
 
 
+PRIVATE = ('jax._src', 'jax.interpreters', 'jaxlib')
+# Words that differ between releases of JAX: parameters of scan, and how an abstract device is made.
+CHANGING = {'num_consts', 'num_carry', 'ft_in', 'ft_out', 'cond_nconsts', 'body_nconsts', 'AbstractDevice'}
+
+
+def of_jax(path):
+  """What a file reads of JAX that JAX may change: private modules, and words that differ between releases."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    if isinstance(node, ast.ImportFrom) and node.module:
+      names = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
+    elif isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+      names = [str(node.args[0].value)]  # Of import_module.
+    elif isinstance(node, ast.Constant) and node.value in CHANGING:
+      yield node.lineno, node.value
+    elif isinstance(node, ast.Attribute) and node.attr in CHANGING | {'_src'}:
+      yield node.lineno, node.attr
+    yield from ((node.lineno, name) for name in names if f'{name}.'.startswith(tuple(f'{p}.' for p in PRIVATE)))
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_jax_may_change_is_read_in_one_room(path):
+  found = [f'{path.name}:{line} reads {name}' for line, name in of_jax(path)]
+  assert room_of(path) == 'jax_internals' or not found, found
+
+
 def test_there_are_no_cycles_between_modules():
   modules = {'.'.join(('praxis_lite', *p.relative_to(PACKAGE).with_suffix('').parts)): p for p in FILES}
   graph = {}

@@ -54,6 +54,8 @@ from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import local_path
 from praxis_lite.hosts.distributed import by_host, told_by_all
+from praxis_lite.jax_internals import unless_unknown
+from praxis_lite.jax_internals.processes import service_client
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path, merge, path_name
@@ -458,9 +460,7 @@ def _barrier() -> SaveBarrier | None:
   """Returns how processes wait for each other; None if this one is alone."""
   if jax.process_count() == 1:
     return None
-  from jax._src import distributed  # The service has no public name.
-
-  client = distributed.global_state.client
+  client = unless_unknown('a save that fails on one host is not noticed by others', service_client, None)
   return None if client is None else SaveBarrier(client)
 
 

@@ -16,15 +16,12 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 import jax
 
 from praxis_lite.checkpoints.failures import first_line
 from praxis_lite.errors import CheckpointError
-
-if TYPE_CHECKING:
-  from jax._src.lib import _jax
+from praxis_lite.jax_internals.processes import Client
 
 _KEY = 'praxis_lite/saves'
 _numbers = itertools.count(1)  # Of the saves of this process; the same in all.
@@ -33,7 +30,7 @@ _numbers = itertools.count(1)  # Of the saves of this process; the same in all.
 class SaveBarrier:
   """Orbax's `barrier_sync_fn`; call `begin` before each save, in all processes. `client` is of JAX's service."""
 
-  def __init__(self, client: _jax.DistributedRuntimeClient):
+  def __init__(self, client: Client):
     self._client = client
     self._save = 0
     self._meetings = 0

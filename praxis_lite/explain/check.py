@@ -19,6 +19,7 @@ from praxis_lite.explain.experts import expert_problems
 from praxis_lite.explain.explanation import Explanation, Kind, format_mesh
 from praxis_lite.explain.report import Explained, TracedStep, report_of, task_and_inputs, trace_step
 from praxis_lite.figures import format_bytes
+from praxis_lite.jax_internals import reading, unless_unknown
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.mesh import abstract_mesh
@@ -314,7 +315,14 @@ def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mappi
     if path[0] == 'mdl_vars':
       name = path_name(path[1:])
       splits[i] = Split(splitting_axes(by_path[name].spec, sizes), name, is_weight=True)
-  return list(dict.fromkeys(_mismatch(m, by_path) for m in find_mismatches(step.jaxpr, splits, sizes)))
+
+  def found() -> list[Mismatch]:
+    with reading('a traced step'):
+      return find_mismatches(step.jaxpr, splits, sizes)
+
+  none: list[Mismatch] = []
+  mismatches = unless_unknown('no advice on products whose operands are split in different ways', found, none)
+  return list(dict.fromkeys(_mismatch(m, by_path) for m in mismatches))
 
 
 def _mismatch(m: Mismatch, variables: Mapping[str, Explanation]) -> Problem:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from praxis_lite.jax_internals.programs import scan_sizes
+from praxis_lite.jax_internals.programs import called_program, scan_sizes, without_values
 from praxis_lite.learning.probe import ELEMENTWISE
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
@@ -119,10 +119,10 @@ class _Walker:
       return [agreed] * len(eqn.outvars)
     if name == 'scan':
       return self.scan(eqn, operands, where)
-    inner = next((eqn.params[k] for k in ('jaxpr', 'call_jaxpr', 'fun_jaxpr') if k in eqn.params), None)
+    inner = called_program(eqn)
     if inner is None:
       return unknown
-    inner = getattr(inner, 'jaxpr', inner)
+    inner = without_values(inner)
     if name == 'shard_map' or len(inner.invars) != len(operands):  # Inside shard_map are parts, not arrays.
       self.walk(inner, [None] * len(inner.invars), where)
       return unknown

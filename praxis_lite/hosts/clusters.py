@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.jax_internals.processes import cluster_kinds, is_cloud_tpu_machine
 
 # Set by `praxis-lite launch` to its process id, in the processes that it starts.
 LAUNCHER = 'PRAXIS_LITE_LAUNCHER'
@@ -92,11 +93,8 @@ def resolved(job: Job, timeout_s: int) -> tuple[Job, str]:
   """
   if job.coordinator_address is not None:
     return job, job.coordinator_address
-  from jax._src.clusters import ClusterEnv  # It has no public name.
-
-  kinds = {kind.name: kind for kind in ClusterEnv._cluster_types}
-  kind = kinds.get(job.method or '')
   try:
+    kind = cluster_kinds().get(job.method or '')
     if kind is None or not kind.is_env_present():
       raise ValueError('JAX does not recognize it')
     return job._replace(
@@ -155,9 +153,7 @@ def _cluster(environ: Mapping[str, str]) -> Job | None:
 
 def _is_cloud_tpu_machine() -> bool:
   """Whether this is a machine with TPUs whose metadata name the others."""
-  from jax._src import cloud_tpu_init  # JAX has no public way to ask.
-
-  return cloud_tpu_init.running_in_cloud_tpu_vm and 'TPU_SKIP_MDS_QUERY' not in os.environ
+  return is_cloud_tpu_machine() and 'TPU_SKIP_MDS_QUERY' not in os.environ
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int | None:

@@ -31,19 +31,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import jax
 
 from praxis_lite.errors import LostHostError, first_line
-
-if TYPE_CHECKING:
-  from jax._src.lib import _jax
+from praxis_lite.jax_internals import unless_unknown
+from praxis_lite.jax_internals.processes import BUILDING_FILES, Client, service_client
 
 # Seconds without a sign of life after which a host is taken for lost.
 HANG_TIMEOUT_S = 300.0
-# JAX's files in which the main thread is while it traces, lowers and compiles.
-_BUILDING = ('jax/_src/compiler.py', 'jax/_src/interpreters/partial_eval.py', 'jax/_src/interpreters/mlir.py')
 # Where the code is that is neither ours nor the user's.
 _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for name in ('stdlib', 'purelib', 'platlib')))
 _KEY = 'praxis_lite/beats'
@@ -83,7 +80,7 @@ class Watchdog:
     timeout_s: see `HANG_TIMEOUT_S`.
   """
 
-  def __init__(self, client: _jax.DistributedRuntimeClient, names: list[str], index: int, timeout_s: float):
+  def __init__(self, client: Client, names: list[str], index: int, timeout_s: float):
     now = time.monotonic()
     self._client = client
     self._index = index
@@ -192,7 +189,7 @@ class Watchdog:
       file = frame.f_code.co_filename.replace(os.sep, '/')
       if not where and ('praxis_lite/' in file or not file.startswith(_LIBRARIES)):
         where = f'{file.rpartition("praxis_lite/")[2]}:{frame.f_lineno} {frame.f_code.co_name}'
-      if file.endswith(_BUILDING):
+      if file.endswith(BUILDING_FILES):
         self._progress = time.monotonic()
       frame = frame.f_back
     return where
@@ -269,9 +266,9 @@ _watchdogs: list[Watchdog] = []  # At most one.
 
 def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:
   """Starts the watchdog of this process, which has joined the others."""
-  from jax._src import distributed  # The store has no public name.
-
-  _watchdogs.append(Watchdog(distributed.global_state.client, names, index, timeout_s))
+  client = unless_unknown('hosts are not watched: one that is lost is waited for', service_client, None)
+  if client is not None:
+    _watchdogs.append(Watchdog(client, names, index, timeout_s))
 
 
 def the_watchdog() -> Watchdog | None:

@@ -23,8 +23,11 @@ from praxis_lite.errors import UserError, first_line
 T = TypeVar('T')
 
 
-class UnknownJax(Exception):
-  """JAX has another shape here than any release that is supported."""
+class UnknownJax(UserError):
+  """JAX has another shape here than any release that is supported; `what` says where."""
+
+  def __init__(self, what: str):
+    super().__init__(f'JAX {metadata.version("jax")} is not as praxis_lite knows it: {what}')
 
 
 @contextlib.contextmanager
@@ -32,7 +35,7 @@ def reading(what: str) -> Iterator[None]:
   """Raises `UnknownJax` where the code inside finds that `what` is not as in the releases that are supported."""
   try:
     yield
-  except (UnknownJax, UserError):
+  except UserError:
     raise
   except Exception as error:
     raise UnknownJax(f'{what}: {type(error).__name__}: {first_line(error)}') from error
@@ -50,7 +53,7 @@ def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:
   except UnknownJax as error:
     if consequence not in told:
       told.append(consequence)
-      print(f'{consequence}: JAX {metadata.version("jax")} is not as praxis_lite knows it ({error})', flush=True)
+      print(f'{consequence} ({error})', flush=True)
     return otherwise
 
 

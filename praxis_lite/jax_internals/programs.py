@@ -7,10 +7,10 @@ Jaxpr     apart from ClosedJaxpr      up to 0.10; from 0.11 on both are one clas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from praxis_lite.jax_internals import UnknownJax, reading
 
@@ -31,6 +31,8 @@ class WhileSizes(NamedTuple):
   carry: int
 
 
+# The parameter in which an operation has the program that it calls.
+_CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
 SizesT = TypeVar('SizesT', ScanSizes, WhileSizes)
 
 
@@ -68,6 +70,23 @@ def _checked(equation: JaxprEqn, sizes: SizesT, fit: bool) -> SizesT:
     operands, results = len(equation.invars), len(equation.outvars)
     raise UnknownJax(f'{equation.primitive.name} of {operands} operands and {results} results has {sizes}')
   return sizes
+
+
+def called_program(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
+  """Returns the program that an equation such as `jit` or `custom_vjp_call` calls; None if it calls none."""
+  return program_in(equation.params)
+
+
+def program_in(params: Mapping[str, Any]) -> Jaxpr | ClosedJaxpr | None:
+  """As `called_program`, of the parameters of an equation."""
+  found = next((params[name] for name in _CALLED if name in params), None)
+  return found if isinstance(found, Jaxpr | ClosedJaxpr) else None
+
+
+def without_values(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
+  """Returns a program without the values of its constants, of which a `ClosedJaxpr` is one with them."""
+  inner: Jaxpr = getattr(program, 'jaxpr', program)  # type: ignore[arg-type]
+  return inner
 
 
 def bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.typing import ArrayLike
 
 from praxis_lite.jax_internals import UnknownJax
-from praxis_lite.jax_internals.programs import scan_sizes
+from praxis_lite.jax_internals.programs import called_program, scan_sizes
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves_by_path, map_with_path
 from praxis_lite.weights import WeightHParams
@@ -293,7 +293,7 @@ class _Reader:
   def _outputs(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
     name, shape = eqn.primitive.name, _shape(eqn)
     rule = getattr(self, f'_on_{name}', None)
-    program = eqn.params.get('jaxpr', eqn.params.get('call_jaxpr'))
+    program = called_program(eqn)
     result: _Value | list[_Value] | None = None
     if rule is not None:
       result = rule(eqn, *values)

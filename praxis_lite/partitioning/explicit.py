@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.errors import ShardingError
+from praxis_lite.jax_internals.programs import program_in
 from praxis_lite.partitioning.padding import pad_to
 from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.trees import NestedDict
@@ -244,7 +245,7 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bool:
   """A policy of `jax.checkpoint`: what is gathered in the forward pass is gathered again in the backward pass."""
   # To a policy, a function with a gradient of its own is one operation: a gather is known by what is in it.
-  inner = params.get('call_jaxpr') if primitive.name == 'custom_vjp_call' else None
+  inner = program_in(params) if primitive.name == 'custom_vjp_call' else None
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
 
 

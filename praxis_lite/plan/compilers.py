@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from praxis_lite.errors import ConfigError, UserError, first_line
+from praxis_lite.jax_internals.lowering import without_cudnn
 from praxis_lite.native_log import collected_log
 from praxis_lite.partitioning.xla_flags import XlaFlags
 from praxis_lite.plan.targets import gpu_target_config
@@ -230,20 +231,9 @@ def compile_step(
   return result
 
 
-@contextlib.contextmanager
-def as_if_with_cudnn() -> Iterator[None]:
+def as_if_with_cudnn() -> contextlib.AbstractContextManager[None]:
   """Lets fused attention be traced without cuDNN: JAX asks for its version, and the compiler needs nothing of it."""
-  name = 'jax._src.cudnn.fused_attention_stablehlo'
-  module: Any = importlib.import_module(name) if importlib.util.find_spec(name) else None
-  ask = getattr(module, 'check_cudnn_version', None)
-  if ask is None:
-    yield
-    return
-  module.check_cudnn_version = lambda: _CUDNN_VERSION
-  try:
-    yield
-  finally:
-    module.check_cudnn_version = ask
+  return without_cudnn(_CUDNN_VERSION)
 
 
 def _compiled(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.interpreters import partial_eval
 
 from praxis_lite.errors import ConfigError, UserError, check_choice
 from praxis_lite.files import user_path
 from praxis_lite.inputs.tfdata import import_tensorflow
+from praxis_lite.jax_internals import unless_unknown
+from praxis_lite.jax_internals.lowering import used_inputs
 from praxis_lite.models.base import BaseModel
 from praxis_lite.trees import NestedDict, inserted, leaves, leaves_by_path, path_name
 
@@ -198,7 +199,8 @@ def _forward_program(
 def _used(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
   """Returns those of the inputs that the outputs of a function depend on."""
   program = jax.make_jaxpr(function)(variables, inputs).jaxpr
-  _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+  everything = [True] * len(program.invars)
+  used = unless_unknown('programs take inputs that they do not use', lambda: used_inputs(program), everything)
   names = [*[None] * len(variables), *sorted(inputs)]  # In the order in which JAX flattens dicts.
   return {name: inputs[name] for name, is_used in zip(names, used) if name is not None and is_used}
 

@@ -14,6 +14,7 @@ from praxis_lite.errors import CheckpointError, ConfigError, DataError, UserErro
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import user_path
 from praxis_lite.inputs import PrefetchIterator
+from praxis_lite.jax_internals import UnknownJax, reading
 from praxis_lite.partitioning.padding import slice_to
 from praxis_lite.records.run_config import build_datasets, run_keys
 from praxis_lite.runtime.nonfinite import NonFiniteError
@@ -57,7 +58,11 @@ def check_finite(
     state: the state after it, of which the learner has changed nothing but the step.
   """
   step = jax.device_put(np.asarray(before, np.int32), state.step.sharding)
-  trace = trace_step(partitioned, state.replace(step=step), prng_key, batch)
+  try:
+    with reading('a step, operation by operation'):
+      trace = trace_step(partitioned, state.replace(step=step), prng_key, batch)
+  except UnknownJax as error:
+    raise NonFiniteError(f'step {before + 1} is not finite; in which layer is not known: {error}') from error
   origin = trace.origins[0] if trace.origins else 'it is finite when each operation is run on its own on one device'
   raise NonFiniteError(f'step {before + 1} is not finite; the first value that is not: {origin}')
 

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from praxis_lite.jax_internals.programs import bind, scan_sizes
+from praxis_lite.jax_internals.programs import bind, called_program, scan_sizes
 
-_INNER = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')  # Where an operation that calls a program has it.
 _NOT_LAYERS = re.compile(r'^(jit|pjit|checkpoint|remat.*|rematted_computation|closed_call|vmap|custom_.*|shard_map|)$')
 
 
@@ -97,7 +96,7 @@ class Trace:
       return self._run(branch.jaxpr, branch.consts, args[1:], stack, at)
     if name == 'sharding_constraint':
       return args
-    inner = next((params[key] for key in _INNER if key in params), None)
+    inner = called_program(eqn)
     if inner is not None and name not in ('while', 'shard_map', 'reduce', 'scatter', 'pallas_call'):
       if isinstance(inner, core.ClosedJaxpr):
         return self._run(inner.jaxpr, inner.consts, args, stack, at)

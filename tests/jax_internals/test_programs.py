@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec as P
 
 from praxis_lite.jax_internals import UnknownJax
-from praxis_lite.jax_internals.programs import ScanSizes, WhileSizes, bind, scan_sizes, while_sizes
+from praxis_lite.jax_internals.programs import (
+  ScanSizes,
+  WhileSizes,
+  bind,
+  called_program,
+  program_in,
+  scan_sizes,
+  while_sizes,
+  without_values,
+)
 
 
 def equation(name, fn, *args):
@@ -110,3 +120,45 @@ def test_an_operation_is_bound_again_whatever_it_calls():
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
   with pytest.raises(UnknownJax, match='binding'):
     bind(types.SimpleNamespace(primitive=types.SimpleNamespace(), params={}), [])
+
+
+def doubled():
+  @jax.custom_vjp
+  def double(x):
+    return x * 2
+
+  double.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 2,))
+  return double
+
+
+def shifted():
+  @jax.custom_jvp
+  def shift(x):
+    return x + 1
+
+  shift.defjvp(lambda x, t: (x[0] + 1, t[0]))
+  return shift
+
+
+CALLS = {
+  'jit': lambda: jax.jit(jnp.sin),
+  'remat2': lambda: jax.checkpoint(jnp.sin),
+  'custom_vjp_call': doubled,
+  'custom_jvp_call': shifted,
+  'shard_map': lambda: jax.shard_map(jnp.sin, mesh=jax.make_mesh((1,), ('a',)), in_specs=P(), out_specs=P()),
+}
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_the_program_that_an_operation_calls(name):
+  eqn = equation(name, CALLS[name](), 1.0)
+  program = called_program(eqn)
+  assert program is program_in(eqn.params)
+  inner = without_values(program)
+  assert len(inner.invars) == len(eqn.invars) == 1 and len(inner.eqns) == 1
+  assert inner.eqns[0].primitive.name == {'custom_vjp_call': 'mul', 'custom_jvp_call': 'add'}.get(name, 'sin')
+
+
+def test_operations_that_call_no_program():
+  assert called_program(equation('sin', jnp.sin, 1.0)) is None
+  assert program_in({'jaxpr': 'of another release'}) is None

@@ -15,6 +15,7 @@ import numpy as np
 
 from praxis_lite.call import Summary
 from praxis_lite.inputs.rows import Struct
+from praxis_lite.jax_internals import reading, unless_unknown
 from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, Record, SummaryWriter, mean_values
 from praxis_lite.runtime.console import Console
 from praxis_lite.runtime.nonfinite import SkippedSteps
@@ -127,4 +128,11 @@ class TrainLog:
 def _model_flops(partitioned: PartitionedTask) -> float | None:
   """Operations of a training step; None if a device's peak is unknown."""
   # Counting needs a trace, so it is done only if the count will be compared to a peak.
-  return model_flops(partitioned) if all(map(peak_flops, partitioned.mesh.devices.flat)) else None
+  if not all(map(peak_flops, partitioned.mesh.devices.flat)):
+    return None
+
+  def counted() -> float:
+    with reading('a traced step'):
+      return model_flops(partitioned)
+
+  return unless_unknown('no share of the peak FLOP/s', counted, None)
