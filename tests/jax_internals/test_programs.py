@@ -97,7 +97,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize('params', UNKNOWN, ids=str)
+@pytest.mark.parametrize('params', UNKNOWN, ids=range(len(UNKNOWN)))
 def test_an_unknown_shape_is_said_to_be_one(params):
   for name, sizes in (('scan', scan_sizes), ('while', while_sizes)):
     kind = types.SimpleNamespace(name=name)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# pythons.sh: prints the Pythons of this machine that praxis_lite supports, one path a minor version, the newest last.
+# It looks on PATH and where pyenv has them. What does not run, or has no venv, is none: such are pyenv's shims.
+set -euo pipefail
+
+OLDEST=11
+
+candidates() {
+  local folder
+  while read -r folder; do
+    compgen -G "$folder/python3.*" || true
+  done < <(tr : '\n' <<< "$PATH"; compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/*/bin" || true)
+}
+
+declare -A found=()
+while read -r path; do
+  [[ $(basename "$path") =~ ^python3\.([0-9]+)$ ]] || continue
+  minor=${BASH_REMATCH[1]}
+  if (( minor < OLDEST )) || [[ -n ${found[$minor]:-} ]]; then continue; fi
+  said=$("$path" -c 'import sys, ensurepip, venv; print(sys.version_info.minor)' 2> /dev/null) || continue
+  if [[ $said == "$minor" ]]; then found[$minor]=$path; fi
+done < <(candidates)
+for minor in $(printf '%s\n' "${!found[@]}" | sort -n); do echo "${found[$minor]}"; done
