@@ -30,7 +30,7 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, UserError, first_line
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, with_weights
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fitted, with_weights
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 
@@ -373,17 +373,7 @@ class _ParseExamples:
           f'{where}: expected {row.size} values of {feature.dtype}, and a record has {values.size} of {values.dtype}'
         )
       row[:] = values
-    return cast(out, feature.dtype, where)
-
-
-def cast(values: np.ndarray, dtype: str, where: str) -> np.ndarray:
-  """Returns integers or floats in `dtype`; raises DataError for integers that it cannot hold."""
-  to = np.dtype(dtype)
-  if to.kind in 'iu' and values.dtype.kind in 'iu' and values.size and not np.can_cast(values.dtype, to):
-    low, high = values.min(), values.max()
-    if low < np.iinfo(to).min or high > np.iinfo(to).max:
-      raise DataError(f'{where}: values from {low} to {high} do not fit in {dtype}')
-  return values.astype(to, copy=False)
+    return fitted(out, feature.dtype, where)
 
 
 def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from praxis_lite.errors import DataError
 from praxis_lite.inputs.rows import Rows
 from praxis_lite.inputs.tokenizers import BaseTokenizer, Tokens
 
@@ -173,6 +174,9 @@ def _join(
     # One pass, directly into the small dtype: the tokens of a large corpus exist at most twice.
     return np.concatenate([start, *(x for v in values for x in (head, v, tail))], dtype=dtype, casting='unsafe')
 
+  for ids in (*(d.ids for d in documents), *map(np.asarray, (before, after, first))):
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+      raise DataError(f'the tokenizer gives ids from {ids.min()} to {ids.max()}, and its vocab_size is {vocab_size}')
   tokens = joined([d.ids for d in documents], np.min_scalar_type(vocab_size - 1), first, before, after)
   counts = [d.num_bytes for d in documents if d.num_bytes is not None]
   no_bytes = [[0] * len(ids) for ids in (first, before, after)]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
 from praxis_lite.config import Config, Configurable
 from praxis_lite.errors import ConfigError, DataError
@@ -29,7 +30,7 @@ def canonical_rows(rows: object, where: str) -> Rows:
     where: name of the rows in error messages.
 
   Raises:
-    DataError: `rows` is not a mapping or is empty, an entry is a scalar or not numeric, lengths differ, or integers do
+    DataError: `rows` is not a mapping or is empty, an entry is a scalar or not numeric, lengths differ, or values do
       not fit into 32 bits.
   """
   if not isinstance(rows, Mapping):
@@ -41,7 +42,8 @@ def canonical_rows(rows: object, where: str) -> Rows:
   if len(set(sizes.values())) > 1:
     listing = ', '.join(f'{k}: {n}' for k, n in sizes.items())
     raise DataError(f'{where}: arrays need the same number of examples in dim 0, got {listing}')
-  out['weights'] = np.asarray(out.get('weights', np.ones(next(iter(sizes.values())))), np.float32)
+  weights = out.get('weights', np.ones(next(iter(sizes.values())), np.float32))
+  out['weights'] = fitted(np.asarray(weights), np.float32, f"{where}['weights']")
   return out
 
 
@@ -57,13 +59,40 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   if x.ndim == 0:
     raise DataError(f'{where}: a scalar has no dim 0 to count examples by')
   dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-  if dtype == x.dtype:
-    return x
-  if x.dtype.kind in 'iu' and x.size:
-    low, high, info = x.min(), x.max(), np.iinfo(dtype)
-    if low < info.min or high > info.max:
-      raise DataError(f'{where}: values from {low} to {high} do not fit in {dtype}, and jax_enable_x64 is off')
-  return x.astype(dtype)
+  return x if dtype == x.dtype else fitted(x, dtype, where, ', and jax_enable_x64 is off')
+
+
+def fitted(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
+  """Returns numbers in another dtype, those that are not finite too, and never other numbers than they were.
+
+  Floats are rounded. `where` is the name of the values in errors, `reason` the end of what they say.
+
+  Raises:
+    DataError: there are integers that the dtype does not hold, finite numbers that would become infinite, or floats
+      that would become integers or booleans.
+  """
+  to = np.dtype(dtype)
+  if values.dtype == to or np.can_cast(values.dtype, to):
+    return values.astype(to, copy=False)
+  is_integer = bool(jnp.issubdtype(to, jnp.integer)) or to == np.bool_
+  if is_integer and values.dtype.kind not in 'biu':
+    raise DataError(f'{where}: {values.dtype} values cannot become {to}')
+  if is_integer:
+    least, most = (0, 1) if to == np.bool_ else (int(jnp.iinfo(to).min), int(jnp.iinfo(to).max))
+    is_wrong = (values < least) | (values > most) if values.size else np.zeros(0, bool)
+    out = values if is_wrong.any() else values.astype(to)
+    holds = f'{least} to {most}'
+  else:
+    with np.errstate(over='ignore', invalid='ignore'):
+      out = values.astype(to)
+    is_wrong = ~np.isfinite(out)
+    if is_wrong.any():
+      is_wrong &= np.isfinite(values)
+    holds = f'{-float(jnp.finfo(to).max):.4g} to {float(jnp.finfo(to).max):.4g}' if is_wrong.any() else ''
+  if is_wrong.any():
+    wrong = values[is_wrong]
+    raise DataError(f'{where}: values from {wrong.min()} to {wrong.max()} do not fit in {to} ({holds}){reason}')
+  return out
 
 
 def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config
-from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, token_struct
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fitted, token_struct
 
 
 class RandomFeature(Feature):
@@ -34,8 +34,11 @@ class RandomFeature(Feature):
     if dtype.kind == 'b':
       x = np.floor(2 * u)
     elif dtype.kind in 'iu':
-      x = np.floor(x)
-    return x.astype(dtype).reshape(len(indices), *self.shape)
+      x = np.floor(x).astype(np.int64)
+    elif not np.isfinite(x).all():
+      raise DataError(f'{_named(self)}: values from {self.low} to {self.high} cannot be drawn in float64')
+    x = x.astype(dtype) if dtype.kind == 'b' else fitted(x, dtype, _named(self))
+    return x.reshape(len(indices), *self.shape)
 
 
 class ConstantFeature(Feature):
@@ -46,7 +49,13 @@ class ConstantFeature(Feature):
   def values(self, seeds: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
     """Returns the values of these examples, [n, *shape]."""
     del seeds
-    return np.full((len(indices), *self.shape), self.value, self.dtype)
+    is_whole = np.dtype(self.dtype).kind in 'biu' and float(self.value).is_integer()
+    value = fitted(np.asarray(int(self.value) if is_whole else self.value), self.dtype, _named(self))
+    return np.full((len(indices), *self.shape), value)
+
+
+def _named(feature: Feature) -> str:
+  return f'{type(feature).__name__} of {feature.dtype}'
 
 
 class _Synthetic(RandomAccessInput):

@@ -22,9 +22,18 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, DataError, did_you_mean, first_line
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, is_damage, rows_of_each
-from praxis_lite.inputs.grain_input import GrainInput, ParseEach, cast
+from praxis_lite.inputs.grain_input import GrainInput, ParseEach
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Feature, Rows, Struct, canonical_rows, concatenate_rows, pad_rows, with_weights
+from praxis_lite.inputs.rows import (
+  Feature,
+  Rows,
+  Struct,
+  canonical_rows,
+  concatenate_rows,
+  fitted,
+  pad_rows,
+  with_weights,
+)
 from praxis_lite.inputs.streamed import Groups
 
 if TYPE_CHECKING:
@@ -284,7 +293,7 @@ class _Converter:
     if array.null_count:
       raise DataError(f'{where}: column {column!r} has {array.null_count} rows without a value')
     values = array.to_numpy(zero_copy_only=False)
-    return cast(values, feature.dtype, where).reshape(count, *feature.shape)
+    return fitted(values, feature.dtype, where).reshape(count, *feature.shape)
 
 
 # -------------------------------------------------------------------- files

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.inputs.rows import fitted
 
 # Floats are declared as the bytes that they are stored as, for NumPy to read at once.
 _DECLARATION = """
@@ -79,7 +80,7 @@ def serialized_example(example: dict[str, np.ndarray]) -> bytes:
   for name, x in example.items():
     feature = message.features.feature[name]
     if x.dtype.kind in 'biu':
-      feature.int64_list.value.extend(x.ravel().astype(np.int64).tolist())
+      feature.int64_list.value.extend(fitted(x.ravel(), np.int64, name).tolist())
     else:
-      feature.float_list.value.append(x.ravel().astype('<f4').tobytes())
+      feature.float_list.value.append(fitted(x.ravel(), '<f4', name).tobytes())
   return message.SerializeToString()

@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -22,12 +22,22 @@ from praxis_lite.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Feature, Struct, build_features, canonical_rows, produced
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fitted, produced
 from praxis_lite.inputs.streamed import Groups, StreamedInput
-from praxis_lite.inputs.tfrecord_files import CANNOT_PARSE, bad_records_of, first_line, whole_records
+from praxis_lite.inputs.tfrecord_files import (
+  CANNOT_PARSE,
+  bad_records_of,
+  ends_with_a_record,
+  first_line,
+  whole_records,
+)
 
 if TYPE_CHECKING:
   import tensorflow as tf
+
+
+# Records that are parsed at once to know whether they can be.
+_TRIED_AT_ONCE = 64
 
 
 @functools.cache
@@ -81,7 +91,10 @@ class BaseTFInput(StreamedInput):
       position += available
       rows = None
       if available > start:
-        rows = canonical_rows(tf.nest.map_structure(lambda x: x.numpy(), examples), self.label)
+        try:
+          rows = self.to_rows(examples)
+        except DataError as e:
+          raise DataError(self.explain(e)) from None
       yield available, rows
       if available < count:
         return
@@ -113,13 +126,21 @@ class BaseTFInput(StreamedInput):
     options.threading.max_intra_op_parallelism = 1
     return dataset.prefetch(1).with_options(options)
 
+  def to_rows(self, examples: object) -> Rows:
+    """Returns the rows of what `parse` has returned; raises DataError for numbers that do not fit."""
+    return canonical_rows(import_tensorflow().nest.map_structure(lambda x: x.numpy(), examples), self.label)
+
   def leaves_out_cause(self, error: Exception) -> bool:
     """Whether `elements` no longer has what an error of TensorFlow was about."""
     return False
 
   def explain(self, error: Exception) -> str:
-    """Returns a message of one line for an error of TensorFlow."""
-    return f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
+    """Returns a message of one line for an error of TensorFlow, or of numbers that do not fit."""
+    return (
+      str(error)
+      if isinstance(error, DataError)
+      else f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
+    )
 
 
 class TFDataInput(BaseTFInput):
@@ -202,6 +223,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       self._features = build_features(self.features, f'{self.label}.features')
     self._damaged: dict[str, set[int]] = {}
     self._whole: set[str] = set()
+    self._ended: set[str] = set()
 
   @functools.cached_property
   def _files(self) -> list[str]:
@@ -215,19 +237,53 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     parts = []
     for is_whole, group in itertools.groupby(files, lambda file: file not in self._damaged):
       if is_whole:
-        parts.append(tf.data.TFRecordDataset(list(group), compression_type=self.compression))
+        names = tf.data.Dataset.from_tensor_slices(list(group)).map(self._checked_end)
+        parts.append(names.flat_map(lambda file: tf.data.TFRecordDataset(file, compression_type=self.compression)))
       else:
         parts += [whole_records(file, self._damaged[file], self.compression) for file in group]
     dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
-    # TensorFlow skips records without looking at them; a filter makes it read them, so that a restore meets all damage.
-    return dataset.filter(lambda record: tf.strings.length(record) >= 0) if self.skips else dataset
+    # All records are parsed by all hosts, so that all leave out the same, and those before a position too.
+    return dataset.batch(_TRIED_AT_ONCE).map(self._tried).unbatch() if self.skips else dataset
+
+  def _checked_end(self, file: tf.Tensor) -> tf.Tensor:
+    """Returns the name of a file that ends behind a record, which TensorFlow does not look at."""
+    tf = import_tensorflow()
+
+    def check(file: bytes) -> None:
+      name = os.fsdecode(file)
+      if name not in self._ended:
+        if not ends_with_a_record(name, self.compression):
+          raise DataError(f'{name} is cut off')
+        self._ended.add(name)
+
+    with tf.control_dependencies([tf.numpy_function(check, [file], [])]):
+      return tf.identity(file)
+
+  def _tried(self, records: tf.Tensor) -> tf.Tensor:
+    """Returns records that can be parsed."""
+    tf = import_tensorflow()
+
+    def parse(records: np.ndarray) -> None:
+      self._parsed_rows(list(records))
+
+    with tf.control_dependencies([tf.numpy_function(parse, [records], [])]):
+      return tf.identity(records)
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
     tf = import_tensorflow()
     if self.features is None:
       return tf.map_fn(self.parse_fn, elements, fn_output_signature=self._parsed_spec)
-    parsed = tf.io.parse_example(elements, {k: _stored_spec(f) for k, f in self._features.items()})
-    return {k: tf.cast(parsed[k], f.dtype) for k, f in self._features.items()}
+    return tf.io.parse_example(elements, {k: _stored_spec(f) for k, f in self._features.items()})
+
+  def to_rows(self, examples: object) -> Rows:
+    if self.features is None:
+      return super().to_rows(examples)
+    where, stored = f'{self.label}.features', cast(Mapping[str, Any], examples)
+    arrays = {k: fitted(stored[k].numpy(), f.dtype, f'{where}[{k!r}]') for k, f in self._features.items()}
+    return canonical_rows(arrays, where)
+
+  def _parsed_rows(self, records: list[bytes]) -> Rows:
+    return self.to_rows(self.parse(import_tensorflow().constant(records)))
 
   def example_struct(self) -> Struct:
     if self.features is None:
@@ -251,7 +307,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
   def explain(self, error: Exception) -> str:
     found = self._next_damaged()
     if found is None:
-      return f'{self.label}: TensorFlow cannot read the data: {first_line(error)}'
+      return super().explain(error)
     bad = next(iter(found[1].values()))
     if bad.reason.startswith(CANNOT_PARSE):
       return f'{self.label}: a record {bad.reason} ({bad.place} of {bad.file})'
@@ -263,7 +319,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
         errors = (tf.errors.OpError, ValueError)
-        bad = bad_records_of(file, self.compression, lambda records: self.parse(tf.constant(records)), errors)
+        bad = bad_records_of(file, self.compression, self._parsed_rows, errors)
         if bad:
           return file, bad
         self._whole.add(file)  # Each file is looked through once.
@@ -288,8 +344,8 @@ def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
 def _stored_feature(x: np.ndarray) -> tf.train.Feature:
   tf = import_tensorflow()
   if _is_integral(x.dtype):
-    return tf.train.Feature(int64_list=tf.train.Int64List(value=x.ravel().astype(np.int64)))
-  return tf.train.Feature(float_list=tf.train.FloatList(value=x.ravel().astype(np.float32)))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=fitted(x.ravel(), np.int64, 'write_tfrecords')))
+  return tf.train.Feature(float_list=tf.train.FloatList(value=fitted(x.ravel(), np.float32, 'write_tfrecords')))
 
 
 def _is_integral(dtype: np.dtype) -> bool:

@@ -12,8 +12,11 @@ import functools
 import os
 import re
 import struct
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from praxis_lite.errors import DataError
 from praxis_lite.inputs.bad_records import BadRecord
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 _AT_ONCE = 256
+# Bytes of the end of a file that are read to find its last record; of a compressed file, bytes that are read at once.
+_END, _BLOCK = 1 << 16, 1 << 20
 CANNOT_PARSE = 'cannot be parsed'
 
 
@@ -66,7 +71,10 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
     for record in tf.data.TFRecordDataset(file, compression_type=compression).with_options(options):
       yield record.numpy()
       number += 1
+    is_whole = ends_with_a_record(file, compression)
   except tf.errors.OpError:
+    is_whole = False
+  if not is_whole:
     yield BadRecord(file, f'record {number}', 'is damaged or cut off; nothing behind it is read')
 
 
@@ -110,6 +118,79 @@ def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.
         yield record
 
   return tf.data.Dataset.from_generator(whole, output_signature=tf.TensorSpec([], tf.string))
+
+
+def ends_with_a_record(file: str, compression: str) -> bool:
+  """Whether a file ends behind a record. TensorFlow takes a part of the 12 bytes before the next one for the end.
+
+  Of a file that is not compressed, the end is read, as far as the last record; of others, all.
+  """
+  return _stream_ends(file, compression) if compression else _last_record_ends(file)
+
+
+def _last_record_ends(file: str) -> bool:
+  size = os.path.getsize(file)
+  with open(file, 'rb') as opened:
+    window = 0
+    while window < size:
+      window = min(size, 8 * window or _END)
+      opened.seek(size - window)
+      data = opened.read(window)
+      if any(_end_of_record(data[at : at + 12], at) == window for at in _places_of_lengths(data)):
+        return True
+  return not size
+
+
+def _places_of_lengths(data: bytes) -> Iterator[int]:
+  """Yields where 8 bytes are the length of a record that would end with `data`."""
+  for first in range(min(8, len(data))):
+    lengths = np.frombuffer(data, '<u8', (len(data) - first) // 8, first)
+    places = first + 8 * np.arange(len(lengths))
+    yield from places[lengths == (len(data) - 16 - places).astype(np.uint64)].tolist()
+
+
+def _stream_ends(file: str, compression: str) -> bool:
+  """Whether a compressed file ends where its stream does, and this behind a record."""
+  header, left, is_over = b'', 0, False  # Of the record that is read: what there is of its 12 bytes; what comes behind.
+  for data in _decompressed(file, compression):
+    if data is None:
+      is_over = True
+      break
+    at = 0
+    while at < len(data):
+      if left:
+        step = min(left, len(data) - at)
+        left, at = left - step, at + step
+        continue
+      step = min(12 - len(header), len(data) - at)
+      header, at = header + data[at : at + step], at + step
+      if len(header) == 12:
+        end = _end_of_record(header, 0)
+        if end is None:
+          return False
+        header, left = b'', end - 12
+  return is_over and not header and not left
+
+
+def _decompressed(file: str, compression: str) -> Iterator[bytes | None]:
+  """Yields what is in a compressed file, in parts, and None at its end, if it is whole."""
+  wbits = zlib.MAX_WBITS | (16 if compression == 'GZIP' else 0)
+  with open(file, 'rb') as opened:
+    stream, data, has_begun = zlib.decompressobj(wbits), b'', False
+    try:
+      while data or (data := opened.read(_BLOCK)):
+        has_begun = True
+        yield stream.decompress(data, _BLOCK)
+        data = stream.unconsumed_tail
+        if stream.eof:  # Another one may follow.
+          data, has_begun = stream.unused_data, False
+          stream = zlib.decompressobj(wbits)
+      if has_begun:
+        yield stream.flush()
+    except zlib.error:
+      return
+    if not has_begun or stream.eof:
+      yield None
 
 
 def _end_of_record(header: bytes, at: int) -> int | None:
