@@ -1,9 +1,15 @@
 """A fuzzer of shardings: does a program on a mesh compute what it computes on one device?
 
-  python tools/hunt_shardings.py --seed=1 --cases=1000 --kind=operations
+  python tools/hunt_shardings.py --seed=1 --cases=1000 --kind=graphs
 
-Each case is drawn from the seed and its number alone. A wrong one is made as small as it stays wrong and printed as a
-program that runs by itself. The exit code is 1 if any case was wrong.
+Kinds of cases:
+
+  operations   single operations, on meshes of up to 8 devices
+  models       language models and classifiers, on meshes of up to 8 devices
+  graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
+
+Each case is drawn from the seed and its number alone: `--first` goes on where another run ended. A wrong one is made as
+small as it stays wrong and printed as a program that runs by itself. The exit code is 1 if any case was wrong.
 """
 
 from __future__ import annotations
@@ -23,19 +29,39 @@ from typing import NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=8'
+os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 
 import jax
 import numpy as np
 
+from praxis_lite.jax_internals.flags import with_flags
+from tools.graphs import drawing
+from tools.graphs.operations import FAMILIES
 from tools.hunt import models, operations
 from tools.hunt.cases import Case, Outcome, shrink
 
-_KINDS: dict[str, Callable[[np.random.Generator], Case]] = {'operations': operations.draw, 'models': models.draw}
+# Programs that are quick to compile; what partitions them is the same. Simulated devices may be late on a busy machine.
+_FLAGS = {
+  'xla_force_host_platform_device_count': '24',
+  'xla_backend_optimization_level': '0',
+  'xla_cpu_use_fusion_emitters': 'false',
+  'xla_cpu_parallel_codegen_split_count': '1',
+  'xla_cpu_collective_call_terminate_timeout_seconds': '300',
+}
+os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
+
+_KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
+  'operations': operations.draw,
+  'models': models.draw,
+  'graphs': functools.partial(drawing.draw, families=FAMILIES),
+}
 # Processes begin before JAX has a thread, so that forking is safe; one that XLA aborts takes no other with it.
 _PROCESSES = multiprocessing.get_context('fork')
 _ABORTED = Outcome('wrong', 'XLA aborts the process')
+_HANGS = Outcome('wrong', 'the process does not end')
+# A case that takes longer than so many seconds, its being made smaller included, is taken to wait forever.
+_MOST_SECONDS = 900.0
+_SECONDS_OF_A_HANG = 60.0
 
 
 class Report(NamedTuple):
@@ -74,35 +100,54 @@ def run(case: Case) -> Outcome:
 
 
 def hunt_in_processes(kind: str, seed: int, numbers: range) -> Iterator[Report]:
-  """The same, in a process of its own, and in another one from the next case on if XLA aborts it."""
+  """The same, in a process of its own, and in another one from the next case on if XLA aborts it or it hangs."""
   while numbers:
     receiving, sending = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_send, args=(sending, hunt(kind, seed, numbers)), daemon=True)
+    process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers), daemon=True)
     process.start()
     sending.close()
+    case, ended = None, _ABORTED
     try:
       while numbers:
-        yield receiving.recv()
-        numbers = numbers[1:]
+        if not receiving.poll(_MOST_SECONDS):
+          ended = _HANGS
+          break
+        received = receiving.recv()
+        if isinstance(received, Report):
+          yield received
+          numbers, case = numbers[1:], None
+        else:
+          case = received
     except EOFError:
-      case = _KINDS[kind](np.random.default_rng([seed, numbers[0]]))
-      yield Report(numbers[0], case, _ABORTED, shrink(case, aborts, max_runs=60))
-      numbers = numbers[1:]
+      pass
     finally:
-      process.terminate()
+      process.kill()
+      process.join()
+    if numbers and case is not None:
+      print(f'seed {seed}, case {numbers[0]}: {ended.why}; it is made smaller', file=sys.stderr, flush=True)
+      yield Report(numbers[0], case, ended, shrink(case, functools.partial(ends_badly, ended), max_runs=120))
+      numbers = numbers[1:]
+    elif numbers:
+      raise SystemExit(f'seed {seed}, case {numbers[0]}: the process ended before there was a case')
 
 
-def aborts(case: Case) -> bool:
-  """Whether a case ends its process."""
+def ends_badly(outcome: Outcome, case: Case) -> bool:
+  """Whether a case ends its process too, or waits forever."""
   process = _PROCESSES.Process(target=run, args=(case,))
   process.start()
+  process.join(_SECONDS_OF_A_HANG)
+  hangs = process.is_alive()
+  process.kill()
   process.join()
-  return bool(process.exitcode)
+  return hangs if outcome is _HANGS else bool(process.exitcode) and not hangs
 
 
-def _send(sending: Connection, reports: Iterator[Report]) -> None:
-  for report in reports:
-    sending.send(report)
+def _send(sending: Connection, kind: str, seed: int, numbers: Iterable[int]) -> None:
+  """Sends each case before it runs, so that the process above knows which one it was, and then its report."""
+  for number in numbers:
+    sending.send(_KINDS[kind](np.random.default_rng([seed, number])))
+    for report in hunt(kind, seed, [number]):
+      sending.send(report)
 
 
 def main() -> int:
@@ -112,19 +157,28 @@ def main() -> int:
   parser.add_argument('--cases', type=int, default=1000)
   parser.add_argument('--kind', choices=[*_KINDS], default='operations')
   parser.add_argument('--minutes', type=float, default=float('inf'), help='no case begins after them')
+  parser.add_argument(
+    '--without', default='', help='families of operations that no graph has, with commas between them'
+  )
   options = parser.parse_args()
+  for family in filter(None, options.without.split(',')):
+    FAMILIES.pop(family)
   counts: collections.Counter[str] = collections.Counter()
   start = time.monotonic()
   for number, case, outcome, smallest in hunt_in_processes(
     options.kind, options.seed, range(options.first, options.first + options.cases)
   ):
     counts.update([outcome.kind, f'{case.family} {outcome.kind}', *['guarded'] * bool(outcome.guarded)])
+    if outcome.kind in ('right', 'wrong'):
+      counts['operations, without those of gradients'] += getattr(case, 'size', 1)
     if outcome.kind in ('refused', 'skipped'):
       counts[f'{outcome.kind}: {outcome.why}'] += 1
     if smallest is not None:
       print(
         f'# ---- seed {options.seed}, case {number}: {outcome.why.splitlines()[0]}\n{smallest.script()}', flush=True
       )
+    if (number + 1) % 20 == 0:
+      print(f'# before case {number + 1}: {dict(counts)}', flush=True)
     if time.monotonic() - start > 60 * options.minutes:
       break
   for name, count in sorted(counts.items()):

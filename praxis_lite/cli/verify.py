@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 
 # XLA partitions programs as ever, and spends no time on making them fast: they run a few times.
 _QUICK_TO_COMPILE = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
+# On a busy machine a simulated device may be late for a collective by more than XLA's 40 s, after which it aborts.
+_PATIENT = {
+  'xla_cpu_collective_call_warn_stuck_timeout_seconds': '300',
+  'xla_cpu_collective_call_terminate_timeout_seconds': '900',
+}
+# What the lines begin with that say how far it is.
+_PROGRESS = 'verify: '
 # Before a training run of at least so many steps, verifying may take so many seconds.
 _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
@@ -50,8 +58,10 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
     lines = (done.stdout if done.returncode < 2 else done.stderr).strip().splitlines()
     result = lines[-1] if lines else f'it ended with {done.returncode}'
+  except subprocess.TimeoutExpired as error:
+    done, result = None, _unfinished(error.stderr, experiment)
   except (OSError, subprocess.SubprocessError) as error:
-    done, result = None, f'it takes more than {_MOST_SECONDS:.0f} s' if 'timed out' in str(error) else str(error)
+    done, result = None, str(error)
   if done is not None and done.returncode == 1 and 'wrong: ' in done.stdout:
     wrong = next(line for line in lines if line.startswith('wrong: ')).removeprefix('wrong: ')
     raise UserError(
@@ -63,22 +73,37 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
     print(f'verified: {result.removeprefix("right: ")}' if is_right else f'not verified: {result}', flush=True)
 
 
+def _unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
+  """What to say of a check that took too long: how far it came, and how to run it to its end."""
+  text = progress.decode(errors='replace') if isinstance(progress, bytes) else progress or ''
+  lines = [line.removeprefix(_PROGRESS) for line in text.splitlines() if line.startswith(_PROGRESS)]
+  done = [line for line in lines if line.startswith('compared ')]
+  far = '; '.join(done) if done else 'nothing was compared, it was still compiling' if lines else 'nothing was compared'
+  command = shlex.join(['praxis-lite', 'verify', *experiment])
+  return f'the check did not finish within {_MOST_SECONDS:.0f} s ({far}); run it to its end with: {command}'
+
+
 def _run(values: flags.FlagValues) -> int:
   from praxis_lite.jax_internals.flags import with_flags
 
-  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE)
+  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE | _PATIENT)
 
   from praxis_lite.hosts.devices import simulate_cpu_devices
   from praxis_lite.verification import format_verification, verify
-  from praxis_lite.verification.shrink import small_mesh
+  from praxis_lite.verification.small_mesh import MOST_DEVICES, small_mesh
 
-  most = values.devices or 8
+  most = values.devices or MOST_DEVICES
   config = configured_experiment(values)
   needed = math.prod(small_mesh(config.task.instantiate().mesh_sizes(), most).values())
-  simulate_cpu_devices(max(needed, most))
-  found = verify(config, most_devices=most, full=values.full, quick=values.quick, search_seconds=values.search_seconds)
+  simulate_cpu_devices(max(needed, 8))  # A process that has devices already, such as a notebook's, often has 8.
+  options = {'full': values.full, 'quick': values.quick, 'search_seconds': values.search_seconds}
+  found = verify(config, most_devices=most, progress=_report, **options)
   print(format_verification(found))
   return 0 if found.is_right else 1
+
+
+def _report(line: str) -> None:
+  print(f'{_PROGRESS}{line}', file=sys.stderr, flush=True)
 
 
 def _flags() -> flags.FlagValues:

@@ -5,11 +5,12 @@ another still does. What decides how an array is split stays as it is:
 
     order            a larger size stays larger
     divisors         a multiple of another size stays a multiple of it, and even quotients stay even
-    evenness         a dimension divides by the mesh axes it is split over if it really does
+    evenness         a dimension divides by the mesh axes it is split over if it really does; if not, it shares a factor
+                     with them if it really does, and is smaller than they are if it really is
     products         the size of a flattened input stays the product of its dimensions
     specs            those of the real sizes: a strategy with a threshold would leave small weights whole
 
-Of a mesh with more devices, the largest axes become 2, or 3 where they are odd, until it fits.
+The mesh stays as it is where it fits; else it is one that resembles it; see `small_mesh.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.trees import NestedDict, leaves_by_path
+from praxis_lite.verification.small_mesh import MOST_DEVICES, small_mesh
 
 # Sizes up to this one stay as they are.
 _SMALL = 12
@@ -52,6 +54,7 @@ class SmallTask(NamedTuple):
     inputs, prompts: shapes and dtypes of a batch to train on and of one to decode, dim 0 the batch; the latter may be
       None.
     mesh_sizes: size of each mesh axis.
+    real_mesh_sizes: those of the task itself.
     placements: for each variable of the model, its spec on the real mesh, and why.
     sizes: real size -> small size, of those that differ.
   """
@@ -60,6 +63,7 @@ class SmallTask(NamedTuple):
   inputs: NestedDict
   prompts: NestedDict | None
   mesh_sizes: dict[str, int]
+  real_mesh_sizes: dict[str, int]
   placements: NestedDict
   sizes: dict[int, int]
 
@@ -91,29 +95,12 @@ class _Stages(NamedTuple):
     return num_layers % (num_stages * self.rounds) == 0
 
 
-def small_mesh(sizes: Mapping[str, int], most_devices: int = 8) -> dict[str, int]:
-  """Returns the sizes of the mesh axes with which an experiment is verified.
-
-  A mesh of more than `most_devices` has its largest axes reduced, none below 2; so with many axes it may still have
-  more devices. On a mesh of one device there is nothing to verify: each of its last three axes becomes 2, or 8 where it
-  is the only one.
-  """
-  small = dict(sizes)
-  if math.prod(small.values()) == 1:
-    split = list(small)[-3:]
-    small |= dict.fromkeys(split, {1: 8, 2: 2, 3: 2}[len(split)])
-  while math.prod(small.values()) > most_devices and max(small.values()) > 2:
-    axis = max(small, key=lambda a: small[a])
-    small[axis] = 3 if small[axis] > 3 and sizes[axis] % 2 else 2
-  return small
-
-
 def small_task(
   config: Config[SingleTask],
   inputs: NestedDict,
   prompts: NestedDict | None = None,
   *,
-  most_devices: int = 8,
+  most_devices: int = MOST_DEVICES,
   real_sizes: bool = False,
 ) -> SmallTask:
   """Returns a small version of a task that computes in float32.
@@ -128,12 +115,12 @@ def small_task(
   """
   config = in_float32(config)
   task = config.instantiate()
-  real = task.mesh_sizes()
+  real = of_task = task.mesh_sizes()
   mesh = small_mesh(real, most_devices)
   if math.prod(real.values()) == 1:
     real = mesh
   placements = place_task_variables(task, real)
-  as_they_are = SmallTask(config, inputs, prompts, mesh, placements, {})
+  as_they_are = SmallTask(config, inputs, prompts, mesh, of_task, placements, {})
   splits = _splits(task, placements, inputs, real)
   if real_sizes:
     return as_they_are
@@ -155,7 +142,7 @@ def small_task(
     model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
     batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
-    return SmallTask(config.clone(model=model), batch, decoded, mesh, placements, changed)
+    return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
 
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
   return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
@@ -165,9 +152,17 @@ def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
   """Returns a copy that stores and computes in float32, without fused kernels: rounding would hide what is wrong."""
 
   def changed(name: str, value: object) -> object:
-    if name.endswith('dtype') and _is_low_precision(value):
-      return jnp.float32
     return 'dense' if name == 'implementation' and value == 'cudnn' else value
+
+  return with_dtypes(_with_fields(config, changed), jnp.float32)
+
+
+def with_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
+  """Returns a copy in which every dtype of floats that is set, and is smaller, is this one."""
+  itemsize = jnp.dtype(dtype).itemsize
+
+  def changed(name: str, value: object) -> object:
+    return dtype if name.endswith('dtype') and _is_smaller_float(value, itemsize) else value
 
   return _with_fields(config, changed)
 
@@ -192,12 +187,13 @@ def _small_sizes(
   chosen = {1: 1, 2: 2}
   flat = {math.prod(shape): shape for shape in shapes if len(shape) > 1}
   for n in sorted(sizes - {0, 1, 2}):
-    if n <= _SMALL or n in kept:
+    of_n = [split for split in splits if split.size == n]
+    if n in kept or (n <= _SMALL and all(_fit(n, s, real) == _fit(n, s, mesh) for s in of_n)):
       chosen[n] = n
     elif n in flat and all(dim in chosen for dim in flat[n]):
       chosen[n] = math.prod(chosen[dim] for dim in flat[n])
     else:
-      chosen[n] = _small_size(n, chosen, [s for s in splits if s.size == n], real, mesh)
+      chosen[n] = _small_size(n, chosen, of_n, real, mesh)
   return chosen
 
 
@@ -206,14 +202,16 @@ def _small_size(
 ) -> int:
   divisors = [m for m in chosen if n % m == 0]
   step = math.lcm(*(chosen[m] for m in divisors))
-  least = max(_SMALL, *chosen.values()) + 1
-  candidates = list(range(-(-least // step) * step, n, step))[:64]
+  least = max(_SMALL * (n > _SMALL), *chosen.values()) + 1
+  candidates = list(range(-(-least // step) * step, n + (n <= _SMALL), step))[:64]
 
-  def misfits(k: int) -> tuple[int, int, int]:
-    uneven = sum((n % _parts(s, real) == 0) != (k % _parts(s, mesh) == 0) for s in splits)
+  def misfits(k: int) -> tuple[int, int, int, int]:
+    fits = [(_fit(n, s, real), _fit(k, s, mesh)) for s in splits]
+    uneven = sum(one.is_even != other.is_even for one, other in fits)
+    otherwise = sum(one != other for one, other in fits)
     odd = sum((n // m) % 2 != (k // chosen[m]) % 2 for m in divisors)
     divides = sum(k % small == 0 for m, small in chosen.items() if n % m)
-    return uneven, odd, divides
+    return uneven, otherwise, odd, divides
 
   return min(candidates, key=misfits, default=n)
 
@@ -233,6 +231,26 @@ def _small_count(
     and all(k % p.rounds == 0 and p.are_even(n, p.number) == p.are_even(k, p.small) for p in pipelines)
   )
   return next(fits, n)
+
+
+class _Fit(NamedTuple):
+  """How a dimension fits the axes that split it.
+
+  Attributes:
+    is_even: whether it divides by them.
+    is_part: whether only a part of them can split it evenly: their sizes have a factor in common with its own.
+    is_smaller: whether there are fewer entries than parts.
+  """
+
+  is_even: bool
+  is_part: bool
+  is_smaller: bool
+
+
+def _fit(n: int, split: _Split, sizes: Mapping[str, int]) -> _Fit:
+  parts = _parts(split, sizes)
+  is_even = n % parts == 0
+  return _Fit(is_even, not is_even and math.gcd(n, parts) > 1, n < parts)
 
 
 def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
@@ -335,11 +353,11 @@ def _with_fields(config: Config, change: Callable[[str, object], object]) -> Con
   return copy
 
 
-def _is_low_precision(value: object) -> bool:
+def _is_smaller_float(value: object, itemsize: int) -> bool:
   if value is None or not isinstance(value, str | type | np.dtype | jnp.bfloat16.__class__):
     return False
   try:
     dtype = jnp.dtype(value)
   except TypeError:
     return False
-  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < itemsize

@@ -5,24 +5,26 @@ values. A wrong sharding shows in gradients and small batches first, and hardly 
 
 How much rounding may change a result is measured: one device takes the step again from variables that differ by as
 little as float32 rounds. What then changes much, such as Adam's step where the gradient is zero, may differ as much.
+
+Where mesh and one device differ, one device takes the step in float64 too, which tells which of the two is wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.config import Config
-from praxis_lite.errors import ConfigError, DataError
+from praxis_lite.errors import ConfigError, DataError, UserError
 from praxis_lite.experiment import BaseExperiment, ExperimentConfig
 from praxis_lite.explain.explanation import format_mesh
 from praxis_lite.explain.report import subject_of
@@ -37,7 +39,9 @@ from praxis_lite.training.execution import ShardMapped
 from praxis_lite.training.state import state_layout, train_state_shapes
 from praxis_lite.trees import NestedDict, leaves_by_path
 from praxis_lite.verification import remedies
+from praxis_lite.verification.float64 import results_in_float64
 from praxis_lite.verification.shrink import SmallTask, small_task, specs_of
+from praxis_lite.verification.small_mesh import MOST_DEVICES
 from praxis_lite.verification.steps import (
   Case,
   Kind,
@@ -56,6 +60,11 @@ from praxis_lite.verification.steps import (
 _TOLERANCE = 1e-4
 _TIMES_NOISE = 30.0
 _NOISE_SEEDS = (1, 2)
+# One device that changes by more than this share of the largest entry is asked in float64.
+_UNSTEADY = 0.03
+# The name of a difference that is none of a result: the step does not run on the mesh.
+_STEP = 'step'
+_NOT_JUDGED = 'not compared with float64'
 # How many guarded operations are named.
 _MOST_GUARDED = 6
 
@@ -70,6 +79,7 @@ class Difference:
     error: largest difference of an entry, as a share of the largest entry on one device; infinite where only one of the
       two is finite.
     placement: how the variable is split, and why; None where the result is of no variable.
+    remark: what float64 says, if it does not agree with one device, or the error that the step ends in on the mesh.
   """
 
   name: Name
@@ -77,13 +87,16 @@ class Difference:
   rows: int
   error: float
   placement: Placement | None = None
+  remark: str = ''
 
   def __str__(self) -> str:
+    if self.name.what == _STEP:
+      return f'{self.kind} of {self.rows} rows: {self.remark}'
     if np.isfinite(self.error):
       size = f'off by {self.error:.2g} times its largest entry'
     else:
       size = 'not finite, or of another shape, on one of the two only'
-    text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows'
+    text = f'{self.name}: {size}, in {self.kind} of {self.rows} rows{self.remark and f"; {self.remark}"}'
     if self.placement is None:
       return text
     return f'{text}\n    split as {tuple(self.placement.spec)!r}: {", ".join(dict.fromkeys(self.placement.why))}'
@@ -95,20 +108,24 @@ class Verification:
 
   Attributes:
     mesh_sizes, sizes: of the mesh axes; and real size -> size that it was verified with, where these differ.
+    real_mesh_sizes: those of the experiment.
     compared: the steps that were compared, with their numbers of rows.
     not_compared: what was not compared, and why.
     guarded: the operations that XLA would have computed wrongly on the mesh, with their layers, each once.
-    differences: what differs from one device; empty if all is right.
+    differences: what differs from one device, and is wrong on the mesh; empty if all is right.
+    not_of_the_mesh: what differs from one device though the mesh agrees with float64, and why.
     remedy: the nearest mappings that are right, if something differs and such were found.
     seconds: how long it took.
   """
 
   mesh_sizes: dict[str, int]
+  real_mesh_sizes: dict[str, int]
   sizes: dict[int, int]
   compared: tuple[str, ...]
   not_compared: tuple[str, ...]
   guarded: tuple[str, ...]
   differences: tuple[Difference, ...]
+  not_of_the_mesh: tuple[str, ...]
   remedy: str
   seconds: float
 
@@ -126,10 +143,11 @@ def verify(
   experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig,
   inputs_struct: Mapping[str, object] | None = None,
   *,
-  most_devices: int = 8,
+  most_devices: int = MOST_DEVICES,
   full: bool = False,
   quick: bool = False,
   search_seconds: float = 60.0,
+  progress: Callable[[str], None] | None = None,
 ) -> Verification:
   """Compares the steps of a task on its mesh with those on one device, on simulated CPU devices.
 
@@ -140,6 +158,7 @@ def verify(
     full: keep the sizes of the model and its inputs.
     quick: compare one step only: the gradients of a small batch.
     search_seconds: how long to look for mappings that are right, if something differs.
+    progress: is called with a line once it is known what is verified, and after each step that was compared.
 
   Raises:
     UserError: the task or one of its mappings is not valid, there are not enough CPU devices or memory, or
@@ -150,7 +169,7 @@ def verify(
   small = small_task(config, inputs, prompts, most_devices=most_devices, real_sizes=full)
   if full or not small.sizes:
     _check_memory(small)
-  comparison = _Comparison(small)
+  comparison = _Comparison(small, progress or (lambda line: None))
   devices, microbatches = comparison.mesh.size, comparison.task.learner.num_microbatches
   few, many = max(1, devices - 1), 2 * devices * microbatches - bool(batch_size(inputs) % (devices * microbatches))
   comparison.compare_training(few, () if quick else (many,))
@@ -166,11 +185,13 @@ def verify(
     )
   return Verification(
     small.mesh_sizes,
+    small.real_mesh_sizes,
     small.sizes,
     tuple(comparison.compared),
     tuple(comparison.not_compared),
     tuple(dict.fromkeys(comparison.guarded)),
     tuple(comparison.differences),
+    tuple(comparison.not_of_the_mesh),
     remedy,
     time.perf_counter() - start,
   )
@@ -178,33 +199,44 @@ def verify(
 
 def format_verification(found: Verification) -> str:
   """The result in lines: what was compared, then what differs and the nearest mappings that are right."""
-  sizes = ', '.join(f'{n} as {k}' for n, k in found.sizes.items())
-  lines = [f'mesh {format_mesh(found.mesh_sizes)}, in small: sizes {sizes or "as they are"}']
+  lines = [_format_sizes(found.real_mesh_sizes, found.mesh_sizes, found.sizes)]
   lines += [f'not compared: {text}' for text in found.not_compared]
   if found.guarded:
     first, more = found.guarded[:_MOST_GUARDED], len(found.guarded) - _MOST_GUARDED
     lines.append(f'guarded against XLA: {"; ".join(first)}{f"; and {more} more" if more > 0 else ""}')
+  lines += [f'not of the mesh: {text}' for text in found.not_of_the_mesh]
   lines += [f'wrong: {difference}' for difference in found.differences]
   what = ', '.join(found.compared)
   if found.is_right:
     lines.append(f'right: as on one device: {what} ({found.seconds:.1f} s)')
   else:
     lines += [found.remedy] if found.remedy else []
-    lines.append(f'{len(found.differences)} results differ from one device, of: {what} ({found.seconds:.1f} s)')
+    judged = '' if any(d.remark for d in found.differences) else ', which agrees with float64'
+    lines.append(f'{len(found.differences)} results differ from one device{judged}, of: {what} ({found.seconds:.1f} s)')
   return '\n'.join(lines)
+
+
+def _format_sizes(real: Mapping[str, int], mesh: Mapping[str, int], sizes: Mapping[int, int]) -> str:
+  """What was made small: 'mesh data 64 x mdl 4 = 256 devices, verified as data 4 x mdl 2 = 8 devices; sizes ...'."""
+  as_ = 'as it is' if mesh == real else f'verified as {format_mesh(mesh)}'
+  smaller = ', '.join(f'{n} as {k}' for n, k in sizes.items())
+  return f'mesh {format_mesh(real)}, {as_}; sizes {smaller or "as they are"}'
 
 
 class _Comparison:
   """Steps of a small task on its mesh and on one device, and what differs."""
 
-  def __init__(self, small: SmallTask):
+  def __init__(self, small: SmallTask, progress: Callable[[str], None]):
     self.small = small
+    self._progress = progress
+    progress(_format_sizes(small.real_mesh_sizes, small.mesh_sizes, small.sizes))
     self.mesh = _mesh(small.mesh_sizes)
     self.task = task_of(small.config, Kind.GRADIENT)
     self.compared: list[str] = []
     self.not_compared: list[str] = []
     self.guarded: list[str] = []
     self.differences: list[Difference] = []
+    self.not_of_the_mesh: list[str] = []
     self.failed: tuple[Case, remedies.IsRight] | None = None
     self._one = _mesh(dict.fromkeys(small.mesh_sizes, 1))
     self._variables = values_of_variables(self.task)
@@ -247,10 +279,12 @@ class _Comparison:
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
-    """Whether the loss depends on the key."""
+    """Whether the results depend on the key; not if they differ for the same key as well, which is a fault."""
     runner = Runner(case, self._one)
-    first, second = (runner.results(seed=seed)[Name('loss', '')] for seed in (0, 1))
-    return bool(first != second)
+    first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
+    return all(np.array_equal(x, again[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()) and any(
+      not np.array_equal(x, other[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()
+    )
 
   def _compare_equal_draws(self, rows: int) -> None:
     """Under `shard_map`: compares draws over the axes that do not split rows, where all devices must draw the same."""
@@ -261,24 +295,79 @@ class _Comparison:
       self._compare(case, _mesh(sizes), ' with dropout')
 
   def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '') -> None:
+    start = time.perf_counter()
     on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
     with ThreadPoolExecutor(2) as pool:  # Both compile for seconds.
       mesh_results = pool.submit(on_mesh.results)
       one_results = pool.submit(self._on_one_device, case)
-      found, (expected, noise) = mesh_results.result(), one_results.result()
+      expected, noise = self._of_one_device(case, one_results)
+      failure = mesh_results.exception()
     if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
       raise ConfigError(
         f'task.model: on one device too, the loss of {case.rows} made-up rows is not finite, so nothing can be compared'
       )
     self.compared.append(f'{case.kind} of {case.rows} rows{note}')
+    if isinstance(failure, UserError):
+      raise failure
+    if failure is not None:
+      text = f'it runs on one device, and ends on the mesh in {_first_line(failure)}'
+      self.differences.append(Difference(Name(_STEP, ''), case.kind, case.rows, math.inf, remark=text))
+      return
+    found = mesh_results.result()
     self.guarded += [f'{guarded.op} in {guarded.layer or "the step"}' for guarded in on_mesh.guarded]
-    is_right = functools.partial(_differences, expected=expected, noise=noise)
-    different = is_right(found)
-    self.differences += [
-      Difference(name, case.kind, case.rows, error, self._placement(name)) for name, error in different.items()
-    ]
+    different = _differences(found, expected, noise)
+    if different or (case.kind is not Kind.UPDATE and _is_unsteady(expected, noise)):
+      verdict = self._judge(case, found, expected, noise, different)
+      different = verdict.wrong
+      self.differences += [
+        Difference(name, case.kind, case.rows, error, self._placement(name), verdict.remarks.get(name, ''))
+        for name, error in different.items()
+      ]
+      expected, noise = verdict.expected, verdict.noise
+    self._progress(
+      f'compared {self.compared[-1]}: {f"{len(different)} results are wrong" if different else "right"} '
+      f'({time.perf_counter() - start:.1f} s)'
+    )
     if different and self.failed is None and mesh is None:
-      self.failed = case, lambda results: not is_right(results)
+      self.failed = case, lambda results: not _differences(results, expected, noise)
+
+  def _of_one_device(self, case: Case, results: Future[tuple[Results, list[Results]]]) -> tuple[Results, list[Results]]:
+    """The results of one device.
+
+    Raises:
+      UserError: it has none.
+    """
+    try:
+      return results.result()
+    except UserError:
+      raise
+    except Exception as error:  # A layer's own, or one of XLA.
+      raise ConfigError(
+        f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {_first_line(error)}, so '
+        'nothing can be compared'
+      ) from error
+
+  def _judge(
+    self, case: Case, found: Results, expected: Results, noise: list[Results], different: dict[Name, float]
+  ) -> _Verdict:
+    """Says by float64 on one device which results of the mesh are wrong."""
+    undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
+    if self._draws(case):
+      return undecided  # Float64 draws other numbers.
+    try:
+      exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
+    except Exception as error:  # Not every layer computes in float64; that says nothing of the mesh.
+      self.not_compared.append(f'float64 on one device, in {case.kind} of {case.rows} rows: {_first_line(error)}')
+      return undecided
+    of_mesh, of_one = (_differences(results, exact, exact_noise) for results in (found, expected))
+    for name in {**different, **of_one}:
+      if name not in of_mesh:
+        size = f'{different.get(name, of_one.get(name, 0.0)):.2g} times its largest entry'
+        reason = f'one device is wrong in float32, by {size}' if name in of_one else f'rounding differs, by {size}'
+        text = f'{name} in {case.kind} of {case.rows} rows: {reason}; the mesh agrees with float64'
+        self.not_of_the_mesh.append(text)
+    remarks = {name: 'float64 on one device agrees with neither' for name in of_mesh if name in of_one}
+    return _Verdict(of_mesh, remarks, exact, exact_noise)
 
   def _placement(self, name: Name) -> Placement | None:
     """How the variable is split that a result is of."""
@@ -290,6 +379,27 @@ class _Comparison:
     """Returns the results of one device, and of variables that are rounded otherwise."""
     runner = Runner(case, self._one)
     return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
+
+
+class _Verdict(NamedTuple):
+  """What is wrong on the mesh, a remark on some of it, and what would be right, with noise."""
+
+  wrong: dict[Name, float]
+  remarks: dict[Name, str]
+  expected: Results
+  noise: list[Results]
+
+
+def _is_unsteady(expected: Results, noise: Iterable[Results]) -> bool:
+  """Whether a float on one device changes by more than rounding can explain: then it is no oracle."""
+  floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
+  largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
+  steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
+  return any(_error(results[name], x) > steady[name] for results in noise for name, x in floats.items())
+
+
+def _first_line(error: BaseException) -> str:
+  return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else "no message"}'
 
 
 _OF_NO_VARIABLE = ('loss', 'metric', 'output')

@@ -55,7 +55,7 @@ def test_a_users_mistake_is_one_line(capsys, override, message):
 
 
 def test_sizes_that_do_not_fit_into_memory(capsys):
-  assert main(['verify', '--exp=lm_sizes.Llama8B', '--full']) == 2
+  assert main(['verify', '--exp=lm_sizes.Llama8B', '--full', '--devices=8']) == 2
   assert 'leave out --full' in capsys.readouterr().err
 
 
@@ -96,13 +96,42 @@ def test_train_prints_one_line(monkeypatch, capsys, code, out, err, line):
   assert {'--exp=lm.X', '--set=task.a=1', '--quick'} <= set(command) and environment['JAX_PLATFORMS'] == 'cpu'
 
 
-def test_train_goes_on_when_verifying_takes_long(monkeypatch, capsys):
+@pytest.mark.parametrize(
+  ('progress', 'far'),
+  [
+    (None, 'nothing was compared'),
+    (b'W1 some warning\n', 'nothing was compared'),
+    (b'verify: mesh a 2 = 2 devices\n', 'nothing was compared, it was still compiling'),
+    (
+      b'verify: mesh a 2\nW1\nverify: compared gradients of 1 rows: right (9.0 s)\n',
+      'compared gradients of 1 rows: right (9.0 s)',
+    ),
+  ],
+)
+def test_train_says_so_when_verifying_takes_too_long(monkeypatch, capsys, progress, far):
   def run(command, timeout, **kwargs):
-    raise subprocess.TimeoutExpired(command, timeout)
+    raise subprocess.TimeoutExpired(command, timeout, stderr=progress)
 
   monkeypatch.setattr(subprocess, 'run', run)
-  verify.verify_first(['--exp=lm.X'])
-  assert capsys.readouterr().out == 'not verified: it takes more than 20 s\n'
+  verify.verify_first(['--exp=lm.X', '--set=task.mesh=(2, 2)'])
+  command = "praxis-lite verify --exp=lm.X '--set=task.mesh=(2, 2)'"
+  text = f'not verified: the check did not finish within 20 s ({far}); run it to its end with: {command}\n'
+  assert capsys.readouterr().out == text
+
+
+def test_progress_is_said_while_it_verifies(monkeypatch, capsys):
+  """What the process before a long run says until it is ended."""
+  assert main(['verify', EXP, '--quick']) == 0
+  lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('verify: ')]
+  assert lines[0].startswith('verify: mesh data 2 x mdl 4 = 8 devices, as it is; sizes ')
+  assert lines[1].startswith('verify: compared gradients of 7 rows: right (')
+
+
+def test_more_devices_than_are_allowed(capsys):
+  axes = '--set=task.mesh_axis_names=("a","b","c","data","mdl")'
+  assert main(['verify', EXP, axes, '--set=task.ici_mesh_shape=(2,2,2,2,2)']) == 2
+  err = capsys.readouterr().err.strip()
+  assert '32 simulated devices' in err and 'pass --devices=32' in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -137,4 +166,4 @@ def ended(code):
 def test_train_verifies_in_a_process_of_its_own(capsys):
   verify.verify_first([EXP, '--set=task.train.num_train_steps=1000'])
   out = capsys.readouterr().out
-  assert out.startswith(('verified: as on one device', 'not verified: it takes more than')), out
+  assert out.startswith(('verified: as on one device', 'not verified: the check did not finish')), out

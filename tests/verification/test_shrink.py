@@ -2,39 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import jax
 import numpy as np
 import pytest
 
 from praxis_lite import registry
 from praxis_lite.config import Config
+from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import configure
 from praxis_lite.explain.report import batch_of
 from praxis_lite.layers import Mlp
 from praxis_lite.models import ClassificationModel
 from praxis_lite.task import SingleTask
 from praxis_lite.trees import leaves_by_path
-from praxis_lite.verification.shrink import small_mesh, small_task, specs_of
+from praxis_lite.verification.shrink import small_task, specs_of
+from praxis_lite.verification.small_mesh import small_mesh
 
 
 @pytest.mark.parametrize(
   ('sizes', 'small'),
   [
     ((2, 2, 2), (2, 2, 2)),
-    ((1, 16, 4), (1, 2, 4)),
+    ((2, 2, 3), (2, 2, 3)),
+    ((5, 2, 2), (5, 2, 2)),
+    ((1, 16, 4), (1, 4, 4)),
     ((1, 1, 1), (2, 2, 2)),
     ((1,), (8,)),
     ((7,), (7,)),
-    ((9, 1), (3, 1)),
-    ((7, 5), (2, 3)),
-    ((4096,), (2,)),
+    ((9, 1), (9, 1)),
+    ((7, 5), (5, 3)),
+    ((4096,), (4,)),
+    ((30,), (6,)),
+    ((12, 4), (6, 4)),
+    ((3, 25), (3, 5)),
+    ((16, 16, 3), (2, 4, 3)),
+    ((2, 16, 4), (2, 4, 2)),
     ((2, 2, 2, 2), (2, 2, 2, 2)),
+    ((2, 2, 2, 4), (2, 2, 2, 2)),
   ],
   ids=str,
 )
 def test_meshes(sizes, small):
   names = 'abcd'[: len(sizes)]
   assert tuple(small_mesh(dict(zip(names, sizes))).values()) == small
+
+
+def test_more_devices_than_are_allowed():
+  mesh = dict.fromkeys('abcde', 2)
+  with pytest.raises(ConfigError, match=r'5 axes of more than one device need at least 32 .* pass --devices=32'):
+    small_mesh(mesh)
+  assert small_mesh(mesh, 32) == mesh
+  assert math.prod(small_mesh({**mesh, 'f': 1, 'a': 8}, 64).values()) <= 64
+
+
+@pytest.mark.parametrize('most', [2, 8, 24])
+def test_meshes_fit_and_no_axis_is_lost(most):
+  for sizes in itertools.product((1, 2, 3, 6, 16), repeat=3):
+    mesh = dict(zip('abc', sizes))
+    if math.prod(sizes) > 1 and 2 ** sum(n > 1 for n in sizes) <= most:
+      small = small_mesh(mesh, most)
+      assert math.prod(small.values()) <= most
+      assert all((n > 1) == (small[name] > 1) and small[name] <= n for name, n in mesh.items())
 
 
 def small_experiment(name):

@@ -1,0 +1,21 @@
+"""Meshes of 2 to 24 devices, with axes of 2 to 6 in any order."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tools.hunt.cases import MeshAxes
+
+MOST_DEVICES = 24
+_SIZES = (2, 2, 2, 3, 3, 4, 5, 6)
+
+
+def draw_mesh(rng: np.random.Generator, most_devices: int = MOST_DEVICES) -> MeshAxes:
+  """One to four axes 'a', 'b', ..., each of 2 to 6; what is split over them leaves some unused."""
+  number = min(int(rng.choice([1, 2, 2, 3, 3, 3, 4, 4])), most_devices.bit_length() - 1)
+  while True:
+    sizes = [int(rng.choice(_SIZES)) for _ in range(number)]
+    if math.prod(sizes) <= most_devices:
+      return tuple(zip('abcd', sizes))
