@@ -75,10 +75,12 @@ Submesh: TypeAlias = Sequence[int] | None
 def bounds_from_last_device(last_device: Device, devices: Sequence[Device] | None = None) -> Sides:
   """Returns the sides of the box from the origin to `last_device`, which has coordinates and a core.
 
-  Without coordinates, the box is (number of hosts, devices per host) of `devices`; all devices by default.
+  Without coordinates, the box is (number of hosts, devices per host) of `devices`; of all devices by default.
   """
   coords = _torus_coords(last_device)
-  return _hosts(_all_devices(devices)) if coords is None else tuple(c + 1 for c in coords)
+  if coords is not None:
+    return tuple(c + 1 for c in coords)
+  return (jax.process_count(), jax.local_device_count()) if devices is None else _hosts(devices)
 
 
 def get_coords(device: Device, local_device_count: int | None = None) -> Sides:
@@ -104,14 +106,16 @@ def default_mesh(
 
   Args:
     num_partitions: size of the 'model' axis; the submesh is chosen for the hardware.
-    model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere.
+    model_parallel_submesh: sides of the submesh instead: (x, y, z, core) on a TPU, (hosts, devices) elsewhere. Both may
+      be given where they agree.
     ici_mesh_shape: sizes of ('replica', 'data', 'model') within a slice. With it, the first two are not needed, and
       num_partitions may only repeat the size of 'model'.
     dcn_mesh_shape: number of slices along each of them.
     devices, backend: the devices; all of the JAX backend by default.
 
   Raises:
-    ShardingError: both or neither of num_partitions and model_parallel_submesh, or something that does not divide.
+    ShardingError: neither of num_partitions and model_parallel_submesh, or two that do not agree, or something that
+      does not divide.
   """
   devices = _all_devices(devices, backend)
   if ici_mesh_shape is not None:
@@ -124,7 +128,12 @@ def default_mesh(
     return mesh
   if dcn_mesh_shape is not None:
     raise ShardingError('dcn_mesh_shape needs ici_mesh_shape, the shape within each slice')
-  num = num_model_partitions(num_partitions, model_parallel_submesh)
+  if model_parallel_submesh is not None and num_partitions not in (None, math.prod(model_parallel_submesh)):
+    raise ShardingError(
+      f'model_parallel_submesh={tuple(model_parallel_submesh)} has {math.prod(model_parallel_submesh)} devices, and '
+      f'num_partitions={num_partitions} does not agree; leave one of them out'
+    )
+  num = num_model_partitions(None if model_parallel_submesh else num_partitions, model_parallel_submesh)
   if model_parallel_submesh is not None:
     return get_mesh(model_parallel_submesh, devices=devices)
   if _torus_coords(devices[-1]) is None:
@@ -135,23 +144,33 @@ def default_mesh(
 
 def get_mesh(
   model_parallel_submesh: Sequence[int],
-  *,
-  devices: Sequence[Device] | None = None,
+  input_devices: Sequence[Device] = (),
+  input_local_devices: Sequence[Device] = (),
   tile_by_host_if_needed: bool = True,
   backend: str | None = None,
+  *,
+  devices: Sequence[Device] | None = None,
 ) -> Mesh:
   """Returns a mesh ('data', 'model') whose rows of 'model' are boxes of the shape of the submesh.
 
   Args:
     model_parallel_submesh: (x, y, z, core) on a TPU, (hosts, devices per host) elsewhere.
-    devices, backend: the devices, which must fill a box; or the JAX backend to take them of.
+    input_devices, backend: the devices, which must fill a box; or the JAX backend to take them of.
+    input_local_devices: those of one host, which have to be among the devices: every device says whose it is.
+    devices: another name of `input_devices`.
     tile_by_host_if_needed: arrange the boxes host by host where a host's devices would otherwise not be contiguous.
 
   Raises:
     ShardingError: the devices do not fill a box, a side of the submesh does not divide that of the box, the hosts
-      cannot be tiled, or without tiling they are not contiguous.
+      cannot be tiled, or without tiling they are not contiguous; or the local devices are not those of a host.
   """
+  if len(input_devices):
+    if devices is not None:
+      raise ShardingError('get_mesh: input_devices and devices are two names for the devices; give one of them')
+    devices = input_devices
   devices = _all_devices(devices, backend)
+  if len(input_local_devices):
+    _check_local(input_local_devices, devices)
   box, host = _device_box(devices)
   names, submesh = _SIDE_NAMES[box.ndim], tuple(model_parallel_submesh)
   if len(submesh) != box.ndim:
@@ -238,6 +257,16 @@ def _device_box(devices: Sequence[Device]) -> tuple[np.ndarray, Sides]:
   box = np.empty(sides, dtype=object)
   box[tuple((coords - low).T)] = ordered
   return box, tuple((np.ptp(coords[:per_host], axis=0) + 1).tolist())
+
+
+def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> None:
+  """Raises ShardingError unless these are the devices of one host."""
+  ids, hosts = {d.id for d in local_devices}, {d.process_index for d in local_devices}
+  if len(hosts) != 1 or ids != {d.id for d in devices if d.process_index in hosts}:
+    raise ShardingError(
+      f'get_mesh: the {len(local_devices)} input_local_devices are not the devices of one host, by their process_index; '
+      'leave them out'
+    )
 
 
 def _z_major(whole: Sides, part: Sides) -> Sides | None:

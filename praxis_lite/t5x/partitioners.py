@@ -66,8 +66,18 @@ def put_padded(tree: T, layout: StateLayout) -> T:
   return map_with_path(put, tree, layout.unpadded_shapes, layout.padded_shapes)
 
 
+class _NotGiven:
+  """The default of arguments for which None means something."""
+
+
+_NOT_GIVEN = _NotGiven()
+
+
 class PjittedFnWithContext(Generic[T]):
   """A partitioned function. It is traced with the mesh as the ambient one and the logical axis rules in force.
+
+  `PjittedFnWithContext(fn, mesh)` or `PjittedFnWithContext(fn, mesh, logical_axis_rules)`, as T5X makes them, take a
+  function that is jitted already, or need not be told how its arguments are split: these are left as they are.
 
   Args:
     fn, mesh: function of true arrays, and the mesh.
@@ -86,14 +96,25 @@ class PjittedFnWithContext(Generic[T]):
     self,
     fn: Callable[..., T],
     mesh: Mesh,
-    in_axis_resources: object,
-    out_axis_resources: object,
+    in_axis_resources: object = _NOT_GIVEN,
+    out_axis_resources: object = _NOT_GIVEN,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
     logical_axis_rules: LogicalAxisRules = (),
     arg_shapes: Sequence[object] | None = None,
   ):
     self.mesh = mesh
+    self.is_placed = out_axis_resources is not _NOT_GIVEN
+    if not self.is_placed:
+      if in_axis_resources is not _NOT_GIVEN:  # T5X's third argument.
+        logical_axis_rules = _as_rules(in_axis_resources)
+      if arg_shapes is not None:
+        raise ShardingError('PjittedFnWithContext: arg_shapes need in_axis_resources and out_axis_resources')
+      self.logical_axis_rules = tuple(logical_axis_rules)
+      self.jitted = GuardedJit(
+        _with_rules(fn, self.logical_axis_rules), static_argnums=static_argnums, donate_argnums=donate_argnums
+      )
+      return
     self.logical_axis_rules = tuple(logical_axis_rules)
     self._static = frozenset([static_argnums] if isinstance(static_argnums, int) else static_argnums)
     self._in_specs = tuple(in_axis_resources) if isinstance(in_axis_resources, tuple | list) else in_axis_resources
@@ -120,10 +141,16 @@ class PjittedFnWithContext(Generic[T]):
 
   def __call__(self, *args: object) -> T:
     """Calls the function with arrays of true or padded shapes, on the mesh or on the host; returns padded arrays."""
+    if not self.is_placed:
+      with jax.set_mesh(self.mesh):
+        return self.jitted(*args)
     return self.jitted(*self._map_arguments(self._put, args))
 
   def lower(self, *args: object) -> jax.stages.Lowered:
     """Lowers the function for arguments like these, which may be `jax.ShapeDtypeStruct`s."""
+    if not self.is_placed:
+      with jax.set_mesh(self.mesh):
+        return self.jitted.lower(*args)
     return self.jitted.lower(*self._map_arguments(self._put, args))
 
   def _spec(self, i: int) -> object:
@@ -160,6 +187,26 @@ class PjittedFnWithContext(Generic[T]):
           f'{padded[path].sharding.spec} on the mesh {dict(self.mesh.shape)}; pass its true shapes as arg_shapes[{i}], '
           'so that it is padded'
         )
+
+
+def _with_rules(fn: Callable[..., T], rules: LogicalAxisRules) -> Callable[..., T]:
+  """Returns `fn`, traced with these rules in force."""
+
+  @functools.wraps(fn)
+  def traced(*args: object) -> T:
+    with axis_rules(rules):
+      return fn(*args)
+
+  return traced
+
+
+def _as_rules(rules: Any) -> LogicalAxisRules:
+  if isinstance(rules, tuple | list) and all(isinstance(r, tuple | list) and len(r) == 2 for r in rules):
+    return tuple(rules)
+  raise ShardingError(
+    'PjittedFnWithContext(fn, mesh, in_axis_resources, out_axis_resources) needs both resources; '
+    f'PjittedFnWithContext(fn, mesh, logical_axis_rules) a sequence of pairs (name, axes), and got {rules!r}'
+  )
 
 
 class BasePartitioner(abc.ABC):

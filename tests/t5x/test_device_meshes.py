@@ -171,8 +171,24 @@ def test_hybrid_meshes_add_a_replica_axis() -> None:
 
 
 @pytest.mark.parametrize(
-  ('kwargs', 'message'), [({}, 'neither is'), ({'num_partitions': 2, 'model_parallel_submesh': (1, 2)}, 'both are')]
+  ('kwargs', 'message'),
+  [({}, 'neither is'), ({'num_partitions': 4, 'model_parallel_submesh': (1, 2)}, 'num_partitions=4 does not agree')],
 )
 def test_exactly_one_way_to_say_the_model_parallelism(kwargs: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     default_mesh(**kwargs)
+
+
+def test_meshes_take_the_arguments_of_t5x() -> None:
+  assert dict(default_mesh(2, (1, 2)).shape) == {'data': 4, 'model': 2}
+  devices = torus((4, 4, 1, 2), host=(2, 2, 1, 2))
+  mesh = get_mesh((2, 1, 1, 2), devices=devices)
+  local = [d for d in devices if d.process_index == 1]
+  assert get_mesh((2, 1, 1, 2), devices, local) == get_mesh((2, 1, 1, 2), devices) == mesh
+  assert get_mesh((2, 1, 1, 2), input_devices=devices, input_local_devices=local, tile_by_host_if_needed=True) == mesh
+  assert get_mesh((1, 2), (), ()) == default_mesh(2)
+  for wrong in (devices[:8], local[:4]):
+    with pytest.raises(ShardingError, match='input_local_devices are not the devices of one host'):
+      get_mesh((2, 1, 1, 2), devices, wrong)
+  with pytest.raises(ShardingError, match='two names for the devices'):
+    get_mesh((2, 1, 1, 2), devices, devices=devices)
