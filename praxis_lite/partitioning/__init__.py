@@ -55,8 +55,8 @@ _ABOVE = {
   """,
   't5x': """
     AxisNames BasePartitioner BasePjitPartitioner DataLayout LocalChunkInfo LocalChunker MoePjitPartitioner
-    PjitPartitioner PjittedFnWithContext bounds_from_last_device data_partition_spec default_mesh get_coords
-    get_cpu_mesh get_gpu_mesh get_mesh
+    PjitPartitioner PjittedFnWithContext bounds_from_last_device data_partition_spec default_mesh default_moe_mesh
+    get_coords get_cpu_mesh get_gpu_mesh get_mesh
   """,
   'explain': 'format_parameter_table parameter_table',
 }

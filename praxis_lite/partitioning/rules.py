@@ -63,13 +63,13 @@ def standard_logical_axis_rules(
       f'activation_partitioning_dims={dims[0]}, parameter_partitioning_dims={dims[1]} is not supported; each is 1 or 2'
     )
   embed = {(1, 1): (None,), (2, 1): ('model',), (1, 2): ('data',), (2, 2): ('model', 'data')}[dims]
-  return (
+  of_embed = tuple(('embed', axis) for axis in embed)
+  return (  # In the order of T5X, where 'embed' comes last only if it is split.
     *(override_rules or ()),
-    ('batch', 'data'),
-    *((name, 'model') for name in ('vocab', 'mlp', 'heads')),
-    ('kv', None),
-    ('joined_kv', 'model'),
-    *(('embed', axis) for axis in embed),
+    *(('batch', 'data'), ('vocab', 'model')),
+    *(of_embed if embed == (None,) else ()),
+    *(('mlp', 'model'), ('heads', 'model'), ('kv', None), ('joined_kv', 'model')),
+    *(() if embed == (None,) else of_embed),
     *((name, None) for name in _REPLICATED),
     *(additional_rules or ()),
   )

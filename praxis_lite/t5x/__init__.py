@@ -2,6 +2,7 @@
 
 from praxis_lite.t5x.axis_names import AxisNames
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo
+from praxis_lite.t5x.expert_mesh import default_moe_mesh
 from praxis_lite.t5x.meshes import (
   bounds_from_last_device,
   default_mesh,

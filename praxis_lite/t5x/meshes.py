@@ -264,7 +264,7 @@ def _check_local(local_devices: Sequence[Device], devices: Sequence[Device]) -> 
   ids, hosts = {d.id for d in local_devices}, {d.process_index for d in local_devices}
   if len(hosts) != 1 or ids != {d.id for d in devices if d.process_index in hosts}:
     raise ShardingError(
-      f'get_mesh: the {len(local_devices)} input_local_devices are not the devices of one host, by their process_index; '
+      f'get_mesh: the {len(local_devices)} input_local_devices are not the devices of one host, by process_index; '
       'leave them out'
     )
 

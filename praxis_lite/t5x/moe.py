@@ -14,7 +14,8 @@ same, and that axis serves as a second data axis:
       ('data',)                 ('data',)      (('data', 'model'),)
       ('model',)                ('model',)     None
 
-After the mixture-of-experts partitioner of T5X (Roberts et al., 2022).
+After the mixture-of-experts partitioner of T5X (Roberts et al., 2022). Its later versions have a mesh axis for experts
+instead; see `expert_mesh.py`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning import rules as base_rules
 from praxis_lite.partitioning.rules import LogicalAxisRule, LogicalAxisRules
+from praxis_lite.t5x import expert_mesh
 from praxis_lite.t5x.axis_names import AxisNames, KeptNames
-from praxis_lite.t5x.meshes import Device, Submesh, num_model_partitions
+from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
 from praxis_lite.t5x.partitioners import PjitPartitioner
 from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches
 
@@ -83,8 +85,8 @@ def standard_logical_axis_rules(
   """
   if parameter_partitioning_dims != 1:
     raise ShardingError(
-      f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts, which are themselves '
-      "split over 'data'; it must be 1"
+      f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported with experts: splitting parameters '
+      "over 'data' is not supported for MoE, whose experts are split over it themselves; it must be 1"
     )
   rules = base_rules.standard_logical_axis_rules(
     activation_partitioning_dims, 1, (*_EXPERT_RULES, *(additional_rules or ())), override_rules
@@ -116,15 +118,18 @@ def override_partition_specs(resources: object) -> object:
   return jax.tree.map(override, resources, is_leaf=lambda x: not several or x is not resources)
 
 
-def prepend_expert(axes: T, state_filter: StateFilter | None) -> T:
-  """Returns a tree of AxisNames, or None, with 'expert' put before those of the arrays that the filter accepts.
+def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisNames) -> T:
+  """Returns a tree of names, or None, with 'expert' put before those of the arrays that the filter accepts.
+
+  Names are AxisNames or PartitionSpecs, and stay what they are; None becomes one of `kind`.
 
   Optimizer state that is factored per expert has one more axis than its rules name. None accepts nothing.
   """
   accepts = _as_function(state_filter)
 
-  def prepended(path: Path, names: AxisNames | None) -> AxisNames | None:
-    return AxisNames('expert', *(names or ())) if accepts('/'.join(path)) else names
+  def prepended(path: Path, names: Any) -> Any:
+    new = kind if names is None else PartitionSpec if isinstance(names, PartitionSpec) else AxisNames
+    return new('expert', *(names or ())) if accepts('/'.join(path)) else names
 
   return map_with_path(prepended, axes, is_leaf=lambda x: x is None)
 
@@ -147,52 +152,134 @@ def infer_state_filter(opt_states: object) -> str | None:
   return None
 
 
+def infer_state_filter_of(optimizer_def: Any) -> str | None:
+  """As `infer_state_filter`, for an optimizer of T5X, by its definition.
+
+  Adafactor is one whose hyperparameters say whether it is `factored`; a wrapped transformation of optax has an
+  `optax_optimizer`; and one of several `sub_optimizers` counts as the first, if all are of a kind.
+
+  Raises:
+    ShardingError: the optimizer is none of these, or several are not of a kind.
+  """
+  several = getattr(optimizer_def, 'sub_optimizers', None)
+  if several is not None:
+    if len({type(optimizer) for optimizer in several}) > 1:
+      raise ShardingError(
+        f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred if all suboptimizers '
+        f'are of the same type, and they are {", ".join(type(o).__name__ for o in several)}; pass state_filter_fn='
+      )
+    inferred = [infer_state_filter_of(optimizer) for optimizer in several]
+    if len({*inferred}) > 1:
+      raise ShardingError(
+        f'{type(optimizer_def).__name__}: all suboptimizers must be either factored or unfactored, for what state has '
+        'an expert axis to be inferred; pass state_filter_fn='
+      )
+    return inferred[0] if inferred else None
+  if hasattr(optimizer_def, 'optax_optimizer'):
+    return None
+  factored = getattr(getattr(optimizer_def, 'hyper_params', None), 'factored', None)
+  if factored is None:
+    raise ShardingError(
+      f'{type(optimizer_def).__name__}: which state has an expert axis can be inferred for Adafactor, and for '
+      f'what wraps optax; pass state_filter_fn=, a pattern such as {FACTORED_EXPERT_STATE!r} or a function of the path'
+    )
+  return FACTORED_EXPERT_STATE if factored else None
+
+
 class MoePjitPartitioner(PjitPartitioner):
   """Splits experts over 'data', and uses 'model' as a second data axis where there are fewer experts than devices.
 
+  With `num_expert_partitions`, experts have a mesh axis of their own; see `expert_mesh.py`.
+
+  The optimizer state of a train state that knows its logical axes, of this package or T5X's `FlaxOptimTrainState`, gets
+  the expert axis where the filter says so.
+
   Args:
-    num_experts: number of experts; 0 for none.
-    logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module.
+    num_experts: number of experts; 0 for none. None with `num_expert_partitions`.
+    params_on_devices: as for `PjitPartitioner`.
+    logical_axis_rules: the rules; by default `standard_logical_axis_rules` of this module, or of `expert_mesh.py`.
     state_filter: which optimizer slots keep the expert axis of their parameter, though they do not have its shape: a
       pattern on paths such as 'mlp/expert/w/v_row', or a function of them; 'infer' finds those of a factored Adafactor;
       None for none.
+    state_filter_fn: T5X's name of it, for which None is 'infer'.
+    num_expert_partitions: into how many parts the experts are split at most; in place of `num_experts`.
     num_partitions, model_parallel_submesh, **kwargs: as for `PjitPartitioner`.
+
+  Raises:
+    ShardingError: neither or both of num_experts and num_expert_partitions, or of the two filters; or as
+      `PjitPartitioner`.
   """
 
   def __init__(
     self,
-    num_experts: int,
+    num_experts: int | None = None,
     num_partitions: int | None = None,
     model_parallel_submesh: Submesh = None,
+    params_on_devices: bool = True,
+    logical_axis_rules: LogicalAxisRules | None = None,
+    state_filter_fn: StateFilter | None = None,
     *,
+    num_expert_partitions: int | None = None,
     devices: Sequence[Device] | None = None,
     backend: str | None = None,
-    logical_axis_rules: LogicalAxisRules | None = None,
     state_filter: StateFilter | None = 'infer',
     **kwargs: Any,
   ):
+    if (num_experts is None) == (num_expert_partitions is None):
+      given = 'neither is' if num_experts is None else 'both are'
+      raise ShardingError(f'pass num_experts or num_expert_partitions: exactly one of them; {given} given')
+    if state_filter_fn is not None and state_filter != 'infer':
+      raise ShardingError('state_filter and state_filter_fn are two names for one filter; give one of them')
     devices = jax.devices(backend) if devices is None else devices
     where = num_partitions, model_parallel_submesh
-    self.two_data_axes = uses_two_data_axes(num_experts, len(devices), *where)
-    if logical_axis_rules is None:
-      logical_axis_rules = standard_logical_axis_rules(num_experts, *where, num_devices=len(devices))
-    if self.two_data_axes:
-      where = len(devices) // num_experts, None
-    super().__init__(*where, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs)
-    self._state_filter = state_filter
+    self._num_expert_partitions = num_expert_partitions
+    self.two_data_axes = False
+    if num_experts is None:
+      rules = expert_mesh.standard_logical_axis_rules()
+    else:
+      self.two_data_axes = uses_two_data_axes(num_experts, len(devices), *where)
+      rules = standard_logical_axis_rules(num_experts, *where, num_devices=len(devices))
+      if self.two_data_axes:
+        where = len(devices) // num_experts, None
+    logical_axis_rules = rules if logical_axis_rules is None else logical_axis_rules
+    super().__init__(*where, params_on_devices, devices=devices, logical_axis_rules=logical_axis_rules, **kwargs)
+    if num_expert_partitions is not None and self._mesh_args[3] is not None:
+      raise ShardingError('ici_mesh_shape: the mesh of num_expert_partitions has other axes; give num_partitions')
+    self._state_filter = state_filter if state_filter_fn is None else state_filter_fn
+
+  @functools.cached_property
+  def mesh(self) -> Mesh:
+    if self._num_expert_partitions is None:
+      return default_mesh(*self._mesh_args)
+    num_partitions, submesh, *_, devices = self._mesh_args
+    return expert_mesh.default_moe_mesh(self._num_expert_partitions, num_partitions, submesh, devices=devices)
 
   @property
   def data_axes(self) -> tuple[str, ...]:
+    if self._num_expert_partitions is not None:
+      return expert_mesh.DATA_AXES
     return TWO_DATA_AXES if self.two_data_axes else super().data_axes
 
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     axes = super().get_logical_axes(train_state)
-    if not hasattr(train_state, 'as_logical_axes') or getattr(axes, 'opt_states', None) is None:
+    if not hasattr(train_state, 'as_logical_axes'):
       return axes
-    state_filter = self._filter_of(getattr(train_state, 'opt_states', None))
-    return dataclasses.replace(axes, opt_states=prepend_expert(axes.opt_states, state_filter))
+    if getattr(axes, 'opt_states', None) is not None:
+      state_filter = self._filter_of(getattr(train_state, 'opt_states', None))
+      return dataclasses.replace(axes, opt_states=prepend_expert(axes.opt_states, state_filter))
+    named: Any = getattr(axes, '_optimizer', None)  # T5X's train state.
+    if named is None:
+      return axes
+    inferred = self._state_filter == 'infer'
+    state_filter = infer_state_filter_of(_optimizer_of(train_state)) if inferred else self._state_filter
+    slots = prepend_expert(named.state.param_states, state_filter, PartitionSpec)
+    state = dataclasses.replace(named.state, param_states=slots)
+    changed: Any = {'_optimizer': dataclasses.replace(named, state=state)}
+    return dataclasses.replace(axes, **changed)
 
   def _overridden(self, resources: object) -> object:
+    if self._num_expert_partitions is not None:
+      return expert_mesh.override_partition_specs(resources)
     return override_partition_specs(resources) if self.two_data_axes else resources
 
   def _kept_names(self, opt_states: object) -> KeptNames:
@@ -202,6 +289,11 @@ class MoePjitPartitioner(PjitPartitioner):
 
   def _filter_of(self, opt_states: object) -> StateFilter | None:
     return infer_state_filter(opt_states) if self._state_filter == 'infer' else self._state_filter
+
+
+def _optimizer_of(train_state: Any) -> Any:
+  """The definition of the optimizer of a train state of T5X."""
+  return train_state._optimizer.optimizer_def
 
 
 def _as_function(state_filter: StateFilter | None) -> Callable[[str], bool]:
