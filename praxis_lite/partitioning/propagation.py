@@ -60,32 +60,38 @@ class Site:
     return True
 
   def state(self, old: Sequence[Split], new: Sequence[Split]) -> None:
-    """Constrains the arrays to be split as `new` in the operation; results are split as in `old` after it."""
+    """Constrains the arrays to be split as `new` in the operation; results are split as in `old` after it.
+
+    All arrays are stated, those too that are split so anyway: XLA, which propagates for itself, might find another way.
+    """
     for i, (before, after) in enumerate(zip(old, new)):
       if i in self._stated:
         self._stated[i].attributes['sharding'] = self._sharding(after)
-      elif before != after:
+      elif self.shapes[i]:
         self._constrain(i, after, before)
 
   def keep(self, number: int, split: Split) -> None:
     """States how an array is split already, so that XLA, which propagates for itself, cannot find another way."""
     if number not in self._stated:
-      self._constrain(number, split)
+      self._constrain(number, split, split)
 
-  def _constrain(self, number: int, split: Split, afterwards: Split | None = None) -> None:
-    """Constrains an array; a result, if wanted, also to how it is split after the operation."""
+  def constrained(self, value: ir.Value, split: Split) -> ir.Value:
+    """An array with a constraint on how it is split, inserted at the current insertion point."""
+    return sdy.ShardingConstraintOp(value, self._sharding(split)).result
+
+  def _constrain(self, number: int, split: Split, afterwards: Split) -> None:
+    """Constrains an array; a result also to how it is split after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
-        constraint = sdy.ShardingConstraintOp(self.op.operands[number], self._sharding(split))
-      self.op.operands[number] = constraint.result
+        constraint = self.constrained(self.op.operands[number], split)
+      self.op.operands[number] = constraint
     else:
       result = self.op.results[number - len(self.op.operands)]
       with ir.InsertionPoint.after(self.op), self.op.location:
-        last = constraint = sdy.ShardingConstraintOp(result, self._sharding(split))
-        if afterwards is not None:
-          last = sdy.ShardingConstraintOp(constraint.result, self._sharding(afterwards))
-      result.replace_all_uses_except(last.result, [constraint.operation])
-    self._stated[number] = constraint.operation
+        constraint = self.constrained(result, split)
+        last = self.constrained(constraint, afterwards)
+      result.replace_all_uses_except(last, [constraint.owner.operation])
+    self._stated[number] = constraint.owner.operation
 
   def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
     def reference(axis: Axis) -> sdy.AxisRefAttr:
@@ -140,7 +146,7 @@ class Propagation:
     copy = self._module.operation.clone()
     for site in self.sites:
       del site.op.attributes[_NUMBER]
-    _inline_calls(copy)
+    inline_calls(copy)
     _reshape_where_nothing_is_repeated(copy)
     run_passes(_PROPAGATE, copy)
     propagated = list(self._read(copy))
@@ -161,7 +167,7 @@ def with_collectives(module: ir.Module) -> ir.Operation:
   """
   with module.context:
     copy = module.operation.clone()
-    _inline_calls(copy)
+    inline_calls(copy)
     _reshape_where_nothing_is_repeated(copy)
     for passes in (_PROPAGATE, _MAKE_COMPATIBLE, _COMMUNICATE):
       run_passes(passes, copy)
@@ -206,7 +212,7 @@ def functions_of(module: ir.Operation) -> dict[str, ir.Operation]:
   return {ir.StringAttr(op.attributes['sym_name']).value: op for op in operations(module, {'func.func'})}
 
 
-def _inline_calls(module: ir.Operation) -> None:
+def inline_calls(module: ir.Operation) -> None:
   """Puts the body of each function in place of its calls, as XLA does before it propagates."""
   functions = functions_of(module)
   while calls := operations(module, {'func.call'}):

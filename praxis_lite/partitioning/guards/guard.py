@@ -9,10 +9,9 @@ import jax
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.jax_internals import reading, unless_unknown
-from praxis_lite.partitioning.guards import images, lookups, results
+from praxis_lite.partitioning.guards import images, lookups, products, results
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
-from praxis_lite.partitioning.guards.products import guard_product, keeps_product
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Split
 
@@ -50,6 +49,8 @@ class Guarded(NamedTuple):
 
 
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
+  PRODUCT: products.local,
+  TRANSPOSE: products.local,
   'stablehlo.convolution': images.guard_convolution,
   'stablehlo.reduce_window': images.guard_windows,
   'stablehlo.pad': images.guard_pad,
@@ -85,7 +86,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     return []
   with module.context:
     refuse_lapack_in_branches(module.operation)
-    propagation = Propagation(module, {*_GUARDS, PRODUCT, TRANSPOSE})
+    propagation = Propagation(module, {*_GUARDS})
     # Lowered without Shardy, a program says nothing of its mesh but its size.
     parts = 'mhlo.num_partitions'
     on_mesh = parts in module.operation.attributes and integer(module.operation, parts) > 1
@@ -146,26 +147,18 @@ class GuardedJit(Generic[T]):
 
 def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[Split, ...]]]:
   """The operations that are computed wrongly, each with splits that are computed rightly."""
-  transposes = {instance.site.op: instance for instance in instances if instance.site.op.name == TRANSPOSE}
   for instance in instances:
-    name = instance.site.op.name
-    if name == PRODUCT:
-      after = guard_product(instance, transposes)
-    else:
-      after = _GUARDS[name](instance) if name in _GUARDS else None
-    if after is not None:
+    after = _GUARDS[instance.site.op.name](instance)
+    if after is not None and after != instance.splits:
       yield instance, after
 
 
 def _keep(instances: Iterable[Instance]) -> None:
-  """States how arrays are split of operations that are right as they are, but might not be if XLA, which propagates
-  for itself, split them in another way: results of products, and ids of lookups."""
+  """States how ids of lookups are split that are right as they are, but might not be if XLA, which propagates for
+  itself, split them in another way."""
   for instance in instances:
-    site, splits = instance.site, instance.splits
-    if site.op.name == PRODUCT and keeps_product(instance):
-      site.keep(2, splits[2])
-    elif site.op.name == GATHER and lookups.keeps_ids(instance):
-      site.keep(IDS, splits[IDS])
+    if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
+      instance.site.keep(IDS, instance.splits[IDS])
 
 
 def static_positions(static_argnums: Collection[int], num_args: int) -> set[int]:

@@ -1,0 +1,112 @@
+"""Runs many cases in one program: each splits the arrays of one operation in its way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from praxis_lite.jax_internals.mlir import ir, stablehlo
+
+from praxis_lite.partitioning.guards import guard
+from praxis_lite.partitioning.propagation import Propagation, Site, Split, inline_calls
+from tools.splits.assign import Dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A function that makes one operation of a kind.
+
+  Attributes:
+    name: what it is, such as 'bv,vc->bc 4 8 12'.
+    op: the name of its operation, such as 'stablehlo.dot_general'; it makes one of these.
+    fn: the function; it returns an array.
+    args: its arguments, whose sums and products are exact.
+    expected: the result.
+    dims: of the operation's operands, then of its result.
+  """
+
+  name: str
+  op: str
+  fn: Callable[..., jax.Array]
+  args: tuple[np.ndarray, ...]
+  expected: np.ndarray
+  dims: Dims
+
+
+class Found(NamedTuple):
+  """What became of a case.
+
+  Attributes:
+    outcome: 'right', 'wrong', 'refused' or 'aborted'.
+    guarded: whether the guards changed how its arrays are split.
+  """
+
+  outcome: str
+  guarded: bool
+  reached: bool
+
+
+def run(program: Program, mesh_shape: Sequence[int], cases: Sequence[tuple[Split, ...]], guarded: bool = True) -> list[Found]:
+  """Runs a program once for each case, all in one, and compares each result on each device.
+
+  Raises:
+    ValueError: the arrays of an operation are not split as stated.
+  """
+  names = 'abcdef'[: len(mesh_shape)]
+  devices = jax.devices()[: int(np.prod(mesh_shape))]
+  mesh = jax.make_mesh(tuple(mesh_shape), (*names,), devices=devices, axis_types=(AxisType.Auto,) * len(names))
+
+  def every(*args: jax.Array) -> jax.Array:
+    results = []
+    for number in range(len(cases)):
+      with jax.named_scope(f'case_{number}'):
+        results.append(jnp.ravel(program.fn(*args)))
+    return jnp.concatenate(results)
+
+  whole = NamedSharding(mesh, PartitionSpec())
+  lowered = jax.jit(every, in_shardings=whole, out_shardings=whole).lower(*program.args)
+  seen = _state(lowered, program, cases)
+  changed = {_number(g.where) for g in guard(lowered) if g.before != g.after or g.mended} if guarded else set()
+  found = lowered.compile()(*program.args)
+  right = np.ones(len(cases), bool)
+  for shard in found.addressable_shards:
+    values = np.asarray(shard.data).reshape(len(cases), -1)
+    right &= (values == program.expected.reshape(1, -1)).all(1)
+  return [Found('right' if ok else 'wrong', i in changed, seen[i] == cases[i]) for i, ok in enumerate(right)]
+
+
+def _number(where: str) -> int:
+  return int(where.partition('case_')[2].partition('/')[0])
+
+
+def _state(lowered: jax.stages.Lowered, program: Program, cases: Sequence[tuple[Split, ...]]) -> list[tuple[Split, ...]]:
+  """States how the arrays of each operation are split, and returns how they are."""
+  module = lowered.compiler_ir('stablehlo')
+  with module.context:
+    inline_calls(module.operation)
+    propagation = Propagation(module, {program.op})
+    if len(propagation.sites) != len(cases):
+      raise ValueError(f'{program.name} makes {len(propagation.sites) / len(cases):g} operations {program.op}, not one')
+    for site, splits in zip(propagation.sites, cases):
+      _state_one(site, splits)
+    return [instance.splits for instance in propagation.instances()]
+
+
+def _state_one(site: Site, splits: Sequence[Split]) -> None:
+  """Barriers keep what is stated of an operation apart from what is stated of it later, and its results whole after."""
+  op = site.op
+  with ir.InsertionPoint(op), op.location:
+    before = [site.constrained(x, split) for x, split in zip(op.operands, splits)]
+    for i, (x, split) in enumerate(zip(stablehlo.OptimizationBarrierOp(before).results, splits)):
+      op.operands[i] = site.constrained(x, split)
+  for result, split in zip([*op.results], splits[len(op.operands) :]):
+    with ir.InsertionPoint.after(op), op.location:
+      barrier = stablehlo.OptimizationBarrierOp([site.constrained(result, split)])
+      whole = site.constrained(barrier.results[0], ((),) * len(split))
+    result.replace_all_uses_except(whole, [barrier.operands[0].owner.operation])
