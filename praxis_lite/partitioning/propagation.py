@@ -75,23 +75,23 @@ class Site:
     if number not in self._stated:
       self._constrain(number, split, split)
 
-  def constrained(self, value: ir.Value, split: Split) -> ir.Value:
-    """An array with a constraint on how it is split, inserted at the current insertion point."""
-    return sdy.ShardingConstraintOp(value, self._sharding(split)).result
+  def constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
+    """A constraint on how an array is split, inserted at the current insertion point."""
+    return sdy.ShardingConstraintOp(value, self._sharding(split))
 
   def _constrain(self, number: int, split: Split, afterwards: Split) -> None:
     """Constrains an array; a result also to how it is split after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
-        constraint = self.constrained(self.op.operands[number], split)
-      self.op.operands[number] = constraint
+        constraint = self.constraint(self.op.operands[number], split)
+      self.op.operands[number] = constraint.result
     else:
       result = self.op.results[number - len(self.op.operands)]
       with ir.InsertionPoint.after(self.op), self.op.location:
-        constraint = self.constrained(result, split)
-        last = self.constrained(constraint, afterwards)
-      result.replace_all_uses_except(last, [constraint.owner.operation])
-    self._stated[number] = constraint.owner.operation
+        constraint = self.constraint(result, split)
+        last = constraint if afterwards == split else self.constraint(constraint.result, afterwards)
+      result.replace_all_uses_except(last.result, [constraint.operation])
+    self._stated[number] = constraint.operation
 
   def _sharding(self, split: Split) -> sdy.TensorShardingAttr:
     def reference(axis: Axis) -> sdy.AxisRefAttr:

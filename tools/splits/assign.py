@@ -1,22 +1,26 @@
-"""Lists the ways to split arrays over the axes of a mesh."""
+"""Lists the ways to split the arrays of an operation over the axes of a mesh."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Iterator, Sequence
 
 from praxis_lite.partitioning.propagation import Axis, Split
 
-# The name of each dimension of each array of an operation: the operands, then the results. Dimensions with the same name
-# are split alike where the operation is local to each device; one without a name is whole there.
+# The name of each dimension of each array: the operands, then the results. Where the operation is local to each device,
+# dimensions with the same name are split alike; one without a name is whole.
 Dims = tuple[tuple[str | None, ...], ...]
+# How each array of an operation is split.
+Splits = tuple[Split, ...]
 
 
-def axes_of_mesh(shape: Sequence[int], parts: bool = True) -> tuple[Axis, ...]:
-  """The axes 'a', 'b', ... of a mesh; one of 4 or 6, say, as its parts of 2 and 2, or 2 and 3, if wanted."""
+def axes_of_mesh(shape: Sequence[int]) -> tuple[Axis, ...]:
+  """The axes 'a', 'b', ... of a mesh; one of 4 or 6, say, as its parts of 2 and 2, or 2 and 3."""
   axes = []
   for name, size in zip('abcdef', shape):
-    divisor = next((d for d in range(2, size) if size % d == 0), None) if parts else None
+    divisor = next((d for d in range(2, size) if size % d == 0), None)
     if divisor is None:
       axes.append(Axis(name, size))
     else:
@@ -24,29 +28,58 @@ def axes_of_mesh(shape: Sequence[int], parts: bool = True) -> tuple[Axis, ...]:
   return tuple(axes)
 
 
-def arrangements(axes: Sequence[Axis], places: int) -> Iterator[Split]:
+def arrangements(axes: Sequence[Axis], places: int) -> list[Split]:
   """Every way to put some of the axes, in every order, into a number of dimensions."""
+  if not places:
+    return [()]
+  found: dict[Split, None] = {}
   for number in range(len(axes) + 1):
     for chosen in itertools.permutations(axes, number):
-      for cuts in itertools.combinations_with_replacement(range(number + 1), places - 1 if places else 0):
-        bounds = (0, *cuts, number)
-        if places:
-          yield tuple(_joined(chosen[i:j]) for i, j in itertools.pairwise(bounds))
-        elif not number:
-          yield ()
+      for cuts in itertools.combinations_with_replacement(range(number + 1), places - 1):
+        found[tuple(_joined(chosen[i:j]) for i, j in itertools.pairwise((0, *cuts, number)))] = None
+  return [*found]
 
 
-def local_splits(axes: Sequence[Axis], dims: Dims) -> Iterator[tuple[Split, ...]]:
+def local(axes: Sequence[Axis], dims: Dims) -> list[Splits]:
   """The splits with which an operation is local to each device, but for sums: those of one name are alike."""
   names = list(dict.fromkeys(name for array in dims for name in array if name is not None))
+  found = []
   for split in arrangements(axes, len(names)):
     of_name = dict(zip(names, split))
-    yield tuple(tuple(of_name[name] if name is not None else () for name in array) for array in dims)
+    found.append(tuple(tuple(of_name[name] if name is not None else () for name in array) for array in dims))
+  return found
 
 
-def all_splits(axes: Sequence[Axis], dims: Dims) -> Iterator[tuple[Split, ...]]:
-  """Every combination of splits of the arrays."""
-  return itertools.product(*(arrangements(axes, len(array)) for array in dims))
+def nearly_local(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
+  """Those with one array that is split in any way; if there are more than `most`, as many of them, drawn at random."""
+  first, ways = local(axes, dims), [arrangements(axes, len(array)) for array in dims]
+
+  def changed(splits: Splits, i: int, way: Split) -> Splits:
+    return (*splits[:i], way, *splits[i + 1 :])
+
+  if len(first) * sum(map(len, ways)) <= most:
+    return [*dict.fromkeys(changed(splits, i, way) for splits in first for i in range(len(dims)) for way in ways[i])]
+  rng = random.Random(0)
+  drawn = ((rng.choice(first), i, rng.choice(ways[i])) for i in (rng.randrange(len(dims)) for _ in range(most)))
+  return [*dict.fromkeys(changed(*one) for one in drawn)]
+
+
+def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
+  """Every combination of splits of the arrays; if there are more than `most`, as many of them, drawn at random."""
+  ways = [arrangements(axes, len(array)) for array in dims]
+  if math.prod(map(len, ways)) <= most:
+    return [*itertools.product(*ways)]
+  rng = random.Random(0)
+  return [*dict.fromkeys(tuple(map(rng.choice, ways)) for _ in range(most))]
+
+
+def shown(splits: Splits) -> str:
+  """Splits as a line, such as "(a)(b c) (b c)() (a)()"; parts of axes as "b/2" for the minor half of an axis of 4."""
+  return ' '.join(''.join(f'({" ".join(map(_shown, axes))})' for axes in split) or '-' for split in splits)
+
+
+def _shown(axis: Axis) -> str:
+  return f'{axis.name}:{axis.before}x{axis.size}'
 
 
 def _joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -59,3 +92,10 @@ def _joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     else:
       joined.append(axis)
   return tuple(joined)
+
+
+def iterate(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
+  """All local splits (at most `most`), as many that are nearly so, and as many others; each once."""
+  every = local(axes, dims)
+  first = every if len(every) <= most else random.Random(0).sample(every, most)
+  yield from dict.fromkeys([*first, *nearly_local(axes, dims, most), *any_splits(axes, dims, most)])

@@ -49,8 +49,8 @@ class Guarded(NamedTuple):
 
 
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
-  PRODUCT: products.local,
-  TRANSPOSE: products.local,
+  PRODUCT: products.guard_product,
+  TRANSPOSE: products.guard_transpose,
   'stablehlo.convolution': images.guard_convolution,
   'stablehlo.reduce_window': images.guard_windows,
   'stablehlo.pad': images.guard_pad,

@@ -6,7 +6,6 @@ import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.guards.arrays import if_changed, integer, integers, padding, split_over, whole
-from praxis_lite.partitioning.guards.products import local
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 
@@ -33,7 +32,7 @@ def guard_convolution(convolution: Instance) -> tuple[Split, ...] | None:
   after = [whole(split, dims) for split, dims in zip(convolution.splits, spatial)]
   of_rows, of_features = (integer(op, f'{kind}_group_count') for kind in ('batch', 'feature'))
   if of_rows == of_features == 1:
-    return if_changed(convolution, after) or local(convolution)
+    return tuple(map(whole, convolution.compatible, spatial))
   batch, features = numbers.input_batch_dimension, numbers.input_feature_dimension
   summed = (features if of_rows > 1 else None, numbers.kernel_input_feature_dimension)
   groups = batch if of_rows > 1 else features

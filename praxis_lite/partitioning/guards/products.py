@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from praxis_lite.partitioning.propagation import Instance, Split
+from collections.abc import Sequence
+
+from praxis_lite.jax_internals.mlir import ir, stablehlo
+from praxis_lite.partitioning.propagation import Axis, Instance, Split
+
+# The name of each dimension of each array; dimensions with the same name are multiplied, summed or written together.
+Names = tuple[Sequence[str | None], ...]
 
 
-def local(operation: Instance) -> tuple[Split, ...]:
-  """Each device multiplies its parts of the operands: the splits agree in each dimension, but for those summed over.
+def guard_product(product: Instance) -> tuple[Split, ...]:
+  """Each device multiplies its parts of the operands, and parts are summed.
 
-  XLA is right too where one operand alone is brought into such splits, or the result alone is split further. Else it
-  groups the devices by some of the axes, and takes the others in an order that need not be that of the result. Rows
-  come back permuted on a mesh r 2 x d 2 x m 2:
+  XLA groups the devices of other products by some of the axes, and takes the others in an order that need not be that
+  of the result. Rows come back permuted on a mesh r 2 x d 2 x m 2:
 
       y[b, c] = sum_v x[b, v] w[c, v]        x, y over (('r', 'd'), 'm')        w over ('d', 'm')
 
@@ -18,10 +23,44 @@ def local(operation: Instance) -> tuple[Split, ...]:
 
       y[b, t, d] = sum_f x[b, t, f] w[f, d]  x over ('b', None, 'a')  w over ('b', 'a')  y over (None, 'a', 'c')
 
-  Tests: `test_product_with_a_weight_over_one_of_two_row_axes`, `test_product_beside_an_axis_of_3`. XLA folds transposes
-  into products before it partitions them; where a transpose is local too, the folded product is.
+  Tests: `test_product_with_a_weight_over_one_of_two_row_axes`, `test_product_beside_an_axis_of_3`.
   """
-  splits, wanted = operation.splits, operation.compatible
-  moved = [i for i, (old, new) in enumerate(zip(splits, wanted)) if old != new]
-  is_split_further = all(old[: len(new)] == new for old, new in zip(splits[-1], wanted[-1]))
-  return splits if len(moved) == 1 and (moved[0] < len(splits) - 1 or is_split_further) else wanted
+  return product.splits if is_nearly_local(_names(product.site.op), product.splits) else product.compatible
+
+
+def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
+  """Dimensions are split alike before and after: XLA folds transposes into products before it partitions them, so one
+  that splits them otherwise would change how a product is split."""
+  return transpose.compatible
+
+
+def is_nearly_local(names: Names, splits: Sequence[Split]) -> bool:
+  """Whether an operation needs no communication but sums, once one of its arrays is split otherwise.
+
+  That is any of the operands, or the result if it is only split further. In all dimensions with the same name the
+  other arrays are split alike, and no axis splits two that have different names.
+  """
+  return any(_is_local_but(i, names, splits) for i in range(len(splits)))
+
+
+def _is_local_but(moved: int, names: Names, splits: Sequence[Split]) -> bool:
+  entries: dict[str | None, tuple[Axis, ...]] = {None: ()}
+  for i, (array, split) in enumerate(zip(names, splits)):
+    if i != moved and any(entries.setdefault(name, axes) != axes for name, axes in zip(array, split)):
+      return False
+  used = [axis.name for axes in entries.values() for axis in axes]
+  is_result = moved == len(splits) - 1
+  wanted = [entries.get(name, ()) for name in names[moved]]
+  is_split_further = all(axes[: len(first)] == first for axes, first in zip(splits[moved], wanted))
+  return len(used) == len({*used}) and (is_split_further or not is_result)
+
+
+def _names(product: ir.Operation) -> Names:
+  numbers = stablehlo.DotDimensionNumbers(product.attributes['dot_dimension_numbers'])
+  left, right = ([f'{side} {i}' for i in range(x.type.rank)] for side, x in zip(('left', 'right'), product.operands))
+  for kind in ('batching', 'contracting'):
+    pairs = zip(*(getattr(numbers, f'{side}_{kind}_dimensions') for side in ('lhs', 'rhs')))
+    for n, (i, j) in enumerate(pairs):
+      left[i] = right[j] = f'{kind} {n}'
+  batch = [f'batching {n}' for n in range(len(numbers.lhs_batching_dimensions))]
+  return left, right, [*batch, *(name for name in (*left, *right) if name.startswith(('left', 'right')))]

@@ -1,0 +1,18 @@
+"""Arrays that are split in one way, and then in another: what the guards leave to XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from tools.splits.batches import Program
+
+
+def programs() -> Iterator[Program]:
+  for shape in ((12,), (5,), (12, 12), (3, 7), (12, 4, 6), (5, 2, 3), (2, 3, 4, 2)):
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    names = tuple('tuvw'[: len(shape)])
+    # Of an operation on each entry, XLA brings the operand into the split of the result.
+    yield Program(f'{shape}', 'stablehlo.negate', jax.lax.neg, (x,), -x, (names, names))

@@ -1,0 +1,107 @@
+"""Runs cases in another process, which XLA may end."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+
+from praxis_lite.errors import UserError
+from praxis_lite.jax_internals.flags import with_flags
+from tools.splits.assign import Splits
+from tools.splits.batches import Found, run
+from tools.splits.kinds import KINDS
+
+# Programs that are quick to compile; and a simulated device may be late on a busy machine.
+_FLAGS = {
+  'xla_backend_optimization_level': '0',
+  'xla_cpu_use_fusion_emitters': 'false',
+  'xla_cpu_parallel_codegen_split_count': '1',
+  'xla_cpu_collective_call_terminate_timeout_seconds': '900',
+}
+_PROCESSES = multiprocessing.get_context('spawn')
+
+
+class Worker:
+  """A process with the devices of a mesh.
+
+  Args:
+    mesh_shape: of the mesh.
+  """
+
+  def __init__(self, mesh_shape: Sequence[int]):
+    self._mesh_shape = tuple(mesh_shape)
+    self._connection: Connection | None = None
+
+  def run(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool = True) -> list[Found]:
+    """Runs the cases of a kind's program; where they do not run together, each half by itself."""
+    found = self._ask(kind, number, cases, guarded)
+    if isinstance(found, list):
+      return found
+    if isinstance(found, Exception):  # Neither XLA's nor the guards'.
+      raise found
+    if len(cases) == 1:
+      return [Found(found)]
+    middle = len(cases) // 2
+    return [case for half in (cases[:middle], cases[middle:]) for case in self.run(kind, number, half, guarded)]
+
+  def close(self) -> None:
+    if self._connection is not None:
+      self._connection.close()
+      self._process.join()
+      self._connection = None
+
+  def _ask(self, kind: str, number: int, cases: Sequence[Splits], guarded: bool) -> list[Found] | str | Exception:
+    if self._connection is None:
+      self._start()
+    assert self._connection is not None
+    try:
+      self._connection.send((kind, number, self._mesh_shape, cases, guarded))
+      return self._connection.recv()
+    except (EOFError, ConnectionError):
+      self.close()
+      return 'aborted'
+
+  def _start(self) -> None:
+    wanted = {'xla_force_host_platform_device_count': str(math.prod(self._mesh_shape)), **_FLAGS}
+    before = {name: os.environ.get(name) for name in ('XLA_FLAGS', 'JAX_PLATFORMS', 'TF_CPP_MIN_LOG_LEVEL')}
+    os.environ |= {'XLA_FLAGS': with_flags('', wanted), 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    self._connection, theirs = _PROCESSES.Pipe()
+    self._process = _PROCESSES.Process(target=_serve, args=(theirs,), daemon=True)
+    self._process.start()
+    theirs.close()
+    for name, value in before.items():
+      if value is None:
+        os.environ.pop(name)
+      else:
+        os.environ[name] = value
+
+
+def _serve(connection: Connection) -> None:
+  import jax
+
+  programs = {kind: [*make()] for kind, make in KINDS.items()}
+  for kind, number, mesh_shape, cases, guarded in _requests(connection):
+    try:
+      found: list[Found] | str | Exception = run(programs[kind][number], mesh_shape, cases, guarded)
+    except UserError:
+      found = 'refused'
+    except jax.errors.JaxRuntimeError as error:
+      if len(cases) == 1:
+        print(str(error)[:200], file=sys.stderr)
+      found = 'failed'
+    except Exception as error:
+      found = error
+    connection.send(found)
+    jax.clear_caches()
+
+
+def _requests(connection: Connection) -> Iterator[tuple]:
+  while True:
+    try:
+      yield connection.recv()
+    except EOFError:
+      return
