@@ -51,7 +51,7 @@ def ended():
 
 
 def test_every_fault_of_the_partitioner_has_a_program():
-  assert [*PROGRAMS] == [str(n) for n in range(1, 14)]
+  assert [*PROGRAMS] == [str(n) for n in range(1, 17) if n != 14]  # Which may wait forever.
 
 
 @pytest.mark.slow

@@ -76,9 +76,14 @@ def _refused(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
 
 
 @functools.cache
+def jaxlib_release() -> tuple[int, ...]:
+  """The release of jaxlib, such as (0, 10, 2)."""
+  return tuple(int(digits) for digits in re.findall(r'\d+', metadata.version('jaxlib'))[:3])
+
+
 def _release() -> tuple[int, int]:
-  major, minor = metadata.version('jaxlib').split('.')[:2]
-  return int(major), int(minor)
+  major, minor, *_ = jaxlib_release()
+  return major, minor
 
 
 def _of_file(name: str) -> list[str]:

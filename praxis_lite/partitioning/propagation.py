@@ -45,7 +45,7 @@ class Site:
 
   def __init__(self, op: ir.Operation, where: str, mesh: ir.Attribute, axes: tuple[Axis, ...]):
     self.op, self.where = op, where
-    self.shapes = tuple(tuple(v.type.shape) for v in (*op.operands, *op.results))
+    self.shapes = tuple(tuple(getattr(v.type, 'shape', ())) for v in (*op.operands, *op.results))
     self.mended: list[str] = []
     self._mesh, self._sizes = mesh, {axis.name: axis.size for axis in axes}
     self._stated: dict[int, ir.Operation] = {}
@@ -155,6 +155,8 @@ class Propagation:
 
   def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
     for op in operations(copy, self._names):
+      if _NUMBER not in op.attributes:  # A guard has inserted it.
+        continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
       values = zip((*op.operands, *op.results), site.shapes)
       yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)

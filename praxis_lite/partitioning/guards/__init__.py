@@ -10,7 +10,9 @@ GPU, with Shardy and without.
     products    products of matrices
     images      convolutions, windows and pads
     lookups     gathers, slices and scatters
-    branches    calls of LAPACK that would wait forever
+    transforms  Fourier transforms
+    crops       convolutions that crop, wrong on one device of a CPU too
+    lapack      factorizations of matrices, which may wait forever on a CPU
 """
 
 from praxis_lite.partitioning.guards.guard import Guarded, GuardedJit, guard

@@ -35,6 +35,16 @@ def filled(of_type: ir.RankedTensorType, value: float) -> ir.Value:
   return stablehlo.ConstantOp(ir.DenseElementsAttr.get_splat(of_type, entry)).result
 
 
+def zeros(of_type: ir.RankedTensorType) -> ir.Value:
+  """An array of zeros of any type, inserted as a constant."""
+  dtype = of_type.element_type
+  if not isinstance(dtype, ir.ComplexType):
+    return filled(of_type, 0)
+  return stablehlo.ConvertOp(
+    of_type, filled(ir.RankedTensorType.get(of_type.shape, ir.ComplexType(dtype).element_type), 0)
+  ).result
+
+
 def axes_of(entries: Iterable[tuple[Axis, ...]]) -> frozenset[Axis]:
   """The axes that split any of some dimensions."""
   return frozenset(axis for axes in entries for axis in axes)

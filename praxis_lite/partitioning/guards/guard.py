@@ -9,9 +9,9 @@ import jax
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.jax_internals import reading, unless_unknown
-from praxis_lite.partitioning.guards import images, lookups, products, results
+from praxis_lite.partitioning.guards import images, lapack, lookups, products, results, transforms
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
-from praxis_lite.partitioning.guards.branches import refuse_lapack_in_branches
+from praxis_lite.partitioning.guards.crops import crop_before_convolutions
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Split
 
@@ -59,6 +59,8 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.dynamic_update_slice': lookups.guard_slice,
   GATHER: lookups.guard_lookup,
   SCATTER: lookups.guard_scatter,
+  transforms.FFT: transforms.guard_fft,
+  lapack.CALL: lapack.guard_lapack,
   results.RETURN: results.guard_results,
 }
 
@@ -70,7 +72,6 @@ def guard(lowered: jax.stages.Lowered) -> list[Guarded]:
 
   Raises:
     ShardingError: Shardy, JAX's default, is turned off.
-    ConfigError: the CPU would wait forever for several calls of LAPACK in one branch.
   """
 
   def change() -> list[Guarded]:
@@ -85,15 +86,16 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
   if module is None:
     return []
   with module.context:
-    refuse_lapack_in_branches(module.operation)
+    crop_before_convolutions(module.operation)
     propagation = Propagation(module, {*_GUARDS})
     # Lowered without Shardy, a program says nothing of its mesh but its size.
     parts = 'mhlo.num_partitions'
-    on_mesh = parts in module.operation.attributes and integer(module.operation, parts) > 1
-    if on_mesh and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+    num_devices = integer(module.operation, parts) if parts in module.operation.attributes else 1
+    if num_devices > 1 and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
     first: dict[Site, tuple[Split, ...]] = {}
     last: dict[Site, tuple[Split, ...]] = {}
+    instances: list[Instance] = []
     for round_ in range(_MAX_ROUNDS if propagation.sites else 0):
       instances = propagation.instances()
       for site, splits, _ in instances:
@@ -107,11 +109,17 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
       if not found:
         _keep(instances)
         break
-    changed = [site for site in propagation.sites if site in last or site.mended]
-    return [
+    guarded = [
       Guarded(s.op.name.partition('.')[2], s.where, s.shapes, first[s], last.get(s, first[s]), (*s.mended,))
-      for s in changed
+      for s in propagation.sites
+      if s in last or s.mended
     ]
+    for site in propagation.sites:
+      if site.op.name == transforms.FFT:
+        transforms.order_entries(site.op)
+    final = [instance._replace(splits=last.get(instance.site, instance.splits)) for instance in instances]
+    lapack.call_one_matrix_at_a_time(module.operation, final, num_devices)
+    return guarded
 
 
 class GuardedJit(Generic[T]):
