@@ -36,10 +36,12 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 import numpy as np
 
-from praxis_lite.inputs.grain_input import write_array_records
+from praxis_lite.errors import UserError
+from praxis_lite.inputs.grain_input import import_grain, write_array_records
 from tools.faults.comparison import differences, results_of
 from tools.faults.experiment import examples
-from tools.faults.faults import FAULTS, Baseline, Lab, Seen, SurvivalError, interrupted_steps
+from tools.faults.faults import FAULTS, interrupted_steps
+from tools.faults.lab import Baseline, Lab, Seen, SurvivalError
 from tools.faults.processes import HangError, Training
 
 Fault = Callable[[Lab], None]
@@ -55,7 +57,9 @@ class Report(NamedTuple):
   seconds: float
 
 
-def prepare(folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, interrupted: int = 3) -> Baseline:
+def prepare(
+  folder: Path, rng: np.random.Generator, *, hosts: int, records: bool, stopping: bool = False, interrupted: int = 3
+) -> Baseline:
   """Makes the runs that nothing disturbs, and those that are killed and then used by several faults.
 
   Args:
@@ -63,11 +67,16 @@ def prepare(folder: Path, rng: np.random.Generator, *, hosts: int, records: bool
     rng: of the campaign.
     hosts: the most hosts of a run: 1, 2 or 4.
     records: also with data in files.
+    stopping: also one that is stopped early.
     interrupted: how many are killed.
   """
   baseline = Baseline({}, [], folder / 'data.array_record', folder / 'cache')
   wanted = [('Faults', 1), ('Faults', 2), ('FaultsOnFour', 4)]
-  wanted = [*(entry for entry in wanted if entry[1] <= hosts), *([('FaultsInFiles', 1)] if records else [])]
+  wanted = [
+    *(entry for entry in wanted if entry[1] <= hosts),
+    *([('FaultsInFiles', 1)] * records),
+    *([('FaultsStopping', 1)] * stopping),
+  ]
   if records:
     write_array_records(str(baseline.records), examples())
   for name, processes in wanted:
@@ -161,6 +170,19 @@ def table(reports: Sequence[Report]) -> str:
   return '\n'.join(lines)
 
 
+# Faults of data in files, which Grain reads.
+_IN_FILES = {'data_damaged', 'data_replaced'}
+
+
+def _without_grain() -> str:
+  """Returns why there can be no files of records; '' if there can."""
+  try:
+    import_grain()
+  except UserError as error:
+    return str(error)
+  return ''
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--seed', type=int, default=0)
@@ -177,11 +199,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   folder.mkdir(parents=True, exist_ok=True)
   start, before = time.monotonic(), _cpu_seconds()
   needed = {fault.__name__ for fault in faults}
+  if needed & _IN_FILES and (missing := _without_grain()):
+    faults = [fault for fault in faults if fault.__name__ not in _IN_FILES]
+    print(f'left out: {", ".join(sorted(needed & _IN_FILES))} ({missing})', flush=True)
+    needed -= _IN_FILES
+  if not faults:
+    parser.error('there is no such fault')
   baseline = prepare(
     folder,
     np.random.default_rng(values.seed),
-    hosts=4 if 'one_of_four_hosts_killed' in needed else 2 if any('one_host' in name for name in needed) else 1,
-    records='data_damaged' in needed,
+    hosts=4 if 'one_of_four_hosts_killed' in needed else 2 if any('host' in name for name in needed) else 1,
+    records=bool(needed & _IN_FILES),
+    stopping='metrics_emptied' in needed,
   )
   print(f'undisturbed runs: {time.monotonic() - start:.0f} s', flush=True)
   begun, end = time.monotonic(), start + 60 * values.minutes

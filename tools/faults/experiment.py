@@ -93,6 +93,17 @@ class FaultsOnFour(Faults):
 
 
 @registry.register
+class FaultsStopping(Faults):
+  """The same, which ends at a step that its evaluations decide."""
+
+  def task(self) -> Config:
+    task = super().task()
+    task.train.set(eval_interval_steps=2)
+    task.train.early_stopping.set(metric='loss', patience=2)
+    return task
+
+
+@registry.register
 class FaultsInFiles(Faults):
   """The same of records in a file."""
 
