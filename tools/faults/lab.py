@@ -96,7 +96,10 @@ class Lab:
       command += [f'--set=task.train.emergency_copies.every_n_steps={SAVE_INTERVAL // 2}']
       command += [f"--set=task.train.emergency_copies.directories=('{self.folder_of_copies}',)"]
     if self.hosts > 1:
-      command = [*f'launch --processes={self.hosts} --devices=1 --max_restarts=6 --'.split(), *command]
+      command = [
+        *f'launch --processes={self.hosts} --devices=1 --max_restarts=6 --stop_within_s=40 --'.split(),
+        *command,
+      ]
       command += ['--hang_timeout_s=30']
     devices = environment(self.baseline.cache, 2)
     if self.hosts > 1:

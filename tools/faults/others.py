@@ -233,14 +233,14 @@ def data_replaced(lab: Lab) -> None:
   lab.experiment = 'FaultsInFiles'
   data = lab.directory.parent / 'data.array_record'
   shutil.copy(lab.baseline.records, data)
-  run = lab.start(FAULTS_SIGNAL=f'save:{int(lab.rng.integers(FILES_MADE // 3, FILES_MADE))}:{int(signal.SIGKILL)}')
+  run = lab.start(FAULTS_SIGNAL=f'save:{int(lab.rng.integers(20, FILES_MADE // 2))}:{int(signal.SIGKILL)}')
   lab.seen.too_late = run.wait() == 0
   count = int(lab.rng.choice([5, 40, NUM_EXAMPLES, 60]))
   lab.seen.where = f'{count} other examples in place of {NUM_EXAMPLES}'
   rows = examples(count + 1)
   write_array_records(str(data), {name: x[1:] for name, x in rows.items()})
   if lab.checkpoints() and not lab.seen.too_late:
-    _refused(lab, 'data.array_record')
+    _refused(lab, 'input')
   shutil.copy(lab.baseline.records, data)
   lab.go_on()
 
