@@ -55,6 +55,20 @@ def map_with_path(
   return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_names(path), *xs), tree, *trees, is_leaf=is_leaf)
 
 
+def is_named_box(x: object) -> bool:
+  """Whether x is a box of Flax around an array, such as `LogicallyPartitioned`, which names the array's axes."""
+  return hasattr(x, 'names') and hasattr(x, 'value') and callable(getattr(x, 'replace_boxed', None))
+
+
+def put_into_boxes(boxed: object, tree: object) -> Any:
+  """Returns `tree` with each leaf in the box that `boxed` has in its place; where it has none, as it is."""
+
+  def put(x: Any, leaf: object) -> object:
+    return x.replace_boxed(leaf) if is_named_box(x) else leaf
+
+  return jax.tree.map(put, boxed, tree, is_leaf=is_named_box)
+
+
 # ---------------------------------------------------------------- nested dicts
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, cast
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,31 @@ from praxis_lite.partitioning.padding import pad_to
 from praxis_lite.partitioning.specs import axes_to_entry, complete_spec, spec_axes
 from praxis_lite.trees import NestedDict
 
+P = ParamSpec('P')
+ResultT = TypeVar('ResultT')
 
+
+def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+  """Decorates a function whose arguments other projects call otherwise: `also_named(axis_name='axis')`."""
+
+  def named(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    own = tuple(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+      for theirs in [name for name in kwargs if name in names]:
+        ours = names[theirs]
+        if ours in kwargs or ours in own[: len(args)]:
+          raise ShardingError(f'{fn.__name__}: {theirs} and {ours} are two names for one argument; give one of them')
+        kwargs[ours] = kwargs.pop(theirs)
+      return fn(*args, **kwargs)
+
+    return call
+
+  return named
+
+
+@also_named(rng='key', axis_name='axis')
 def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
   """Inside `shard_map`: returns `key` folded with the device's index along `axis`.
 
@@ -60,18 +85,41 @@ class Module(Protocol):
   def apply(self, params: NestedDict, /, *args: Any, **kwargs: Any) -> object: ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def gather_array_with_mean_grads(
-  x: jax.Array, axis: str | Axes, dim: int = 0, size: int | None = None, dtype: DTypeLike | None = None
+  x: jax.Array,
+  axis: str | Axes | int = 0,
+  dim: int | str | Axes = 0,
+  size: int | None = None,
+  dtype: DTypeLike | None = None,
+  *,
+  axis_name: str | Axes | None = None,
 ) -> jax.Array:
   """Inside `shard_map`: gathers the parts of an array; its gradient is averaged and scattered back.
+
+  Where the second argument is a number, the arguments are (x, dimension, mesh axis), as other projects have them.
 
   Args:
     x: this device's part.
     axis, dim: the mesh axis, or several, and the dimension that is split over them.
     size: its true size, if the parts add up to more.
     dtype: what is gathered is cast to it before it is sent. The gradient is averaged in the dtype of `x`.
+    axis_name: the mesh axis, or several, where `axis` is the dimension.
+
+  Raises:
+    ShardingError: there is no mesh axis, or there are two.
   """
+  given = (axis, dim) if axis_name is None else (axis, axis_name)
+  over, split = reversed(given) if isinstance(axis, int) else given
+  if isinstance(over, int) or not isinstance(split, int):
+    raise ShardingError(
+      f'gather_array_with_mean_grads: expected one mesh axis and one dimension, got axis={axis!r}, dim={dim!r}, '
+      f'axis_name={axis_name!r}'
+    )
+  return _gather(x, over, split % x.ndim, size, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None) -> jax.Array:
   x = x if dtype is None else x.astype(dtype)
   with jax.named_scope('gather_array_with_mean_grads'):
     whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -82,7 +130,7 @@ def _gather_fwd(
   x: jax.Array, axis: str | Axes, dim: int, size: int | None, dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array]:
   # Residuals are arrays: an empty one carries the dtype.
-  return gather_array_with_mean_grads(x, axis, dim, size, dtype), jnp.zeros((0, x.shape[dim]), x.dtype)
+  return _gather(x, axis, dim, size, dtype), jnp.zeros((0, x.shape[dim]), x.dtype)
 
 
 def _gather_bwd(
@@ -97,7 +145,7 @@ def _gather_bwd(
   return (scattered / devices,)
 
 
-gather_array_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
+_gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +206,7 @@ def _is_sharded(x: object) -> bool:
   return isinstance(x, ShardedParam)
 
 
+@also_named(axis_name='axis', min_weight_size='min_size')
 def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18) -> TreeT:
   """Inside `shard_map`: returns a tree in which each parameter above a size is this device's part of it.
 
@@ -195,6 +244,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
     return jax.tree.map(shard, params, is_leaf=_is_sharded)
 
 
+@also_named(axis_name='axis')
 def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype: DTypeLike | None = None) -> TreeT:
   """Inside `shard_map`: returns a tree with each `ShardedParam` gathered, and all else as it is.
 
@@ -225,6 +275,7 @@ class ShardedModule:
     return self.module.apply(gather_params(params, self.axis), *args, **kwargs)
 
 
+@also_named(axis_name='axis', min_weight_size='min_size')
 def shard_module_params(module: Module, axis: str | Sequence[str], min_size: int = 2**18) -> ShardedModule:
   """Wraps a layer, or anything with pure `init(key)` and `apply(params, ...)`, so that `shard_params` splits it."""
   return ShardedModule(module, axis, min_size)

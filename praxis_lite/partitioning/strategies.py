@@ -40,7 +40,7 @@ from praxis_lite.partitioning.constraints import current_axis_rules
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes, num_parts
 from praxis_lite.partitioning.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
 from praxis_lite.partitioning.specs import Placement, axes_to_entry, check_axes_once, spec_axes
-from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches, path_name
+from praxis_lite.trees import Path, is_named_box, leaves_by_path, map_with_path, path_matches, path_name, put_into_boxes
 
 Spec = tuple[Any, ...]
 Strategy = Sequence[tuple[str, str]]
@@ -291,7 +291,8 @@ def infer_sharding(params: object, strategy: Strategy, mesh: MeshLike, *, rules:
   """Returns the tree of full-rank PartitionSpecs that a strategy gives to a tree.
 
   Args:
-    params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state.
+    params: tree of arrays, shapes with dtypes, or weight declarations: parameters, or a whole train state. Names in
+      boxes of Flax, such as `LogicallyPartitioned`, are the arrays' logical axes; specs then come in the same boxes.
     strategy, mesh: pairs (pattern, ops); and the mesh, or the sizes of its axes.
     rules: logical axis rules for `logical_partitioning`.
 
@@ -306,13 +307,17 @@ def explain_sharding(
 ) -> Any:
   """As `infer_sharding`, with a `Placement` for each variable."""
   parsed, sizes = parse_strategy(strategy), axis_sizes(mesh)
-  return map_with_path(lambda path, leaf: decide(path, as_variable(path, leaf, rules), parsed, sizes), params)
+
+  def placed(path: Path, leaf: Any) -> Placement:
+    return decide(path, as_variable(path, leaf, rules), parsed, sizes)
+
+  return put_into_boxes(params, map_with_path(placed, params, is_leaf=is_named_box))
 
 
 def unused_patterns(params: object, strategy: Strategy) -> list[int]:
   """Returns which patterns decide no variable, because they match none or earlier ones match first."""
   numbered = [(pattern, i) for i, (pattern, _) in enumerate(strategy)]
-  used = [first_match(path, numbered) for path in leaves_by_path(params)]
+  used = [first_match(path, numbered) for path in leaves_by_path(params, is_leaf=is_named_box)]
   return [i for pattern, i in numbered if (pattern, i) not in used]
 
 
@@ -330,7 +335,14 @@ def first_match(path: Path, parsed: Sequence[tuple[str, T]]) -> tuple[str, T] | 
 
 
 def as_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) -> Variable:
-  """Describes an array, a shape with a dtype, or a weight declaration."""
+  """Describes an array, a shape with a dtype, a weight declaration, or an array in a box of Flax."""
+  if is_named_box(leaf):
+    names, x = leaf.names, leaf.value
+    # A factored slot has the box of its parameter, and fewer axes.
+    axes = tuple(names) if names is not None and len(names) == len(x.shape) else None
+    return Variable(
+      path_name(path), tuple(x.shape), np.dtype(x.dtype), axes, rules or getattr(leaf, 'rules', None) or ()
+    )
   shape = getattr(leaf, 'full_shape', leaf.shape)
   axes = getattr(leaf, 'logical_axes', None)
   if axes is None and getattr(leaf, 'tensor_split_dims_mapping', None) is not None:

@@ -10,7 +10,7 @@ import jax
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.slots import slot_origins
-from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_matches, path_name
+from praxis_lite.trees import Path, is_named_box, leaves_by_path, map_with_path, path_matches, path_name
 
 if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
@@ -30,6 +30,30 @@ class AxisNames(tuple[Any, ...]):
 
   def __repr__(self) -> str:
     return f'AxisNames{super().__repr__()}'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Boxed:
+  """An array in a box of Flax, as a declaration."""
+
+  logical_axes: tuple[Any, ...] | None
+  struct: Any
+
+  def as_struct(self) -> Any:
+    return self.struct
+
+
+def without_boxes(train_state: Any) -> Any:
+  """Returns a train state whose variables are declarations where they are arrays in boxes that name their axes."""
+
+  def declaration(x: Any) -> Any:
+    return _Boxed(x.names, x.value) if is_named_box(x) else x
+
+  def unboxed(x: Any) -> Any:
+    return x.value if is_named_box(x) else x
+
+  rest = jax.tree.map(unboxed, train_state, is_leaf=is_named_box)
+  return dataclasses.replace(rest, mdl_vars=jax.tree.map(declaration, train_state.mdl_vars, is_leaf=is_named_box))
 
 
 def declared_axis_names(weights: Tree) -> Tree:

@@ -39,10 +39,10 @@ from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
 from praxis_lite.partitioning.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
-from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names
+from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names, without_boxes
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
 from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
-from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name
+from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name, put_into_boxes
 
 if TYPE_CHECKING:
   from praxis_lite.training.state import TrainState
@@ -369,9 +369,9 @@ class PjitPartitioner(BasePjitPartitioner):
   """Splits states by logical axis rules.
 
   A train state here is a `TrainState` whose `mdl_vars` are weight declarations that name logical axes (or mesh axes),
-  and whose other arrays are given as shapes, a state for inference without them; or anything with a method
-  `as_logical_axes()` that returns it with AxisNames. Slots of the optimizer inherit the names of their variable if they
-  have its shape, and are replicated otherwise.
+  or arrays in boxes of Flax that do (`LogicallyPartitioned`); and whose other arrays are given as shapes, a state for
+  inference without them; or anything with a method `as_logical_axes()` that returns it with AxisNames. Slots of the
+  optimizer inherit the names of their variable if they have its shape, and are replicated otherwise.
 
   Args:
     *args, **mesh: as for `BasePartitioner`.
@@ -411,8 +411,9 @@ class PjitPartitioner(BasePjitPartitioner):
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
       return train_state.as_logical_axes()
-    kept = self._kept_names(getattr(train_state, 'opt_states', None))
-    return state_axis_names(train_state, self._params_overrides, self._state_overrides, kept)
+    bare = without_boxes(train_state)
+    kept = self._kept_names(getattr(bare, 'opt_states', None))
+    return put_into_boxes(train_state, state_axis_names(bare, self._params_overrides, self._state_overrides, kept))
 
   def _kept_names(self, opt_states: object) -> KeptNames:
     """The names that slots of an optimizer state keep which do not have the shape of their parameter."""

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.explicit import ShardedParam, as_axes
+from praxis_lite.partitioning.explicit import ShardedParam, also_named, as_axes
 from praxis_lite.partitioning.specs import all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, merge, select
 from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
@@ -119,6 +119,7 @@ def split_rows(x: jax.Array, parts: int) -> jax.Array:
   return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
 
 
+@also_named(grads='gradients', axis_name='axes', axis_names='axes')
 def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = None) -> TreeT:
   """Inside `shard_map`: averages each gradient over those of `axes` that its parameter is replicated on.
 
@@ -155,6 +156,7 @@ def scaled_loss(loss: jax.Array, weight: jax.Array, axes: Sequence[str]) -> tupl
   return jnp.where(weight == 0, 0.0, loss * scale), total
 
 
+@also_named(axis_name='axes', axis_names='axes', rng='key')
 def accumulate_gradients(
   loss_fn: Callable[[TreeT, jax.Array, BatchT], tuple[jax.Array, WeightedScalars]],
   params: TreeT,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax_boxes import LogicallyPartitioned
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ShardingError, UserError
@@ -224,3 +225,23 @@ def test_logical_partitioning_takes_the_rules_it_is_given() -> None:
   strategy = [('.*', 'logical_partitioning')]
   specs = infer_sharding(weights, strategy, MESH, rules=[('embed', 'data'), ('mlp', None)])
   assert specs == {'w': P('data', None)}
+
+
+def test_names_in_boxes_of_flax_are_logical_axes() -> None:
+  params = {
+    'up': {'kernel': LogicallyPartitioned(struct(16, 32), ('embed', 'mlp')), 'bias': struct(32)},
+    'none': LogicallyPartitioned(struct(16, 16), (None, None)),
+    'of a factored slot': LogicallyPartitioned(struct(16), ('embed', 'mlp')),
+    'own rules': LogicallyPartitioned(struct(16, 32), ('embed', 'mlp'), rules=(('embed', 'data'), ('mlp', None))),
+  }
+  specs = infer_sharding(params, [('.*', 'logical_partitioning')], MESH)
+  assert jax.tree.structure(specs) == jax.tree.structure(params)
+  assert specs['up']['kernel'] == LogicallyPartitioned(P(None, 'model'), ('embed', 'mlp'))
+  assert specs['up']['bias'] == P(None) and specs['none'].value == P(None, None)
+  assert specs['of a factored slot'].value == P(None) and specs['own rules'].value == P('data', None)
+  rules = (('embed', 'model'), ('mlp', 'data'))
+  given = infer_sharding(params, [('up/kernel', 'logical_partitioning')], MESH, rules=rules)
+  assert given['up']['kernel'].value == P('model', 'data')
+  assert unused_patterns(params, [('up/kernel', 'replicate'), ('up/kernel/value', 'replicate')]) == [1]
+  state = jax.eval_shape(optax.adam(1e-3).init, params)
+  assert infer_sharding(state, [('.*', 'logical_partitioning')], MESH)[0].mu == specs

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax_boxes import LogicallyPartitioned
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ShardingError
@@ -289,3 +290,38 @@ def test_what_does_not_fit_is_said() -> None:
     PjitPartitioner()
   with pytest.raises(TypeError, match='abstract'):
     BasePartitioner(2)  # type: ignore[abstract]
+
+
+def test_names_in_boxes_of_flax_are_used() -> None:
+  def boxed(weight: WeightHParams) -> LogicallyPartitioned:
+    return LogicallyPartitioned(weight.as_struct(), tuple(weight.full_split_dims_mapping))
+
+  params = jax.tree.map(boxed, WEIGHTS)
+  for tx in (TX, optax.adafactor(1e-3, min_dim_size_to_factor=2)):
+    plain = dataclasses.replace(STATE, opt_states=jax.eval_shape(tx.init, STRUCTS))
+    state = TrainState(STATE.step, params, jax.eval_shape(tx.init, params), params)
+    partitioner = make_partitioner(params_axis_names_overrides=[('ff.w', ('mlp', 'embed'))])
+    specs, expected = partitioner.get_mesh_axes(state), partitioner.get_mesh_axes(plain)
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert jax.tree.leaves(specs.mdl_vars) == jax.tree.leaves(specs.ema_vars) == jax.tree.leaves(expected.mdl_vars)
+    assert jax.tree.leaves(specs.opt_states) == jax.tree.leaves(expected.opt_states)
+    shapes = partitioner.get_layout(state).padded_shapes
+    assert [s.shape for s in jax.tree.leaves(shapes.mdl_vars)] == [
+      s.shape for s in jax.tree.leaves(partitioner.get_layout(plain).padded_shapes.mdl_vars)
+    ]
+
+
+def test_a_state_with_boxes_of_flax_is_made_and_placed() -> None:
+  names = {'emb': {'w': ('vocab', 'embed')}, 'ff': {'w': ('embed', 'mlp')}}
+
+  def make(key: jax.Array) -> TrainState:
+    values = init(key).mdl_vars
+    params = jax.tree.map(LogicallyPartitioned, values, names)
+    return TrainState(jnp.zeros((), jnp.int32), params, TX.init(params))
+
+  key, partitioner = jax.random.key(0), make_partitioner()
+  state = partitioner.initialize(make, jax.eval_shape(make, key), key)
+  expected = partitioner.initialize(init, STATE, key)
+  for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_array_equal(x, y)
+    assert x.sharding == y.sharding

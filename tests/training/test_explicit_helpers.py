@@ -286,3 +286,49 @@ def test_tensor_parallel_layers_say_what_does_not_fit():
     wrong.instantiate()
   with pytest.raises(ConfigError, match=r"parallel: expected 'column' or 'row'.*Did you mean 'column'"):
     wrong.clone(parallel='colum').instantiate()
+
+
+def test_arguments_have_the_names_of_other_projects_too():
+  w, x = RNG.normal(size=(16, 3)).astype(np.float32), RNG.normal(size=(8, 16, 3)).astype(np.float32)
+
+  def gradients(w, x):
+    gathers = (
+      lambda w: gather_array_with_mean_grads(w, 'data', 0),
+      lambda w: gather_array_with_mean_grads(w, 0, 'data'),
+      lambda w: gather_array_with_mean_grads(w, axis=0, axis_name='data'),
+      lambda w: gather_array_with_mean_grads(w, -2, axis_name=('data',)),
+      lambda w: gather_array_with_mean_grads(w, axis_name='data'),
+    )
+    return [jax.grad(lambda w, gather=gather: jnp.sum(gather(w) * x[0]))(w) for gather in gathers]
+
+  for found in mapped(gradients, (P('data'), P('data')), P('data'))(w, x):
+    np.testing.assert_allclose(found, x.mean(0), rtol=1e-5, atol=1e-6)
+
+  def helpers(w, key):
+    split = shard_params(params=w, axis_name='data', min_weight_size=8)
+    assert isinstance(split, ShardedParam) and not isinstance(shard_params(w, axis_name='data'), ShardedParam)
+    mlp = Config(Mlp, input_dims=3, hidden_dims=(4,)).instantiate()
+    module = shard_module_params(mlp, axis_name='data', min_weight_size=1)
+    assert module.axis == 'data' and module.min_size == 1
+    key = jax.random.key_data(fold_rng_over_axis(rng=key, axis_name='data'))
+    return gather_params(split, axis_name='data'), sync_gradients(grads=w, axis_names='data'), key[None]
+
+  whole, synced, keys = mapped(helpers, (P(), P()), (P(), P(), P('data')))(w, jax.random.key(0))
+  np.testing.assert_array_equal(whole, w)
+  np.testing.assert_allclose(synced, w, rtol=1e-6)
+  assert len({tuple(key) for key in np.asarray(keys).tolist()}) == 8
+
+
+@pytest.mark.parametrize(
+  'call, message',
+  [
+    (lambda w: gather_array_with_mean_grads(w, 0, 1), 'expected one mesh axis and one dimension'),
+    (lambda w: gather_array_with_mean_grads(w, 'data', axis_name='data'), 'expected one mesh axis and one dimension'),
+    (gather_array_with_mean_grads, 'expected one mesh axis and one dimension'),
+    (lambda w: shard_params(w, 'data', axis_name='data'), 'shard_params: axis_name and axis are two names for one'),
+    (lambda w: sync_gradients(w, axes='data', axis_names='data'), 'sync_gradients: axis_names and axes are two names'),
+  ],
+)
+def test_arguments_given_twice_or_not_at_all_are_refused(call, message):
+  with pytest.raises(ShardingError, match=message):
+    call(jnp.ones((8, 3)))
