@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, TypeVar
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.hosts.devices import simulate_cpu_devices
+from praxis_lite.jax_internals.flags import with_flags
 from tools.timing import in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ PARTS = ('compile', 'time', 'memory')
 CORES = sorted(os.sched_getaffinity(0))
 
 # A device computes one operation after another, each in one thread.
-IN_ORDER = ('--xla_cpu_multi_thread_eigen=false', '--xla_cpu_enable_concurrency_optimized_scheduler=false')
+IN_ORDER = {'xla_cpu_multi_thread_eigen': 'false', 'xla_cpu_enable_concurrency_optimized_scheduler': 'false'}
 
 T = TypeVar('T')
 
@@ -60,7 +61,7 @@ def main() -> int:
   if args.only is None:  # Each in a process of its own: devices that have nothing to do have threads all the same.
     command = [sys.executable, __file__, f'--runs={args.runs}']
     return max(subprocess.run([*command, f'--only={part}'], check=False).returncode for part in PARTS)
-  os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *IN_ORDER])
+  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), IN_ORDER)
   simulate_cpu_devices(min(8, len(CORES)) if args.only == 'time' else 8)
 
   import jax

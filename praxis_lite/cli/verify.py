@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.errors import UserError
+from praxis_lite.jax_internals.flags import split_flags, with_flags
 
 if TYPE_CHECKING:
   from praxis_lite.config import Config
@@ -52,8 +52,9 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
     UserError: a gradient is wrong; the message names the variable.
   """
   command = [sys.executable, '-m', 'praxis_lite', 'verify', '--quick', '--search_seconds=0', *experiment]
-  xla_flags = re.sub(r'--xla_force_host_platform_device_count=\d+', '', os.environ.get('XLA_FLAGS', ''))
-  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags}
+  devices = '--xla_force_host_platform_device_count='
+  kept = [flag for flag in split_flags(os.environ.get('XLA_FLAGS', '')) if not flag.startswith(devices)]
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ' '.join(kept)}
   try:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
     lines = (done.stdout if done.returncode < 2 else done.stderr).strip().splitlines()
@@ -84,8 +85,6 @@ def _unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
 
 
 def _run(values: flags.FlagValues) -> int:
-  from praxis_lite.jax_internals.flags import with_flags
-
   os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE | _PATIENT)
 
   from praxis_lite.hosts.devices import simulate_cpu_devices

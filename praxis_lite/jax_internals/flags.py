@@ -22,6 +22,8 @@ _UNTIL: Mapping[str, tuple[int, int] | None] = {
   'xla_backend_optimization_level': None,
   'xla_cpu_collective_call_terminate_timeout_seconds': None,
   'xla_cpu_collective_call_warn_stuck_timeout_seconds': None,
+  'xla_cpu_enable_concurrency_optimized_scheduler': None,
+  'xla_cpu_multi_thread_eigen': None,
   'xla_cpu_parallel_codegen_split_count': None,
   'xla_cpu_use_fusion_emitters': (0, 11),
   'xla_force_host_platform_device_count': None,
@@ -38,10 +40,15 @@ def with_flags(given: str, wanted: Mapping[str, object]) -> str:
     given: XLA_FLAGS as it is: flags, or the name of a file that has them.
     wanted: values by names, without the dashes in front.
   """
-  flags = _of_file(given.strip()) if given.strip() and not given.strip().startswith('-') else given.split()
+  flags = split_flags(given)
   names = flag_names(' '.join(flags))
   known = known_flags({name: str(value) for name, value in wanted.items() if name not in names})
   return ' '.join([*flags, *(f'--{name}={value}' for name, value in known.items())])
+
+
+def split_flags(given: str) -> list[str]:
+  """Returns the flags in a value of XLA_FLAGS, which may be the name of a file that has them."""
+  return _of_file(given.strip()) if given.strip() and not given.strip().startswith('-') else given.split()
 
 
 def flag_names(flags: str) -> set[str]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 
 from praxis_lite.errors import ConfigError, first_line
+from praxis_lite.jax_internals.flags import flag_names, split_flags
 
 Flag = bool | int | str
 
@@ -96,7 +97,7 @@ def xla_flags(
     use_defaults: whether those of `DEFAULTS` are among them.
   """
   given = given or {}
-  own = set(re.findall(r'--(xla_\w+)', os.environ.get('XLA_FLAGS', '')))
+  own = flag_names(' '.join(split_flags(os.environ.get('XLA_FLAGS', ''))))
   defaults = DEFAULTS.get(platform, {}) if use_defaults and num_devices > 1 else {}
   return XlaFlags(
     {name: value for name, value in defaults.items() if name not in own and name not in given},

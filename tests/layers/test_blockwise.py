@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
+from praxis_lite.jax_internals.programs import called_program, without_values
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, blocks
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.dot_product import AttentionCase, choose_attention, dot_product_attention
@@ -73,8 +74,8 @@ def test_work_of_a_window_is_linear_and_of_a_causal_pass_half():
     x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
     visible = Visibility(**rules)
     program = jax.make_jaxpr(lambda q: blockwise_attention(q, q, q, visible=visible, block_size=16))(x)
-    loops = jax.core.jaxprs_in_params(program.eqns[0].params)
-    lengths = [e.params['length'] for j in loops for e in j.eqns if e.primitive.name == 'scan']
+    attend = without_values(called_program(program.eqns[0]))
+    lengths = [e.params['length'] for e in attend.eqns if e.primitive.name == 'scan']
     return lengths[0]
 
   assert rounds(256) == 16 * 16

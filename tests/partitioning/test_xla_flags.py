@@ -23,6 +23,12 @@ def test_the_variable_counts_before_the_field_and_this_before_the_defaults(monke
   assert xla_flags('cpu', 8).all == xla_flags('gpu', 1).all == {}
 
 
+def test_the_variable_may_be_the_name_of_a_file(monkeypatch, tmp_path):
+  (tmp_path / 'flags').write_text('--xla_a=1\n--xla_b=2')
+  monkeypatch.setenv('XLA_FLAGS', str(tmp_path / 'flags'))
+  assert xla_flags('cpu', 8, {'xla_a': 5, 'xla_c': 6}).all == {'xla_c': 6}
+
+
 def test_they_are_listed_by_platform(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '')
   monkeypatch.setattr(module, 'DEFAULTS', {'gpu': {PIPELINED: True}})

@@ -16,6 +16,8 @@ from praxis_lite.plan.lowering import lower_without_devices
 
 B, T, N, H = 8, 256, 4, 32
 MESH = {'data': 4, 'mdl': 2}
+# Up to 0.10, the gradient of fused attention returns that of its bias too, which nothing uses.
+COMPUTES_GRADIENT_OF_MASK = tuple(int(part) for part in jax.__version__.split('.')[:2]) < (0, 11)
 
 
 def lowered_program(function, *arrays, mesh=MESH, kind='gpu'):
@@ -54,7 +56,8 @@ def test_fused_attention_counts_as_the_kernels_that_a_compiler_calls(causal, pac
   one, sums = 2 * B * T * N * H / devices, 4 * B * T * N / devices  # Bytes of queries, and of what softmax keeps.
   mask = 2 * B * T * T / mesh['data'] if packed else 0  # A bias, which heads share.
   assert forward.bytes == 4 * one + sums + mask
-  assert backward.bytes == 8 * one + sums + mask * (2 if packed else 1)  # And the gradient of the bias.
+  gradients = 1 if COMPUTES_GRADIENT_OF_MASK else 0
+  assert backward.bytes == 8 * one + sums + mask * (1 + gradients)
   assert program.collectives == ()
   # What the forward pass keeps, the mask and the gradient of the result: never the logits of all heads.
   assert one + sums + mask <= program.temporaries <= 3 * one + sums + 2 * mask

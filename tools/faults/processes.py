@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from praxis_lite.jax_internals.flags import with_flags
+
 ROOT = Path(__file__).parent.parent.parent
 EXPERIMENT = Path(__file__).parent / 'experiment.py'
 _STEP = re.compile(r'(?:host \d+: )?step (\d+)/\d+ loss ')
@@ -25,13 +27,17 @@ class HangError(Exception):
 
 def environment(cache: Path, devices: int = 2) -> dict[str, str]:
   """Environment of a training process with simulated devices, and compiled programs in `cache`."""
-  flags = f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0'
+  flags = {
+    'xla_force_host_platform_device_count': devices,
+    'xla_backend_optimization_level': 0,
+    'xla_cpu_collective_call_terminate_timeout_seconds': 900,
+  }
   return os.environ | {
     'PYTHONPATH': os.pathsep.join([str(ROOT), str(Path(__file__).parent / 'inside')]),
     'PYTHONUNBUFFERED': '1',
     'JAX_PLATFORMS': 'cpu',
     'TF_CPP_MIN_LOG_LEVEL': '2',
-    'XLA_FLAGS': f'{flags} --xla_cpu_collective_call_terminate_timeout_seconds=900',
+    'XLA_FLAGS': with_flags('', flags),
     'JAX_COMPILATION_CACHE_DIR': str(cache),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
