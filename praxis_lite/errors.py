@@ -33,6 +33,12 @@ class DataError(UserError):
   """Input data is missing, empty or unreadable."""
 
 
+class HungInputError(DataError):
+  """A read of input data does not end: the run may be started again from its last checkpoint."""
+
+  exit_code = 75  # As of `LostHostError`.
+
+
 class NumericsError(UserError):
   """A step does not compute what its config says, on the devices it runs on."""
 

@@ -49,6 +49,7 @@ def _run(values: flags.FlagValues) -> int:
     grace_s=values.grace_s,
     preemption_notice=values.preemption_notice,
     elastic=values.elastic,
+    input_timeout_s=values.input_timeout_s,
   )
   # As shells report a process that a signal has ended, so that `train && eval` goes no further.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
@@ -111,6 +112,8 @@ def _flags() -> flags.FlagValues:
   number = functools.partial(flags.DEFINE_float, flag_values=values)
   hang = 'With several hosts: seconds without a sign of life of one, or without progress of any, after which all end'
   number('hang_timeout_s', 300.0, f'{hang}, with exit code 75. Example: --hang_timeout_s=60', lower_bound=1)
+  late = 'Seconds to wait for a batch; then the run is saved, and ends with exit code 75'
+  number('input_timeout_s', 3600.0, f'{late}. Example: --input_timeout_s=600', lower_bound=0.001)
   grace = 'Seconds from SIGTERM to the end, the checkpoint included; later the run ends with exit code 75'
   number('grace_s', None, f'{grace}. Example: --grace_s=25')
   notice = 'Treat this file, once it exists, or an answer of this address as SIGTERM'

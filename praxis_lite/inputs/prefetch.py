@@ -9,14 +9,19 @@ So a checkpoint between two steps continues with the next batch, however far the
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any, Self, TypeVar, cast
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S, PatientThread, result_in_time
 from praxis_lite.inputs.rows import Rows
+
+# Seconds that `close` waits for a read that is under way.
+_AT_CLOSE = 10.0
 
 T = TypeVar('T')
 
@@ -26,6 +31,9 @@ class PrefetchIterator(Iterator[T]):
 
   Use it as a context manager, or call `close`. Settings of JAX that are local to a thread, such as the ambient mesh, do
   not apply in `put_fn`; give it shardings that hold their mesh.
+
+  Attributes:
+    hangs: `close` has left a read behind that did not end; the input is not to be used any more.
   """
 
   def __init__(
@@ -34,6 +42,7 @@ class PrefetchIterator(Iterator[T]):
     put_fn: Callable[[Rows], T] | None = None,
     depth: int = 2,
     left_out: Iterable[dict[str, Any]] = (),
+    timeout_s: float = READ_TIMEOUT_S,
   ):
     """Starts reading `source` from its current position; raises ConfigError if `depth` is less than 1.
 
@@ -41,6 +50,7 @@ class PrefetchIterator(Iterator[T]):
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
       depth: how many batches may be ready and not yet returned.
       left_out: states of the input; the batches that follow on them are read and not returned.
+      timeout_s: seconds to wait for a batch.
     """
     if depth < 1:
       raise ConfigError(f'PrefetchIterator.depth: expected at least 1, got {depth}')
@@ -48,13 +58,16 @@ class PrefetchIterator(Iterator[T]):
     self._put_fn: Callable[[Rows], T] = put_fn or cast(Callable[[Rows], T], lambda batch: batch)
     self._depth = depth
     self._left_out = frozenset(map(_key, left_out))
-    self._thread: ThreadPoolExecutor | None = None
+    self._thread: PatientThread | None = None
+    self.timeout_s = timeout_s
+    self.hangs = False
     self._start()
 
   def _start(self) -> None:
     self._state = self._before = self._source.get_state()
     self._batches = _batches(self._source, self._put_fn, self._left_out)
-    self._thread = thread = ThreadPoolExecutor(1, f'prefetch-{self._source.label}')
+    self._thread = thread = PatientThread(f'prefetch-{self._source.label}_0')
+    self._since: float | None = None
     self._ahead = deque(thread.submit(next, self._batches) for _ in range(self._depth))
 
   def get_next(self) -> T:
@@ -62,18 +75,29 @@ class PrefetchIterator(Iterator[T]):
 
     Raises:
       StopIteration: the input is exhausted.
+      HungInputError: there was none in `timeout_s`, counted from the first time that this batch was waited for.
       Exception: what the input or `put_fn` raised, after all batches before it; raised again on each call.
     """
     if self._thread is None:
       raise RuntimeError('the prefetch iterator is closed')
-    batch, self._before, self._state = self._ahead[0].result()
+    self._since = self._since or time.monotonic()
+    label, timeout_s = self._source.label, self.timeout_s
+    batch, self._before, self._state = result_in_time(
+      self._ahead[0], self._thread, label, since=self._since, timeout_s=timeout_s
+    )
+    self._since = None
     self._ahead.popleft()
     self._ahead.append(self._thread.submit(next, self._batches))
     return batch
 
   def wait(self, seconds: float | None = None) -> bool:
-    """Waits until the next batch, the end of the input or an error is at hand; returns whether it is."""
-    return bool(wait([self._ahead[0]], seconds).done)
+    """Waits until the next batch, the end of the input or an error is at hand; returns whether it is.
+
+    A batch that is overdue is an error, which `get_next` raises.
+    """
+    self._since = self._since or time.monotonic()
+    left = self._since + self.timeout_s - time.monotonic()
+    return bool(wait([self._ahead[0]], left if seconds is None else min(seconds, max(left, 0.0))).done) or left <= 0
 
   def get_state(self) -> dict[str, Any]:
     """Returns the state of the input as of the last batch that was returned."""
@@ -98,12 +122,16 @@ class PrefetchIterator(Iterator[T]):
     return self
 
   def close(self) -> None:
-    """Stops the thread, closes the input and drops what was read ahead; its position is then that of `get_state`."""
+    """Stops the thread, closes the input and drops what was read ahead; its position is then that of `get_state`.
+
+    A read that does not end is left behind.
+    """
     if self._thread is not None:
-      self._thread.shutdown(cancel_futures=True)
+      self.hangs = not self._thread.end(_AT_CLOSE)
       self._thread = None
-      self._source.set_state(self._state)
-      self._source.close()
+      if not self.hangs:
+        self._source.set_state(self._state)
+        self._source.close()
 
   __next__ = get_next
 

@@ -21,6 +21,7 @@ from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import local_path
 from praxis_lite.inputs import BaseInput
+from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask, TrainParams
@@ -94,7 +95,7 @@ class Datasets(NamedTuple):
         continue
       with located(f'{self.name}[{i}]'):
         try:
-          batch = data.get_next()
+          batch = call_in_time(data.get_next, data.label)
         except StopIteration:
           raise DataError(f'{data.label}: there is no batch in it') from None
         data.reset()

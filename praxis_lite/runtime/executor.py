@@ -27,6 +27,7 @@ from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.hosts.preemption import preemptible
 from praxis_lite.hosts.stop_signals import StopSignals
 from praxis_lite.hosts.watchdog import meet_others
+from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.records.metrics import HostMetrics, SummaryWriter, read_results
 from praxis_lite.records.record import write_record
 from praxis_lite.records.run_config import held_for_training, job_directory
@@ -88,6 +89,7 @@ def run_train(
   grace_s: float | None = None,
   preemption_notice: str | None = None,
   elastic: bool = False,
+  input_timeout_s: float = READ_TIMEOUT_S,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -107,11 +109,13 @@ def run_train(
     check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
     grace_s, preemption_notice: see `praxis_lite.hosts.preemption`.
     elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
+    input_timeout_s: seconds to wait for a batch; then its reader hangs, and the run is saved and ends.
 
   Raises:
     DeterminismError: a step that was run twice has given different bits; nothing is saved after it.
     UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
       be written until then: the last checkpoint, or metrics.
+    HungInputError: no batch has come for `input_timeout_s`; the state is saved.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
     LossSpikeError: the loss has jumped and `task.train.loss_spike` is set to raise, or the run has gone back too often.
     NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
@@ -136,6 +140,7 @@ def run_train(
     grace_s=grace_s,
     preemption_notice=preemption_notice,
     elastic=elastic,
+    input_timeout_s=input_timeout_s,
   )
   while True:
     try:
@@ -201,7 +206,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     programs = Programs([*job.evaluation, *job.decoding], console, writer, stop, first_step=first_step, results=results)
     if is_primary:
       keep_vocabulary(job.config, directory)
-    feed = opened(Feed(job, watch.goodput, console.line))
+    feed = opened(Feed(job, watch.goodput, console.line, options.input_timeout_s))
     duties = Duties(job, feed, saving, programs, observers)
     loop = TrainingLoop(feed, TrainSteps(job, options, console.line), duties, observers, stop)
     run: Run = Run(job.task, directory, start.state, results, save=lambda: duties.save(run), line=console.line)

@@ -9,17 +9,20 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from tiny_runs import tiny_run
 
-from praxis_lite.checkpoints import retention
+from praxis_lite.checkpoints import retention, saved_steps
 from praxis_lite.checkpoints.retention import Retention, being_read
 from praxis_lite.cli.main import main
-from praxis_lite.errors import CheckpointError, DataError, UserError
+from praxis_lite.config import Config
+from praxis_lite.errors import CheckpointError, DataError, HungInputError, UserError
 from praxis_lite.files import open_plain_to_write, read_plain
 from praxis_lite.hosts.watchdog import dump_stacks
-from praxis_lite.inputs import TextInput
+from praxis_lite.inputs import ArrayInput, PrefetchIterator, TextInput, patient_thread, prefetch
 from praxis_lite.inputs.files import find_files
+from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.records.heartbeat import read_heartbeats
 from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.records.record import read_record
@@ -171,3 +174,100 @@ def test_a_step_that_another_program_has_locked_is_removed_later(tmp_path):
   keeper.start(())
   keeper.wait()
   assert not (tmp_path / '1').exists()
+
+
+# ---- readers that give nothing
+
+
+class HangingInput(ArrayInput):
+  """Hangs at a batch until `released` is set, as a reader of storage that is gone."""
+
+  hangs_at: int = 0
+
+  def read(self, epoch, position, count, start, stop):
+    if position // self.batch_size >= self.hangs_at:
+      reading.set()
+      released.wait(60)
+    return super().read(epoch, position, count, start, stop)
+
+
+reading, released = threading.Event(), threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def release(monkeypatch):
+  monkeypatch.setattr(prefetch, '_AT_CLOSE', 0.2)
+  reading.clear()
+  released.clear()
+  yield
+  released.set()
+
+
+def hanging(at=0, **fields):
+  return HangingInput(name='data', batch_size=2, arrays={'x': np.arange(20)}, hangs_at=at, **fields)
+
+
+def test_a_batch_that_does_not_come_is_an_error_that_says_where_its_reader_is():
+  with PrefetchIterator(hanging(2), timeout_s=0.5) as batches:
+    next(batches)
+    next(batches)
+    start = time.monotonic()
+    assert not batches.wait(0.05)
+    for _ in range(2):
+      with pytest.raises(
+        HungInputError, match=r'data: no batch has come for 0\.5 s.*it is at .*threading\.py:\d+ wait'
+      ):
+        next(batches)
+    assert time.monotonic() - start < 5 and batches.wait(0.05)
+  assert batches.hangs
+
+
+def test_what_comes_late_is_no_error(capfd, monkeypatch):
+  monkeypatch.setattr(patient_thread, '_LONG', 0.1)
+  threading.Timer(0.5, released.set).start()
+  with PrefetchIterator(hanging(), timeout_s=30) as batches:
+    assert next(batches)['x'].tolist() == [0, 1]
+  assert not batches.hangs and 'data: waiting for a batch for 0 s, and 30 s more' in capfd.readouterr().err
+
+
+def test_the_first_batch_is_not_waited_for_without_end():
+  with pytest.raises(HungInputError, match='data: no batch'):
+    call_in_time(hanging().get_next, 'data', timeout_s=0.2)
+  released.set()
+  assert call_in_time(hanging().get_next, 'data')['x'].tolist() == [0, 1]
+  empty = ArrayInput(batch_size=2, arrays={'x': np.arange(1)}, drop_remainder=True)
+  with pytest.raises((StopIteration, UserError)):
+    call_in_time(empty.get_next, 'empty')
+
+
+def test_a_run_whose_reader_hangs_is_saved_and_ends_and_goes_on_later(tmp_path, capsys):
+  config = tiny_run(1, noise=0.0)
+  arrays = config.datasets[0].arrays
+  config.datasets[0] = Config(HangingInput, batch_size=6, is_training=True, arrays=arrays, hangs_at=4, shuffle=False)
+  with pytest.raises(HungInputError, match='HangingInput: no batch has come for 0.5 s'.replace('.', r'\.')):
+    ends(lambda: run_train(config, tmp_path, input_timeout_s=0.5), 60)
+  out = capsys.readouterr().out
+  assert 'HangingInput: its reader hangs, and is left behind' in out
+  assert saved_steps(tmp_path)[-1] == 4
+  released.set()
+  assert run_train(config, tmp_path).step == 20
+
+
+ENDS = """
+import sys, time
+from praxis_lite.inputs import patient_thread
+patient_thread._AT_EXIT = 2
+thread = patient_thread.PatientThread('hung')
+thread.submit(time.sleep, float(sys.argv[1]))
+time.sleep(0.1)
+print('over', flush=True)
+"""
+
+
+@pytest.mark.parametrize('seconds, least, most', [(60, 0, 30), (0.5, 0.5, 30)])
+def test_a_process_ends_though_a_reader_hangs(seconds, least, most):
+  start = time.monotonic()
+  command = [sys.executable, '-c', ENDS, str(seconds)]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+  assert (done.returncode, done.stdout) == (0, 'over\n'), done.stderr
+  assert least < time.monotonic() - start < most

@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 import jax
 
 from praxis_lite.inputs import BaseInput, PrefetchIterator
+from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.models import BaseModel
 from praxis_lite.records.goodput import Goodput
 from praxis_lite.records.metrics import DeviceMetrics
@@ -31,12 +32,15 @@ class Feed:
     job: has the training input, at its position.
     goodput: is told of the time that devices wait for input.
     line: prints a line.
+    timeout_s: seconds to wait for a batch.
   """
 
-  def __init__(self, job: Job, goodput: Goodput, line: Callable[[str], object]):
+  def __init__(self, job: Job, goodput: Goodput, line: Callable[[str], object], timeout_s: float = READ_TIMEOUT_S):
     self._data = job.train_input
     skipped = left_out(read_troubles(job.directory))
-    self._batches = PrefetchIterator(job.train_input, job.partitioned.train_step.put_inputs, left_out=skipped)
+    self._batches = PrefetchIterator(
+      job.train_input, job.partitioned.train_step.put_inputs, left_out=skipped, timeout_s=timeout_s
+    )
     self._batch: NestedDict | None = None
     self._goodput = goodput
     self._line = line
@@ -60,7 +64,8 @@ class Feed:
           return False
         if not told and time.monotonic() - started > _LONG_WAIT_SECONDS:
           told = True
-          self._line(f'step {step}: waiting for input for {_LONG_WAIT_SECONDS:.0f} s; the run goes on when it comes')
+          left = f'{self._batches.timeout_s - _LONG_WAIT_SECONDS:.0f} s more'
+          self._line(f'step {step}: waiting for input for {_LONG_WAIT_SECONDS:.0f} s; the run waits {left}')
     if told:
       self._line(f'step {step}: the input is there again, after {time.monotonic() - started:.0f} s')
     return True
@@ -91,6 +96,8 @@ class Feed:
 
   def __exit__(self, *exc_info: object) -> None:
     self._batches.close()
+    if self._batches.hangs:
+      self._line(f'{self._data.label}: its reader hangs, and is left behind')
 
 
 def _is_computed(x: jax.Array) -> bool:

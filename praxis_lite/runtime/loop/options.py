@@ -35,6 +35,7 @@ class TrainOptions:
   grace_s: float | None
   preemption_notice: str | None
   elastic: bool
+  input_timeout_s: float
 
   def check(self, task: SingleTask) -> None:
     """Raises ConfigError if one of them is not valid, or not together with the task."""
@@ -43,5 +44,7 @@ class TrainOptions:
       raise ConfigError(f'check_determinism = {self.check_determinism}: expected a number of steps, at least 1')
     if self.debug_nans and task.learner.on_nonfinite == 'ignore':
       raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
+    if not self.input_timeout_s > 0:
+      raise ConfigError(f'input_timeout_s = {self.input_timeout_s:g}: expected more than 0 seconds')
     if self.profile_steps is not None:
       ProfiledSteps.parse(self.profile_steps)

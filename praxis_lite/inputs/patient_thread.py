@@ -1,0 +1,120 @@
+"""A thread that reads, and may hang while it does: for storage that is gone, or a source that yields nothing any more.
+
+Whoever waits for it gets an error in the end, and the process can end without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from praxis_lite.errors import HungInputError
+
+# Seconds that a read may take, and after which a line says that one is waited for.
+READ_TIMEOUT_S, _LONG = 3600.0, 30.0
+# Seconds for a read that is under way when a process ends.
+_AT_EXIT = 5.0
+
+T = TypeVar('T')
+_Call = tuple['Future[Any]', Callable[..., Any], tuple[Any, ...]]
+
+
+class PatientThread:
+  """Calls functions one after the other in a thread of its own, which ends with this."""
+
+  def __init__(self, name: str):
+    self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+    # A daemon: what hangs in it must not keep the process.
+    self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+    self._thread.start()
+    _threads.add(self._thread)
+    weakref.finalize(self, _finish, self._calls)
+
+  def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Calls a function after those before."""
+    future: Future[T] = Future()
+    self._calls.put((future, call, arguments))
+    return future
+
+  def end(self, seconds: float) -> bool:
+    """Drops all calls but the one that is under way; returns whether that has ended in time."""
+    _finish(self._calls)
+    self._thread.join(seconds)
+    return not self._thread.is_alive()
+
+  @property
+  def where(self) -> str:
+    """What the thread is doing, as file:line function; '' if that is not known."""
+    frame = sys._current_frames().get(self._thread.ident or 0)
+    return '' if frame is None else f'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'
+
+
+def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
+  while (entry := calls.get()) is not None:
+    future, call, arguments = entry
+    if future.set_running_or_notify_cancel():
+      try:
+        future.set_result(call(*arguments))
+      except BaseException as error:
+        future.set_exception(error)
+    del entry, future, call, arguments  # While it waits for the next one, it holds nothing.
+
+
+def _finish(calls: queue.SimpleQueue[_Call | None]) -> None:
+  while not calls.empty():
+    entry = calls.get_nowait()
+    if entry is not None:
+      entry[0].cancel()
+  calls.put(None)
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+  """Python ends a daemon by force, which may abort the process while it is in a library: reads may end before."""
+  end = time.monotonic() + _AT_EXIT
+  for thread in list(_threads):
+    thread.join(max(0.0, end - time.monotonic()))
+
+
+def result_in_time(future: Future[T], thread: PatientThread, label: str, *, since: float, timeout_s: float) -> T:
+  """Returns what a read has returned, and raises what it has raised.
+
+  Args:
+    future: of the read, in `thread`.
+    label: of the input, for messages.
+    since: when the wait began, by `time.monotonic`.
+    timeout_s: seconds from then.
+
+  Raises:
+    HungInputError: it has not ended in time; the message says where it is.
+  """
+  if not wait([future], min(_LONG, max(0.0, since + timeout_s - time.monotonic()))).done:
+    left = since + timeout_s - time.monotonic()
+    if left > 0:
+      text = f'{label}: waiting for a batch for {time.monotonic() - since:.0f} s, and {left:.0f} s more\n'
+      os.write(2, text.encode(errors='replace'))
+    if not wait([future], max(0.0, left)).done:
+      where = f'; it is at {thread.where}' if thread.where else ''
+      raise HungInputError(f'{label}: no batch has come for {timeout_s:g} s, so its reader hangs{where}')
+  return future.result()
+
+
+def call_in_time(call: Callable[[], T], label: str, *, timeout_s: float = READ_TIMEOUT_S) -> T:
+  """Returns what a read returns; raises as `result_in_time`."""
+  thread = PatientThread(f'read-{label}')
+  future = thread.submit(call)
+  try:
+    return result_in_time(future, thread, label, since=time.monotonic(), timeout_s=timeout_s)
+  finally:
+    thread.end(0.0)
