@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.layers.masks import Array, Visibility, combine_masks
+from praxis_lite.layers.precision import sum_dtype, widened
 
 T = TypeVar('T')
 MASKED = -0.7 * float(np.finfo(np.float32).max)
@@ -82,7 +83,7 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-  """What online softmax carries, float32: `m` and `l` [I, B, K, G, Q], `o` [I, B, K, G, Q, H]."""
+  """What online softmax carries, in the dtype of sums: `m` and `l` [I, B, K, G, Q], `o` [I, B, K, G, Q, H]."""
 
   m: jax.Array
   l: jax.Array  # noqa: E741
@@ -98,7 +99,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-  """float32 gradients of queries, keys, values, and of the parameters of the bias."""
+  """Gradients, in the dtype of sums, of queries, keys, values, and of the parameters of the bias."""
 
   q: jax.Array
   k: jax.Array
@@ -165,9 +166,9 @@ def _range(index: Array, real: Array) -> tuple[Array, Array]:
 # ---------------------------------------------------------------- forward
 
 
-def no_sums(shape: tuple[int, ...]) -> Sums:
-  """What online softmax starts from, for queries of this shape, [..., B, K, G, Q, H]."""
-  return Sums(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+def no_sums(shape: tuple[int, ...], dtype: jnp.dtype) -> Sums:
+  """What online softmax starts from, for queries of this shape, [..., B, K, G, Q, H], in the dtype of sums."""
+  return Sums(jnp.full(shape[:-1], MASKED, dtype), jnp.zeros(shape[:-1], dtype), jnp.zeros(shape, dtype))
 
 
 def add_blocks(
@@ -217,7 +218,7 @@ def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 def no_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:
   """What gradients are summed from."""
-  x, k, v, bias = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (queries.x, keys.k, keys.v, bias))
+  x, k, v, bias = jax.tree.map(lambda a: jnp.zeros(a.shape, sum_dtype(a)), (queries.x, keys.k, keys.v, bias))
   return Gradients(x, k, v, bias)
 
 
@@ -305,7 +306,7 @@ def _bias(fn: OffsetBias, params: Any, query: Queries, key: Keys) -> jax.Array:
   """Returns [B or 1, K, G, Q, S]."""
   query_pos = query.at[None] if query.pos is None else query.pos
   key_pos = key.at[None] if key.pos is None else key.pos
-  bias = fn(params, jnp.maximum(query_pos, 0), jnp.maximum(key_pos, 0)).astype(jnp.float32)
+  bias = fn(params, jnp.maximum(query_pos, 0), jnp.maximum(key_pos, 0)).astype(sum_dtype(query.x))
   return bias.reshape(bias.shape[0], *query.x.shape[1:3], *bias.shape[2:])
 
 
@@ -314,7 +315,7 @@ def _bias_gradient(fn: OffsetBias, params: Any, query: Queries, key: Keys, dlogi
   if bias.shape[0] == 1:
     dlogits = jnp.sum(dlogits, axis=0, keepdims=True)
   (gradient,) = pull(dlogits)
-  return jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+  return jax.tree.map(widened, gradient)
 
 
 def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:
@@ -343,7 +344,7 @@ def dropout_factors(seeds: jax.Array, key_index_S: jax.Array, rate: float) -> ja
 
 
 def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32)
+  return jnp.einsum(dims, x, y, preferred_element_type=sum_dtype(x, y))
 
 
 # ---------------------------------------------------------------- blocks of arrays

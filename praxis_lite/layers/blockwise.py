@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.layers import blocks
 from praxis_lite.layers.blocks import Formula, OffsetBias
 from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.precision import sum_dtype, widened
 from praxis_lite.partitioning.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
@@ -206,7 +207,7 @@ def _forward(
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     queries, keys = _in_blocks(block_size, heads, integers)
     pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
-    sums = blocks.no_sums(queries.x.shape)
+    sums = blocks.no_sums(queries.x.shape, sum_dtype(*heads[:3]))
     sums = blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, sums)
     out, lse = blocks.normalized(sums)
     return blocks.of_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
@@ -226,7 +227,7 @@ def _backward(
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
     queries, keys = _in_blocks(block_size, heads, integers)
     pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
-    delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH, axis=-1)
+    delta_BTN = jnp.sum(widened(do_BTNH) * out_BTNH, axis=-1)
     K = heads.key.shape[2]
     do, delta = (blocks.query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
     gradients = blocks.add_gradients(

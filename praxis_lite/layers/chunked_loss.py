@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.padding import pad_to
 from praxis_lite.partitioning.specs import UNCONSTRAINED, axes_to_entry, spec_axes
@@ -223,7 +224,7 @@ def _forward(
       jnp.maximum(seen.before, jnp.max(jnp.where(classes < label, counted, -jnp.inf), -1)),
     ), None
 
-  zeros = jnp.zeros((*labels.shape, chunks.num_parts), jnp.float32)
+  zeros = jnp.zeros((*labels.shape, chunks.num_parts), sum_dtype(x, w))
   zeros = chunks.split(zeros, ..., axes_to_entry(chunks.axes))
   seen, _ = jax.lax.scan(step, _Running(zeros - jnp.inf, zeros, zeros, zeros, zeros - jnp.inf), _steps(chunks))
   # Sums of all parts: the only communication of the forward pass.
@@ -273,7 +274,7 @@ def _backward(
     of_x = jnp.einsum(f'...sk,{weights}->s...d', new, chunk, preferred_element_type=dx.dtype)
     return (dx + of_x, dw, db), None
 
-  dx = jnp.zeros((chunks.num_parts, *x.shape), jnp.float32)
+  dx = jnp.zeros((chunks.num_parts, *x.shape), sum_dtype(x, w))
   dx = chunks.split(dx, axes_to_entry(chunks.axes), ..., UNCONSTRAINED)
   first = dx, jnp.zeros_like(w), None if b is None else jnp.zeros_like(b)
   (dx, dw, db), _ = jax.lax.scan(step, first, _steps(chunks))
@@ -339,10 +340,10 @@ def _logits(
     The last result is [S, C] bool; None if all count.
   """
   _, weights = _layout(chunks)
-  logits = jnp.einsum(f'...d,{weights}->...sk', x, w, preferred_element_type=jnp.float32)
+  logits = jnp.einsum(f'...d,{weights}->...sk', x, w, preferred_element_type=sum_dtype(x, w))
   logits = chunks.split(logits, ..., axes_to_entry(chunks.axes), None)
   if b is not None:
-    logits += jax.lax.dynamic_slice_in_dim(b, start, chunks.size, 1).astype(jnp.float32)
+    logits += jax.lax.dynamic_slice_in_dim(b, start, chunks.size, 1).astype(logits.dtype)
   if chunks.soft_cap is not None:
     logits = chunks.soft_cap * jnp.tanh(logits / chunks.soft_cap)
   within = start + jnp.arange(chunks.size)

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.precision import sum_dtype, widened
+
 
 class Plan(NamedTuple):
   """The slots of choices. Choice k of token t has the number t K + k.
@@ -103,10 +105,10 @@ def dispatch(x_ND: jax.Array, plan: Plan) -> jax.Array:
 def combine(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> jax.Array:
   """Returns [N, D]: for each token the sum over the slots of its choices, which is zero where it has none."""
   if plan.slot_of_choice is None:
-    zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), jnp.float32)
-    return zeros.at[plan.token_of_slot].add(slots_MD.astype(jnp.float32), mode='drop').astype(slots_MD.dtype)
+    zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), sum_dtype(slots_MD))
+    return zeros.at[plan.token_of_slot].add(widened(slots_MD), mode='drop').astype(slots_MD.dtype)
   choices = _rows(slots_MD, plan.slot_of_choice)
-  return jnp.sum(choices, axis=1, dtype=jnp.float32).astype(slots_MD.dtype)
+  return jnp.sum(choices, axis=1, dtype=sum_dtype(choices)).astype(slots_MD.dtype)
 
 
 def _dispatch_fwd(x_ND: jax.Array, plan: Plan) -> tuple[jax.Array, tuple[Plan, jax.Array]]:

@@ -20,6 +20,7 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layers.blocks import dropout_factors
 from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
 from praxis_lite.layers.masks import Visibility, combine_masks, segment_mask
+from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.partitioning.constraints import is_partly_mapped
 from praxis_lite.partitioning.mesh import platform
 
@@ -243,7 +244,9 @@ def _plain(
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
 
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
-  logits_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
+  logits_BKGTS = jnp.einsum(
+    'BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=sum_dtype(query_BTKGH, key_BSKH)
+  )
   logits_BKGTS *= H**-0.5 if scale is None else scale
   if logit_soft_cap is not None:
     logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)

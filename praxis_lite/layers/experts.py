@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.dispatch import Plan, capacity_plan, combine, dispatch, sorted_plan
+from praxis_lite.layers.precision import widened
 from praxis_lite.layers.routing import TokenChoice
 from praxis_lite.partitioning.constraints import with_sharding_constraint
 from praxis_lite.partitioning.padding import pad_to, slice_to
@@ -158,4 +159,4 @@ def _ragged(sizes: jax.Array) -> Product:
 
 
 def _scaled(slots_MD: jax.Array, weights_M: jax.Array) -> jax.Array:
-  return (slots_MD.astype(jnp.float32) * weights_M[:, None]).astype(slots_MD.dtype)
+  return (widened(slots_MD) * weights_M[:, None]).astype(slots_MD.dtype)

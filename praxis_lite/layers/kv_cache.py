@@ -31,6 +31,7 @@ from praxis_lite.layers import blocks
 from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.dot_product import by_kv_head, dot_product_attention
 from praxis_lite.layers.masks import cache_mask
+from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, select
 
 T = TypeVar('T')
@@ -215,14 +216,14 @@ class CachedAttention:
     """Attention with an online softmax over the pages that hold tokens."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
-    scale = H**-0.5 if self.scale is None else self.scale
+    scale, wide = H**-0.5 if self.scale is None else self.scale, sum_dtype(query_BTNH)
     assert cache.slot is not None
     taken = cache.slot if cache.turn is None else cache.slot[cache.turn]
 
     def add_page(index: jax.Array, sums: Sums) -> Sums:
       page = cache.page(index * page_size, page_size)
       key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
-      logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
+      logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=wide)
       if self.logit_soft_cap is not None:
         logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
       if self.bias is not None:
@@ -231,7 +232,7 @@ class CachedAttention:
       return blocks.add_keys(sums, jnp.where(mask, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
 
     num_pages = jnp.minimum(-(-taken // page_size), cache.num_slots // page_size)
-    sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.no_sums((B, K, N // K, T, H)))
+    sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.no_sums((B, K, N // K, T, H), wide))
     context_BKGTH, _ = blocks.normalized(sums)
     return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
 

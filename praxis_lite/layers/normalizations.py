@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, WeightSplit
+from praxis_lite.layers.precision import widened
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
@@ -67,10 +68,10 @@ class RMSNorm(Norm):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
-    x32 = x.astype(jnp.float32)
+    x32 = widened(x)
     y = x32 * _inverse_root_mean_square(x32, -1, self.epsilon)
     if self.zero_centered:
-      return self.shard((y * (1.0 + self.theta.scale.astype(jnp.float32))).astype(self.fprop_dtype))
+      return self.shard((y * (1.0 + self.theta.scale.astype(x32.dtype))).astype(self.fprop_dtype))
     return self._output(y)
 
 
@@ -93,7 +94,7 @@ class LayerNorm(Norm):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
-    return self._output(_standardized(x.astype(jnp.float32), -1, self.epsilon))
+    return self._output(_standardized(widened(x), -1, self.epsilon))
 
 
 class GroupNorm(Norm):
@@ -112,7 +113,7 @@ class GroupNorm(Norm):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [B, ..., D] of x [B, ..., D]."""
-    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], self.num_groups, self.dims // self.num_groups)
+    grouped = widened(x).reshape(*x.shape[:-1], self.num_groups, self.dims // self.num_groups)
     return self._output(_standardized(grouped, (*range(1, x.ndim - 1), x.ndim), self.epsilon).reshape(x.shape))
 
 
@@ -141,7 +142,7 @@ class BatchNorm(Norm):
       x: [B, ..., D].
       weights: [B], or any leading dimensions of `x`: weight of each entry in the statistics; None: all weigh 1.
     """
-    x32 = x.astype(jnp.float32)
+    x32 = widened(x)
     if self.do_eval:
       mean, variance = self.theta.moving_mean, self.theta.moving_variance
     else:
@@ -155,7 +156,7 @@ class BatchNorm(Norm):
     real = self.real_rows(x32.shape[0])
     if real is not None:
       weights = jnp.where(real.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0)
-    weights = weights.astype(jnp.float32).reshape(*weights.shape, *(1,) * (x32.ndim - weights.ndim))
+    weights = weights.astype(x32.dtype).reshape(*weights.shape, *(1,) * (x32.ndim - weights.ndim))
     sum_over_rows = self.surroundings.sum_over_rows
     total = sum_over_rows(jnp.sum(jnp.broadcast_to(weights, (*x32.shape[:-1], 1))))
     divisor = jnp.where(total > 0, total, 1.0)
@@ -165,7 +166,7 @@ class BatchNorm(Norm):
     for name, batch in (('moving_mean', mean), ('moving_variance', variance)):
       moving = getattr(self.theta, name)
       updated = jnp.where(total > 0, self.decay * moving + (1 - self.decay) * jax.lax.stop_gradient(batch), moving)
-      self.update_var(name, updated)
+      self.update_var(name, updated.astype(moving.dtype))
     return mean, variance
 
 

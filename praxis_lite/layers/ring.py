@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.layers import blocks
 from praxis_lite.layers.blocks import Formula, Keys
 from praxis_lite.layers.blockwise import Heads, Integers, rows_are_at_hand
+from praxis_lite.layers.precision import sum_dtype, widened
 from praxis_lite.layers.sequence_parts import SequencePlan, in_order, in_runs, own_blocks
 
 T = TypeVar('T')
@@ -41,7 +42,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
       pairs = blocks.needed_pairs(integers.visible, queries, keys, by_segments=rows_are_at_hand())
       return blocks.add_blocks(formula, integers.visible, heads.bias, queries, keys, pairs, sums)
 
-    sums = _around(plan, keys, blocks.no_sums(queries.x.shape), add)
+    sums = _around(plan, keys, blocks.no_sums(queries.x.shape, sum_dtype(*heads[:3])), add)
     out, lse = blocks.normalized(sums)
     out_BLNH = in_order(plan, blocks.of_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
@@ -56,7 +57,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: jax.Array) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out: jax.Array, lse: jax.Array, do: jax.Array) -> Heads:
     queries, keys = own_blocks(plan, heads, integers)
-    delta = jnp.sum(do.astype(jnp.float32) * out, axis=-1)
+    delta = jnp.sum(widened(do) * out, axis=-1)
     do_blocks, delta_blocks = (
       blocks.query_blocks(in_runs(plan, x, plan.query_len), queries.at, heads.key.shape[2]).x for x in (do, delta)
     )

@@ -24,6 +24,7 @@ from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
 from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, own_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
+from praxis_lite.layers.precision import widened
 from praxis_lite.partitioning.specs import Placement
 from praxis_lite.weighted import weighted_mean
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
@@ -46,7 +47,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
     labels: [...] integers; where a label is not in [0, V), the cross entropy is NaN.
     label_smoothing: e.
   """
-  return _cross_entropy(logits.astype(jnp.float32), labels, label_smoothing)
+  return _cross_entropy(widened(logits), labels, label_smoothing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -159,7 +160,7 @@ class FullSoftmax(Layer):
     logits = self._project(x.astype(self.fprop_dtype))
     if self.use_bias:
       logits += self.theta.b
-    logits = self.shard(logits).astype(jnp.float32)
+    logits = widened(self.shard(logits))
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:

@@ -104,6 +104,24 @@ def test_every_weight_has_a_gradient(name):
   assert jax.tree.structure(grads) == jax.tree.structure(variables)
 
 
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.float64], ids=lambda dtype: dtype.__name__)
+@every_layer
+def test_with_x64_enabled(name, dtype):
+  """Outputs, updates and gradients have the dtypes of the layer and of its variables, whatever JAX's default is."""
+  config, args, _ = case(name)
+  declared = drawn_variables(config.instantiate().abstract_init())
+  with jax.enable_x64():
+    layer = config.set(dtype=dtype, fprop_dtype=dtype).instantiate()
+    of_layer = jax.tree.map(lambda x: x.dtype, jax.eval_shape(layer.init, jax.random.key(0)))
+    variables = jax.tree.map(np.asarray, declared, of_layer)
+    args = tuple(np.asarray(x, dtype) if is_float(x) else x for x in args)
+    (outputs, updates), of_variables, of_args = jax.eval_shape(functools.partial(step, layer), variables, args)
+    assert jax.tree.map(lambda x: x.dtype, of_variables) == of_layer
+    assert all(x.dtype == dtype for x in jax.tree.leaves((outputs, of_args)) if is_float(x))
+    for path, update in jax.tree.leaves_with_path(updates):
+      assert update.dtype in (dtype, jnp.float32) or not is_float(update), path
+
+
 @pytest.mark.slow
 @every_layer
 def test_bfloat16_with_float32_weights(name):
