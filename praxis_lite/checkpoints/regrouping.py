@@ -17,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.contents import Record
+from praxis_lite.partitioning.guards import GuardedJit
 from praxis_lite.partitioning.host_memory import on_device
 from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.slots import owner_of
@@ -130,7 +131,7 @@ def _reshaped(x: jax.Array, there: tuple[int, ...], here: tuple[int, ...], padde
   def reshape(x: jax.Array) -> jax.Array:
     return pad_to(slice_to(x, there).reshape(here), padded.shape)
 
-  value = jax.jit(reshape, out_shardings=on_device(padded.sharding))(x)
+  value = GuardedJit(reshape, out_shardings=on_device(padded.sharding))(x)
   return jax.block_until_ready(jax.device_put(value, padded.sharding))
 
 

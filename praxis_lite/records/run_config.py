@@ -23,6 +23,7 @@ from praxis_lite.files import local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.models.base import BaseModel
+from praxis_lite.partitioning.guards import GuardedJit
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask, TrainParams
 from praxis_lite.training.state import state_layout
@@ -40,7 +41,7 @@ def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
   # Made by a program on the mesh: with several processes none of them could put an array on all its devices.
   replicated = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
+  return GuardedJit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
 
 
 def check_intervals(settings: TrainParams) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
+from praxis_lite.partitioning.guards import GuardedJit
 from praxis_lite.partitioning.host_memory import check_host_memory
 from praxis_lite.partitioning.layout import StateLayout, layout_of
 from praxis_lite.partitioning.mesh import on_mesh
@@ -204,7 +205,7 @@ def state_initializer(
       given = GivenVariables(stored.unpad(values), known)
     return layout.pad(initialize_train_state(jax_task, key, given))
 
-  return jax.jit(on_mesh(init, layout.mesh), out_shardings=layout.shardings)
+  return GuardedJit(on_mesh(init, layout.mesh), out_shardings=layout.shardings)
 
 
 def initialize_partitioned_model_states(

@@ -1,0 +1,70 @@
+"""What the package jits on a mesh is guarded: `jax.jit` itself is used only where it is named below."""
+
+import ast
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+from test_partitioned_task import batch, struct, task
+
+import praxis_lite
+from praxis_lite.config import Config
+from praxis_lite.partitioning.constraints import with_sharding_constraint
+from praxis_lite.training.partitioned_task import PartitionedTask
+from praxis_lite.training.state import state_initializer
+
+PACKAGE = pathlib.Path(praxis_lite.__file__).parent
+# Of each file that uses `jax.jit` itself: how often, and why.
+UNGUARDED = {
+  'hf/reader.py': (1, 'one device: what is read is placed on each by itself'),
+  'jax_internals/lowering.py': (1, 'a part of a program that is lowered by itself, to be read'),
+  'learning/moments.py': (2, 'within the step, whose program is guarded'),
+  'partitioning/constraints.py': (1, 'a reshard, which is right for all splits'),
+  'partitioning/guards/guard.py': (1, 'GuardedJit'),
+  'plan/calibration.py': (1, 'measures links of devices with arrays whose values are not used'),
+  'runtime/determinism.py': (1, 'one device: each compares its part with another one'),
+  'runtime/export.py': (1, 'one device'),
+  'training/partitioned_step.py': (1, 'guards what it lowers'),
+  'verification/steps.py': (2, 'one device'),
+}
+
+
+def uses(source: str) -> int:
+  names = {'jit', 'pjit', 'pmap'}
+  return sum(
+    isinstance(node, ast.Attribute)
+    and node.attr in names
+    and isinstance(node.value, ast.Name)
+    and node.value.id == 'jax'
+    for node in ast.walk(ast.parse(source))
+  )
+
+
+def test_every_jit_on_a_mesh_is_guarded():
+  found = {str(path.relative_to(PACKAGE)): uses(path.read_text()) for path in PACKAGE.rglob('*.py')}
+  found = {name: count for name, count in found.items() if count and not name.startswith(('tasks/', 'experiments/'))}
+  known = {name: count for name, (count, _) in UNGUARDED.items() if count}
+  assert found == known, 'use praxis_lite.partitioning.GuardedJit, or say here why it needs no guards'
+
+
+def test_the_first_state_is_guarded():
+  """Here the first value of a slot is a transform along a split dimension."""
+
+  def init(params):
+    def gradient(p):
+      p = with_sharding_constraint(p, P(*(None,) * (p.ndim - 1), 'mdl'))
+      return jax.grad(lambda p: jnp.sum(jnp.real(jnp.fft.rfft(p + 1.0)) ** 2))(p)
+
+    return jax.tree.map(gradient, params)
+
+  def optimizer(learning_rate):
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+  partitioned = PartitionedTask(task((1, 2, 4), Config(optimizer)).instantiate(), struct(batch()))
+  program = state_initializer(partitioned.jax_task, partitioned.layout).lower(jax.random.key(0))
+  assert 'LayoutConstraint' in program.as_text()  # Which the guard of transforms has put there.
+  for leaf in jax.tree.leaves(partitioned.init_state(jax.random.key(0))):
+    assert np.isfinite(np.asarray(jax.device_get(leaf), np.float32)).all()
