@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+# Seconds for the last of what was logged.
+_PATIENCE = 2.0
 _NOT_AN_ERROR = re.compile(rb'[IW]\d{4} |WARNING: All log messages before absl::InitializeLog')
 
 
@@ -26,7 +28,8 @@ def collected_log() -> Iterator[list[str]]:
         if _NOT_AN_ERROR.match(line):
           found.append(line.decode(errors='replace').strip())
         else:
-          os.write(stderr, line)
+          with contextlib.suppress(OSError):  # All is over, but for a process that still logs.
+            os.write(stderr, line)
 
   reader = threading.Thread(target=read, daemon=True)
   os.dup2(start, 2)
@@ -37,6 +40,7 @@ def collected_log() -> Iterator[list[str]]:
   finally:
     sys.stderr.flush()
     os.dup2(stderr, 2)  # The last writer of the pipe is closed, so the reader ends.
-    reader.join()
-    os.close(end)
+    reader.join(_PATIENCE)  # A process that was started meanwhile, and lives on, has the pipe too.
+    if not reader.is_alive():
+      os.close(end)
     os.close(stderr)

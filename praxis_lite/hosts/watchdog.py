@@ -133,7 +133,7 @@ class Watchdog:
   def meet(self) -> None:
     """Waits for all hosts. Collectives begin with a connection for which XLA waits for some seconds only."""
     self._meetings += 1
-    # Without a limit: the watchdogs notice a host that does not come.
+    # The limit is that of the service, 24 days: long before, the watchdogs notice a host that does not come.
     self._client.wait_at_barrier(f'praxis_lite/meeting/{self._meetings}', timeout_in_ms=2**31 - 1)
 
   def end(self, code: int) -> None:
@@ -227,7 +227,8 @@ class Watchdog:
   def give_up(self, reason: str) -> NoReturn:
     """Says why, tells the other hosts, writes the stacks of all threads, and ends the process, to be started again."""
     if not self._ending.acquire(blocking=False):
-      threading.Event().wait()  # Another thread is at it, and will end this one.
+      time.sleep(20 * self._interval)  # Another thread is at it, and will end this one.
+      os._exit(LostHostError.exit_code)
     code = LostHostError.exit_code
     self._state = f'it gave up, because {reason}'
     mine = self._hosts[self._index].name

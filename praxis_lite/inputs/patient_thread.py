@@ -32,6 +32,7 @@ class PatientThread:
 
   def __init__(self, name: str):
     self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+    self._last: Future[Any] | None = None
     # A daemon: what hangs in it must not keep the process.
     self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
     self._thread.start()
@@ -41,8 +42,14 @@ class PatientThread:
   def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
     """Calls a function after those before."""
     future: Future[T] = Future()
+    self._last = future
     self._calls.put((future, call, arguments))
     return future
+
+  @property
+  def is_idle(self) -> bool:
+    """Whether all calls have ended."""
+    return self._last is None or self._last.done()
 
   def end(self, seconds: float) -> bool:
     """Drops all calls but the one that is under way; returns whether that has ended in time."""

@@ -15,6 +15,8 @@ from praxis_lite.plan.planning import Plan
 
 # The directory that a child is to leave its program in.
 VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
+# Seconds that a compiler may take.
+_SECONDS = 3 * 3600.0
 
 
 def compile_in_child(command: Sequence[str], cache: Path) -> None:
@@ -24,7 +26,12 @@ def compile_in_child(command: Sequence[str], cache: Path) -> None:
     CompileError: its compiler refused the step, or the process ended early.
   """
   environment = {**os.environ, VARIABLE: str(cache)}
-  child = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+  try:
+    child = subprocess.run(
+      command, check=False, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
+    )
+  except subprocess.TimeoutExpired:
+    raise CompileError(f'the process of the compiler has not ended in {_SECONDS:g} s, and was killed') from None
   if child.returncode < 0:
     name = signal.Signals(-child.returncode).name
     memory = '; the machine has probably not enough memory for it' if name in ('SIGKILL', 'SIGABRT', 'SIGSEGV') else ''

@@ -22,13 +22,14 @@ from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import saved_steps
 from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.failures import DamagedError
-from praxis_lite.checkpoints.object_store import ObjectStore
+from praxis_lite.checkpoints.object_store import ObjectStore, StoreError
 from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
 from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.files import read_plain
 from praxis_lite.hosts.distributed import by_host, is_primary_process, told_by_all
 from praxis_lite.hosts.watchdog import doing, meet_others
+from praxis_lite.inputs.patient_thread import PatientThread
 from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.records.record import first_launch
 from praxis_lite.runtime.hooks import Hook, Run
@@ -36,6 +37,8 @@ from praxis_lite.runtime.trouble import count_rollbacks
 from praxis_lite.task import TrainParams
 
 _FIELD = 'task.train.mirror'
+# Seconds that copying one file may take at the end of a run; for the file that is being copied when it is closed.
+_STALLED, _AT_CLOSE = 7200.0, 60.0
 
 
 class _ClosedError(Exception):
@@ -54,7 +57,7 @@ class Mirror(Hook):
     self._url = url
     self._directory = directory
     self._remote: RemoteRun | None = None  # In the process that copies.
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, 'mirror')
+    self._pool = PatientThread('mirror')
     self._passes: deque[concurrent.futures.Future[None]] = deque()
     self._newest: int | None = None
     self._closing = False
@@ -164,9 +167,11 @@ class Mirror(Hook):
     """
     if self._remote is not None:
       self._begin_pass(run.task.train)
-      if self._waited_for(self._passes.pop()) is not None:
-        self._begin_pass(run.task.train)
-        error = self._waited_for(self._passes.pop())
+      error = self._waited_for(self._passes.pop())
+      if error is not None:
+        if self._pool.is_idle:  # Else another pass would wait for the one that has stalled.
+          self._begin_pass(run.task.train)
+          error = self._waited_for(self._passes.pop())
         if error is not None:
           raise UserError(
             f'{_failed(error)}; the run is saved in {self._directory}, and the same command copies it'
@@ -176,9 +181,9 @@ class Mirror(Hook):
       meet_others()
 
   def close(self) -> None:
-    """Ends copying after the file that is being copied."""
+    """Ends copying after the file that is being copied, or without waiting for it where that takes long."""
     self._closing = True
-    self._pool.shutdown(cancel_futures=True)
+    self._pool.end(_AT_CLOSE)
 
   def _begin_pass(self, settings: TrainParams) -> None:
     if self._remote is not None:
@@ -186,10 +191,13 @@ class Mirror(Hook):
 
   def _waited_for(self, done: concurrent.futures.Future[None]) -> BaseException | None:
     seen = 0.0
+    self._progress = time.monotonic()
     while not concurrent.futures.wait([done], timeout=0.5).done:
       if self._progress != seen:  # Other hosts wait for this one.
         seen = self._progress
         doing('copying to the object store')
+      if time.monotonic() - seen > _STALLED:
+        return StoreError(f'no file has been copied for {_STALLED:g} s; it is at {self._pool.where}')
     return done.exception()
 
   def _report(self, run: Run) -> None:

@@ -31,6 +31,7 @@ from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
 from praxis_lite.records.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
+_STOP_SECONDS = 600.0  # To save and end after a signal.
 _MOST_NAME = 120  # Characters; file systems allow 255 bytes.
 
 
@@ -110,7 +111,8 @@ def run_points(
 ) -> bool:
   """Runs a process for each point, `parallel` at a time.
 
-  SIGINT and SIGTERM start no more processes, and pass SIGTERM to those that run, which save; a second one kills them.
+  SIGINT and SIGTERM start no more processes, and pass SIGTERM to those that run, which save. A second one kills
+  them; what has not ended ten minutes after the first one is killed as well.
 
   Args:
     points: in the order to run them in.
@@ -123,6 +125,7 @@ def run_points(
   """
   waiting = collections.deque(points)
   running: dict[Point, tuple[subprocess.Popen[bytes], float]] = {}
+  stopped_at: float | None = None
   with _passing_signals(running) as stop:
     while running or (waiting and not stop.is_set()):
       while waiting and len(running) < parallel and not stop.is_set():
@@ -136,6 +139,11 @@ def run_points(
           )
         running[point] = process, time.monotonic()
       time.sleep(0.05)
+      if stop.is_set() and stopped_at is None:
+        stopped_at = time.monotonic()
+      if stopped_at is not None and time.monotonic() - stopped_at > _STOP_SECONDS:
+        for process, _ in running.values():
+          process.kill()
       for point, (process, started) in list(running.items()):
         if (code := process.poll()) is not None:
           del running[point]
@@ -150,6 +158,7 @@ def _passing_signals(running: Mapping[Point, tuple[subprocess.Popen[bytes], floa
   def handle(number: int, frame: FrameType | None) -> None:
     for process, _ in list(running.values()):
       process.send_signal(signal.SIGKILL if stop.is_set() else signal.SIGTERM)
+      process.send_signal(signal.SIGCONT)  # One that is stopped acts on SIGTERM when it goes on.
     stop.set()
 
   before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from tiny_runs import tiny_run
 
+from praxis_lite import native_log
 from praxis_lite.checkpoints import retention, saved_steps
 from praxis_lite.checkpoints.retention import Retention, being_read
 from praxis_lite.cli.main import main
@@ -23,10 +25,12 @@ from praxis_lite.hosts.watchdog import dump_stacks
 from praxis_lite.inputs import ArrayInput, PrefetchIterator, TextInput, patient_thread, prefetch
 from praxis_lite.inputs.files import find_files
 from praxis_lite.inputs.patient_thread import call_in_time
+from praxis_lite.plan import child as child_process
+from praxis_lite.plan.compilers import CompileError
 from praxis_lite.records.heartbeat import read_heartbeats
 from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.records.record import read_record
-from praxis_lite.runtime import open_run, run_train
+from praxis_lite.runtime import mirror, open_run, run_train, sweep
 
 
 def ends(call, seconds=20.0):
@@ -271,3 +275,66 @@ def test_a_process_ends_though_a_reader_hangs(seconds, least, most):
   done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
   assert (done.returncode, done.stdout) == (0, 'over\n'), done.stderr
   assert least < time.monotonic() - start < most
+
+
+# ---- processes
+
+
+STOPPED_POINT = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))
+print('ready', flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+while True: time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize('code', ['7', 'stays'])
+def test_a_sweep_ends_after_sigterm_though_a_point_is_stopped(code, tmp_path, monkeypatch):
+  monkeypatch.setattr(sweep, '_STOP_SECONDS', 0.5)
+  text = STOPPED_POINT
+  if code == 'stays':
+    text = text.replace('lambda *_: sys.exit(int(sys.argv[1]))', 'signal.SIG_IGN')
+  ended = []
+
+  def stop():
+    log = tmp_path / 'a' / 'sweep.log'
+    while not (log.exists() and 'ready' in log.read_text()):
+      time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=stop, daemon=True).start()
+  command = [sys.executable, '-S', '-c', text, '7']
+  assert sweep.run_points([sweep.Point('a', ())], tmp_path, lambda p: command, ended=lambda *end: ended.append(end[1]))
+  assert ended == [7 if code == '7' else -signal.SIGKILL]
+
+
+def test_a_log_is_collected_though_a_process_keeps_its_pipe(capfd):
+  with native_log.collected_log() as log:
+    child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])
+    os.write(2, b'W1122 11:24:22.7 1 x.cc:1] a warning\nan error\n')
+  child.kill()
+  child.wait()
+  assert log == ['W1122 11:24:22.7 1 x.cc:1] a warning'] and 'an error' in capfd.readouterr().err
+
+
+def test_a_compiler_of_another_process_has_an_end(tmp_path, monkeypatch):
+  monkeypatch.setattr(child_process, '_SECONDS', 0.5)
+  with pytest.raises(CompileError, match=r'has not ended in 0\.5 s, and was killed'):
+    child_process.compile_in_child([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], tmp_path)
+
+
+def test_a_copy_that_stalls_at_the_end_of_a_run_is_an_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(mirror, '_STALLED', 0.6)
+  monkeypatch.setattr(mirror, '_AT_CLOSE', 0.1)
+  config = tiny_run(1)
+  config.task.train.mirror = f'memory://{tmp_path}/copy'
+
+  def hang(*args):
+    released.wait(60)
+
+  monkeypatch.setattr(mirror.RemoteRun, 'upload_files', hang)
+  with pytest.raises(UserError, match=r'no file has been copied for 0\.6 s; it is at .*; the run is saved in'):
+    ends(lambda: run_train(config, tmp_path / 'run'), 60)
+  assert saved_steps(tmp_path / 'run')[-1] == 20
