@@ -46,7 +46,7 @@ _FLAGS = {
   'xla_backend_optimization_level': '0',
   'xla_cpu_use_fusion_emitters': 'false',
   'xla_cpu_parallel_codegen_split_count': '1',
-  'xla_cpu_collective_call_terminate_timeout_seconds': '300',
+  'xla_cpu_collective_call_terminate_timeout_seconds': '120',
 }
 os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
 
@@ -125,10 +125,16 @@ def hunt_in_processes(kind: str, seed: int, numbers: range) -> Iterator[Report]:
       process.join()
     if numbers and case is not None:
       print(f'seed {seed}, case {numbers[0]}: {ended.why}; it is made smaller', file=sys.stderr, flush=True)
-      yield Report(numbers[0], case, ended, shrink(case, functools.partial(ends_badly, ended), max_runs=120))
+      yield Report(numbers[0], case, ended, shrink(case, _still_ends_badly(ended), max_runs=120))
       numbers = numbers[1:]
     elif numbers:
       raise SystemExit(f'seed {seed}, case {numbers[0]}: the process ended before there was a case')
+
+
+def _still_ends_badly(outcome: Outcome) -> Callable[[Case], bool]:
+  """`ends_badly`, for so long as there is time to make a case smaller."""
+  end = time.monotonic() + _MOST_SECONDS / 3
+  return lambda case: time.monotonic() < end and ends_badly(outcome, case)
 
 
 def ends_badly(outcome: Outcome, case: Case) -> bool:
