@@ -7,6 +7,7 @@ Kinds of cases:
   operations   single operations, on meshes of up to 8 devices
   models       language models and classifiers, on meshes of up to 8 devices
   graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
+  tasks        whole tasks of many kinds with random splits of all they hold, on meshes of 2 to 24 devices
 
 Each case is drawn from the seed and its number alone: `--first` goes on where another run ended. A wrong one is made as
 small as it stays wrong and printed as a program that runs by itself. The exit code is 1 if any case was wrong.
@@ -35,7 +36,7 @@ import jax
 import numpy as np
 
 from praxis_lite.jax_internals.flags import with_flags
-from tools.graphs import drawing
+from tools.graphs import drawing, tasks
 from tools.graphs.operations import FAMILIES
 from tools.hunt import models, operations
 from tools.hunt.cases import Case, Outcome, shrink
@@ -54,6 +55,7 @@ _KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
   'operations': operations.draw,
   'models': models.draw,
   'graphs': functools.partial(drawing.draw, families=FAMILIES),
+  'tasks': tasks.draw,
 }
 # Processes begin before JAX has a thread, so that forking is safe; one that XLA aborts takes no other with it.
 _PROCESSES = multiprocessing.get_context('fork')

@@ -1,0 +1,94 @@
+"""Layers of a user's own, [B, T, D] -> [B, T, D], which random tasks are made of beside those of the package."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from praxis_lite.config import Config, template
+from praxis_lite.layer import Layer
+from praxis_lite.layers import Linear
+from praxis_lite.weights import WeightHParams
+
+
+class Tower(Layer):
+  """Layers one after the other, each added to what it gets, and the mean over the length."""
+
+  layers_tpl: tuple[Config, ...] = ()
+  dims: int = 8
+
+  def setup(self) -> None:
+    for i, layer in enumerate(self.layers_tpl):
+      self.create_child(f'layer_{i}', layer)
+
+  @property
+  def output_dims(self) -> int:
+    return self.dims
+
+  def __call__(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    for i in range(len(self.layers_tpl)):
+      x = self.shard(x + getattr(self, f'layer_{i}')(x))
+    return jnp.mean(x, axis=1)
+
+
+class Mixer(Layer):
+  """A linear layer over the length."""
+
+  length: int = 4
+  linear_tpl: Config = template(Linear)
+
+  def setup(self) -> None:
+    self.create_child('linear', self.linear_tpl.clone(input_dims=self.length, output_dims=self.length))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.shard(jnp.swapaxes(jnp.tanh(self.linear(jnp.swapaxes(x, 1, 2))), 1, 2))
+
+
+class Heads(Layer):
+  """Products of parts of the dims: a reshape splits the axes of D in parts."""
+
+  dims: int = 8
+  heads: int = 2
+
+  def setup(self) -> None:
+    self.create_variable('w', WeightHParams((self.dims, self.dims)))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    B, T, D = x.shape
+    y = self.shard(x @ self.theta.w).reshape(B, T, self.heads, D // self.heads)
+    return jnp.einsum('btnh,bsnh->btns', y, y).mean(-1).repeat(D // self.heads, axis=-1) / T
+
+
+class Window(Layer):
+  """A convolution of each dim, or of groups of them, over the length, and the largest of neighbours."""
+
+  dims: int = 8
+  groups: int = 8
+  width: int = 3
+
+  def setup(self) -> None:
+    self.create_variable('w', WeightHParams((self.width, self.dims // self.groups, self.dims)))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    numbers = ('NHC', 'HIO', 'NHC')
+    y = lax.conv_general_dilated(
+      x, self.theta.w, (1,), 'SAME', dimension_numbers=numbers, feature_group_count=self.groups
+    )
+    return lax.reduce_window(self.shard(y), -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), 'SAME')
+
+
+class Memory(Layer):
+  """Rows of a table that the entries of x choose, and sums of x by the same choice."""
+
+  dims: int = 8
+  rows: int = 5
+
+  def setup(self) -> None:
+    self.create_variable('w', WeightHParams((self.rows, self.dims)))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    ids = (jnp.abs(lax.stop_gradient(x[..., 0])) * 7).astype(jnp.int32) % self.rows
+    found = self.shard(jnp.take(self.theta.w, ids, axis=0))
+    sums = jnp.zeros((self.rows, self.dims), x.dtype).at[ids].add(x) / x.shape[1]
+    return found + jnp.cumsum(jnp.take(sums, ids, axis=0), axis=1) / x.shape[1]
