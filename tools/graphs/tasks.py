@@ -257,7 +257,8 @@ class Task:
         batch['segment_ids'] = np.sort(rng.integers(1, 3, shape), axis=1).astype(np.int32)
         batch['segment_pos'] = np.tile(np.arange(shape[1], dtype=np.int32), (rows, 1))
       return batch
-    shape = (f['length'], f['dims']) if self.family == 'tower' else (f['height'], f['width'], f['channels'])
+    names = ['length', 'dims'] if self.family == 'tower' else ['height', 'width', 'channels']
+    shape = tuple(f[name] for name in names)
     image = rng.standard_normal((rows, *shape)).astype(np.float32)
     return {'image': image, 'label': rng.integers(0, f['classes'], rows).astype(np.int32), 'weights': weights}
 
@@ -350,7 +351,7 @@ def _tower(f: dict[str, Value]) -> Config:
     'ff': Config(FeedForward, input_dims=D, hidden_dims=f['hidden_dims']),
     'gated': Config(GatedFeedForward, input_dims=D, hidden_dims=f['hidden_dims']),
     'attention': Config(MultiHeadAttention, input_dims=D, num_heads=f['heads'], dims_per_head=f['head_dims']),
-    'norm': Config(LayerNorm, dim=D) if f['seed'] % 2 else Config(RMSNorm, dim=D),
+    'norm': Config(LayerNorm, dims=D) if f['seed'] % 2 else Config(RMSNorm, dims=D),
     'linear': Config(Linear, input_dims=D, output_dims=D),
     'mixer': Config(Mixer, length=T),
     'heads': Config(Heads, dims=D, heads=f['heads']),

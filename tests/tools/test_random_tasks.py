@@ -1,0 +1,69 @@
+"""The fuzzer's whole tasks: random splits of all they hold, compared with one device."""
+
+import numpy as np
+import pytest
+
+from praxis_lite.training import partitioned_step
+from tools.graphs import tasks
+from tools.graphs.tasks import Task
+from tools.hunt.cases import num_devices
+
+FIELDS = {
+  **{'optimizer': 'momentum', 'num_microbatches': 1, 'ema_decay': 0.0, 'clip': 0.0, 'batch': 4, 'seed': 1},
+  **{'dropout': 0.0, 'classes': 3, 'groups': 2, 'height': 4, 'width': 3, 'filters': (1,), 'filter_size': (2, 1)},
+  **{'channels': 2, 'strides': (1, 1), 'padding': 'SAME', 'norm': None, 'pooling': None},
+}
+# Rows over one axis; beside the other, which splits nothing, XLA multiplies a filter's gradient.
+GROUPED = Task(
+  'convolutions',
+  tuple(FIELDS.items()),
+  mesh=(('a', 2), ('b', 2)),
+  inputs=(('1', (('a',),)), ('4', (('a',), (), (), ()))),
+)
+TOWER = Task(
+  'tower',
+  (
+    *{**FIELDS, 'dims': 6, 'length': 3, 'hidden_dims': 9, 'heads': 2, 'head_dims': 3, 'rows': 5}.items(),
+    ('layers', ('heads', 'memory')),
+    ('dispatch', 'dropless'),
+  ),
+  mesh=(('a', 2), ('b', 3)),
+  weights=(('network.layer_0.w', (('b',), ('a',))), ('network.layer_1.w', (('a',), ('b',)))),
+  activations=(('network.layer_0.out', (('a',), (), ('b',))), ('network.out', ((), ('b', 'a'), ()))),
+  steps=('train', 'evaluate'),
+)
+
+
+def draw(seed, **options):
+  return tasks.draw(np.random.default_rng(seed), **options)
+
+
+def test_a_task_is_a_function_of_its_seed():
+  assert draw(3) == draw(3) and draw(3) != draw(4)
+
+
+def test_tasks_of_all_kinds_have_splits_of_all_they_hold():
+  drawn = [draw([7, i]) for i in range(9)]
+  assert {case.family for case in drawn} == {'lm', 'tower', 'convolutions'}
+  assert all(2 <= num_devices(case.mesh) <= 24 for case in drawn)
+  assert sum(bool(case.weights) for case in drawn) > 4 and sum(bool(case.activations) for case in drawn) > 4
+  assert any('attention' in path for case in drawn for path, _ in case.activations)
+
+
+@pytest.mark.slow
+def test_a_task_with_layers_of_a_users_own_is_right():
+  outcome = TOWER.run()
+  assert outcome.kind == 'right', outcome.why
+  specs = TOWER.results(TOWER.task(True))[0]
+  assert {'first_mdl_vars network.layer_1.w', 'loss of step 1', 'loss of evaluation'} <= {*specs}
+  assert any(name.startswith('opt_states') and 'gradients' in name for name in specs)
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_is_found(monkeypatch):
+  assert GROUPED.run().kind == 'right'
+  monkeypatch.setattr(partitioned_step, 'guard', lambda lowered: [])
+  outcome = GROUPED.run()
+  assert outcome.kind == 'wrong' and 'conv_0.w' in outcome.why
+  assert all(case != GROUPED for case in GROUPED.smaller())
+  assert 'Task(\n' in GROUPED.script() and "family='convolutions'" in GROUPED.script()
