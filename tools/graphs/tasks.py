@@ -42,7 +42,7 @@ from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.trees import leaves_by_path, path_name
 from tools.graphs.layers import Heads, Memory, Mixer, Tower, Window
-from tools.graphs.meshes import MOST_DEVICES, draw_mesh
+from tools.graphs.meshes import draw_mesh
 from tools.hunt.cases import (
   Entries,
   MeshAxes,
@@ -388,11 +388,11 @@ _LAYERS = ('ff', 'gated', 'attention', 'norm', 'linear', 'mixer', 'heads', 'wind
 # ---------------------------------------------------------------- drawing
 
 
-def draw(rng: np.random.Generator, most_devices: int = MOST_DEVICES) -> Task:
-  """A random task that runs on one device."""
+def draw(rng: np.random.Generator, only: str = '') -> Task:
+  """A random task that runs on one device, of any family or of one only."""
   while True:
-    mesh = draw_mesh(rng, most_devices)
-    family = ('lm', 'lm', 'tower', 'tower', 'convolutions')[rng.integers(5)]
+    mesh = draw_mesh(rng)
+    family = only or ('lm', 'lm', 'tower', 'tower', 'convolutions')[rng.integers(5)]
     case = Task(family, tuple(_draw_fields(rng, family, mesh).items()), mesh)
     try:
       return _draw_splits(rng, case)
