@@ -38,7 +38,7 @@ class LossOutput(NamedTuple):
     weight: weight of the loss in the mean over microbatches, such as the number of tokens.
     metrics: (mean, weight) of each metric.
     per_example: tree of arrays with the batch as dimension 0.
-    summaries: by name; the last microbatch's are kept.
+    summaries: by name; those of the last microbatch that weighs anything are kept.
     updates: new values of non-trainable variables, a part of the variable tree.
   """
 
@@ -101,12 +101,13 @@ def value_and_grad(
   start = (zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), others)
   (gradients, loss, weight, updated), outputs = jax.lax.scan(one, start, (jnp.arange(num_microbatches), microbatches))
   divisor = jnp.where(weight == 0, 1.0, weight)
+  last = num_microbatches - 1 - jnp.argmax(outputs.weight[::-1] != 0)
   gradients = jax.tree.map(lambda g, v: (g / divisor).astype(v.dtype), gradients, trained)
   output = LossOutput(
     weight=weight,
     metrics={name: mean_of_means(*metric) for name, metric in outputs.metrics.items()},
     per_example=jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs.per_example),
-    summaries=jax.tree.map(lambda x: x[-1], outputs.summaries),
+    summaries=jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, last, keepdims=False), outputs.summaries),
     updates=select(updated, changed.__contains__),
   )
   return loss / divisor, output, gradients

@@ -9,6 +9,7 @@ from explicit_models import class_batch, partitioned, train
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.call import Summary
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.layer import Layer
@@ -27,6 +28,7 @@ from praxis_lite.partitioning import (
 from praxis_lite.partitioning.explicit import ShardedParam
 from praxis_lite.partitioning.hlo import collectives
 from praxis_lite.task import SingleTask
+from praxis_lite.training.microbatches import LossOutput, value_and_grad
 from praxis_lite.weighted import mean_over_devices
 from praxis_lite.weights import WeightHParamsCollection
 
@@ -332,3 +334,18 @@ def test_arguments_have_the_names_of_other_projects_too():
 def test_arguments_given_twice_or_not_at_all_are_refused(call, message):
   with pytest.raises(ShardingError, match=message):
     call(jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize(
+  'weights, kept', [([1, 2, 3], 2), ([1, 2, 0], 1), ([1, 0, 3], 2), ([1, 0, 0], 0), ([0, 0, 0], 2)]
+)
+def test_summaries_are_those_of_the_last_microbatch_that_weighs_anything(weights, kept):
+  """Rows that fill up a batch may be all of a microbatch."""
+
+  def loss_fn(trained, others, key, batch):
+    loss, weight = jnp.sum(trained * batch['x']), jnp.sum(batch['weights'])
+    return loss, LossOutput(weight, {}, {}, {'x': Summary(batch['x'][0])}, {})
+
+  batch = {'x': jnp.arange(3.0), 'weights': jnp.array(weights, jnp.float32)}
+  _, out, _ = value_and_grad(loss_fn, jnp.ones(()), {}, jax.random.key(0), batch, 3)
+  assert float(out.summaries['x'].value) == kept
