@@ -134,7 +134,6 @@ OF_NO_USER = [
   'posix:system',
   'builtins:eval',
   'pip:main',
-  'tensorflow.io:gfile.remove',
 ]
 OF_NO_USER += [
   'tensorflow.io:gfile.remove',

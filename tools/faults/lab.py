@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import time
 from pathlib import Path
@@ -102,8 +103,8 @@ class Lab:
       ]
       command += ['--hang_timeout_s=30']
     devices = environment(self.baseline.cache, 2)
-    if self.hosts > 1:
-      devices.pop('XLA_FLAGS')
+    if self.hosts > 1:  # `launch --devices` says how many; all else is as in one process, so that bits are the same.
+      devices['XLA_FLAGS'] = re.sub(r'--xla_force_host_platform_device_count=\d+', '', devices['XLA_FLAGS']).strip()
     self.started.append(Training(command, devices | env))
     return self.started[-1]
 
