@@ -1,8 +1,10 @@
 """Equations of a traced program, whose parameters differ between releases of JAX.
 
-scan      num_consts, num_carry       up to 0.10
-          ft_in, ft_out               from 0.11 on: trees of (constants, carry, slices) and of (carry, stacked)
-Jaxpr     apart from ClosedJaxpr      up to 0.10; from 0.11 on both are one class
+scan        num_consts, num_carry     up to 0.10
+            ft_in, ft_out             from 0.11 on: trees of (constants, carry, slices) and of (carry, stacked)
+shard_map   manual_axes               up to 0.10.0
+            newly_manual_axes         from 0.10.1 on
+Jaxpr       apart from ClosedJaxpr    up to 0.10; from 0.11 on both are one class
 """
 
 from __future__ import annotations
@@ -70,6 +72,18 @@ def _checked(equation: JaxprEqn, sizes: SizesT, fit: bool) -> SizesT:
     operands, results = len(equation.invars), len(equation.outvars)
     raise UnknownJax(f'{equation.primitive.name} of {operands} operands and {results} results has {sizes}')
   return sizes
+
+
+def mapped_axes(equation: JaxprEqn) -> dict[str, int]:
+  """Returns the mesh axes that a `shard_map` maps, and no other one around it, with their sizes.
+
+  Raises:
+    UnknownJax: its parameters do not say so in a known way.
+  """
+  params = equation.params
+  with reading("shard_map's parameters"):
+    names = params['newly_manual_axes'] if 'newly_manual_axes' in params else params['manual_axes']
+    return {str(name): int(params['mesh'].shape[name]) for name in names}
 
 
 def called_program(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from praxis_lite.jax_internals.programs import mapped_axes
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.steps import eval_step_single_learner
 from praxis_lite.training.trips import Bound, Bounds
@@ -98,8 +99,7 @@ def _equation_flops(equation: core.JaxprEqn, bounds: Bounds) -> float:
   if name == 'while':
     return below * (1 if below == 0 or (trips := bounds.most_trips(equation)) is None else trips)
   if name == 'shard_map':  # Inside, shapes are those of one device.
-    sizes, mapped = params['mesh'].shape, params['newly_manual_axes']
-    return below * math.prod(sizes[axis] for axis in mapped)
+    return below * math.prod(mapped_axes(equation).values())
   return below
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.jax_internals import UnknownJax
@@ -16,6 +17,7 @@ from praxis_lite.jax_internals.programs import (
   WhileSizes,
   bind,
   called_program,
+  mapped_axes,
   program_in,
   scan_sizes,
   while_sizes,
@@ -157,6 +159,28 @@ def test_the_program_that_an_operation_calls(name):
   inner = without_values(program)
   assert len(inner.invars) == len(eqn.invars) == 1 and len(inner.eqns) == 1
   assert inner.eqns[0].primitive.name == {'custom_vjp_call': 'mul', 'custom_jvp_call': 'add'}.get(name, 'sin')
+
+
+def test_the_axes_that_shard_map_maps():
+  mesh = jax.make_mesh((2, 4), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
+
+  def inner(x):
+    return jax.shard_map(jnp.sin, in_specs=P('a'), out_specs=P('a'), axis_names={'a'})(x)
+
+  def outer(x):
+    return jax.shard_map(inner, in_specs=P('b'), out_specs=P('b'), axis_names={'b'})(x)
+
+  x = jnp.ones(8)
+  both = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P('a'), out_specs=P('a'))
+  assert mapped_axes(equation('shard_map', both, x)) == {'a': 2, 'b': 4}
+  with jax.set_mesh(mesh):
+    around = equation('shard_map', outer, x)
+  assert mapped_axes(around) == {'b': 4}
+  (within,) = [e for e in without_values(called_program(around)).eqns if e.primitive.name == 'shard_map']
+  assert mapped_axes(within) == {'a': 2}
+  for params in ({}, {'mesh': mesh}, {'mesh': mesh, 'manual_axes': 3}, {'mesh': None, 'newly_manual_axes': ('a',)}):
+    with pytest.raises(UnknownJax, match='shard_map'):
+      mapped_axes(types.SimpleNamespace(params=params))
 
 
 def test_operations_that_call_no_program():
