@@ -144,6 +144,7 @@ class Checkpointer:
     state: TrainState,
     true_shapes: TrainState,
     input_state: dict[str, Any] | None,
+    progress: dict[str, Any] | None = None,
   ) -> bool:
     """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
 
@@ -155,6 +156,7 @@ class Checkpointer:
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
+      progress: what else decides how the run goes on, for JSON.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
@@ -177,7 +179,7 @@ class Checkpointer:
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(arrays),
       inputs=ocp.args.JsonSave(sealed({'input_state': input_state, SEAL: seal})),
-      about=ocp.args.JsonSave(sealed({**_about(state, true_shapes), SEAL: seal})),
+      about=ocp.args.JsonSave(sealed({**_about(state, true_shapes), 'progress': progress, SEAL: seal})),
     )
     with self._saving(PartedError if jax.process_count() > 1 else CheckpointError):
       self._being_saved.append(step)
@@ -355,6 +357,10 @@ class Checkpointer:
 
     return self._of_whole_step(of_one_save, step)
 
+  def progress(self, step: Step = None) -> dict[str, Any] | None:
+    """Returns what `save` was given as such; None of checkpoints of earlier versions, and of imported ones."""
+    return self._read_json(step, 'about').get('progress')
+
   def folder(self, step: int) -> str:
     """Returns where the checkpoint of a step is."""
     return os.path.join(self.directory, str(step))
@@ -416,7 +422,8 @@ class Checkpointer:
     Where Orbax finds that, some of its threads wait for others, and end after minutes.
     """
     try:
-      os.makedirs(self.directory, exist_ok=True)
+      with contextlib.suppress(FileExistsError):
+        os.mkdir(self.directory)  # And not the directory of the run, which is there unless its disk went away.
       with tempfile.TemporaryFile(dir=self.directory) as file:
         file.write(bytes(_LEAST_ROOM))
       return ''

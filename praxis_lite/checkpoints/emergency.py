@@ -221,6 +221,7 @@ class EmergencyCopies:
     input_state: dict[str, Any] | None,
     checkpoint: int,
     metrics: Sequence[dict[str, Any]] = (),
+    progress: dict[str, Any] | None = None,
   ) -> str:
     """Copies the arrays to the host, and writes them in the background; the state may be donated when this returns.
 
@@ -229,6 +230,7 @@ class EmergencyCopies:
       input_state: `get_state()` of the training input after the batch of this step.
       checkpoint: step of the newest checkpoint; 0 if there is none.
       metrics: lines of metrics that the disk has not taken.
+      progress: as of `Checkpointer.save`.
 
     Returns:
       A line to print: that the copy before has failed, or is the first that has not. '' otherwise.
@@ -240,6 +242,7 @@ class EmergencyCopies:
       with contextlib.suppress(OSError):  # A restart will not know the copies. The next one tries again.
         replace_file(self._lineage_file, json.dumps({'lineage': self._lineage}) + '\n')
     of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
+    of_run['progress'] = progress
     self._step, self._error = step, 'it was not written'
     arguments = {**self._about, **of_run}, _shards_of(state)
     self._writing = threading.Thread(target=self._write, args=arguments, name='emergency_copy')

@@ -72,6 +72,7 @@ class HeartbeatFile:
 
   def __init__(self, directory: Path, process: int, current: Callable[[], Heartbeat]):
     self._path = directory / _DIRECTORY / f'{process}.json'
+    self._directory, self._about_directory = directory, os.stat(directory)
     self._current = current
     self._stop = threading.Event()
     self._thread: threading.Thread | None = None
@@ -97,6 +98,8 @@ class HeartbeatFile:
 
   def _write(self) -> None:
     with contextlib.suppress(OSError):
+      if not os.path.samestat(os.stat(self._directory), self._about_directory):
+        return  # Another one is in its place.
       self._path.parent.mkdir(exist_ok=True)
       replace_file(self._path, json.dumps(dataclasses.asdict(self._current())) + '\n')
 

@@ -105,6 +105,9 @@ class SummaryWriter:
     lost: what `unwritten` was for the run that is resumed: it is written now.
     enabled: False writes nothing; of several processes one writes.
     report: prints a line: that metrics cannot be written, and that they can again.
+
+  Attributes:
+    num_lines: of metrics.jsonl, those included that the disk has not taken; 0 where nothing is written.
   """
 
   def __init__(
@@ -124,6 +127,7 @@ class SummaryWriter:
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     self._unwritten: list[Record] = []
+    self.num_lines = 0
     if enabled:
       path = self._directory / _RECORDS
       written = _truncate_jsonl(path, resumed_step)
@@ -132,6 +136,7 @@ class SummaryWriter:
         if _is_record(record) and record['step'] <= resumed_step:
           self._put(record, {}, is_new=(record['step'], record['split']) not in written)
           written.add((record['step'], record['split']))
+      self.num_lines = len(written)
       self._at_resumed_step = {split for step, split in written if step == resumed_step}
 
   @property
@@ -170,6 +175,7 @@ class SummaryWriter:
     """Writes the scalars of a record, to metrics.jsonl if it is new there, and summaries of other kinds."""
     step, split = record['step'], record['split']
     if is_new:
+      self.num_lines += 1
       self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
     error: OSError | None
     try:
@@ -213,6 +219,7 @@ class SummaryWriter:
       # Hidden are the entries after the resumed step, and those of that step itself where metrics.jsonl has lost an
       # evaluation, which is made again.
       purge_step = min(step, self._resumed_step + 1)
+      (self._directory / 'summaries').mkdir(exist_ok=True)  # Fails if the directory is not there any more.
       self._event_files[split] = EventFile(self._directory / 'summaries' / split, purge_step)
     return self._event_files[split]
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from praxis_lite.checkpoints import OnDamage
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import user_path
 from praxis_lite.foreign_text import printable
@@ -34,12 +34,14 @@ from praxis_lite.records.run_config import held_for_training, job_directory
 from praxis_lite.runtime.console import make_console
 from praxis_lite.runtime.hooks import Hook, Hooks, Run
 from praxis_lite.runtime.improvement import own_hooks
+from praxis_lite.runtime.loop.directory import HeldDirectory, LostDirectoryError
 from praxis_lite.runtime.loop.duties import Duties
 from praxis_lite.runtime.loop.feed import BadRecordLines, Feed
 from praxis_lite.runtime.loop.job import Job, build_job
 from praxis_lite.runtime.loop.lines import conclusion, introduction
 from praxis_lite.runtime.loop.observers import Observers
 from praxis_lite.runtime.loop.options import Advice, TrainOptions
+from praxis_lite.runtime.loop.progress import Progress, evaluations_in, with_saved
 from praxis_lite.runtime.loop.saving import Saving
 from praxis_lite.runtime.loop.start import Start, starting_point
 from praxis_lite.runtime.loop.steps import TrainSteps
@@ -50,7 +52,7 @@ from praxis_lite.runtime.mirror import Mirror
 from praxis_lite.runtime.profiling import make_profiler
 from praxis_lite.runtime.programs import Programs
 from praxis_lite.runtime.throughput import StartupTimes
-from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back
+from praxis_lite.runtime.trouble import GoBack, TroubleWatch, go_back, restore_rollbacks, rollbacks_in
 from praxis_lite.runtime.vocabulary import keep_vocabulary
 from praxis_lite.training.state import TrainState
 
@@ -163,6 +165,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     # ---- what is trained, where it starts
     directory = opened(job_directory(job_log_dir))
+    held = opened(HeldDirectory(directory))
     if is_primary_process():
       opened(held_for_training(directory))
     mirror = opened(contextlib.closing(Mirror(config.task.train.mirror, directory)))
@@ -179,9 +182,11 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       directory, resumed_step=first_step, lost=start.lost_metrics, enabled=is_primary, report=console.line
     )
     to_close.callback(writer.close)
-    results = read_results(directory, up_to_step=first_step)
+    progress = start.progress
+    results, lost = with_saved(read_results(directory, first_step), progress, job.watched, first_step)
+    told = list(_lost_records(directory, progress, writer, lost))
     saving = Saving(start.checkpointer, job.partitioned.unpadded_state_shapes, console.line, start.copies)
-    trouble = TroubleWatch(directory, job.task, first_step, job.train_input.examples_at)
+    trouble = TroubleWatch(directory, job.task, first_step, job.train_input.examples_at, progress.losses)
     log = TrainLog(
       job.partitioned,
       job.batch_struct,
@@ -193,7 +198,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       trouble=trouble,
     )
     about_job, advice = introduction(job, options.devices), _advice(job, options.advise, startup)
-    for line in itertools.chain(about_job, start.origins, advice, start.notes, _recorded(job, start)):
+    for line in itertools.chain(about_job, start.origins, advice, start.notes, told, _recorded(job, start)):
       console.line(line)
     watch.begin(first_step, total, job.settings.slow_step_factor, console.line)
     stop = StopSignals()
@@ -207,9 +212,15 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     if is_primary:
       keep_vocabulary(job.config, directory)
     feed = opened(Feed(job, watch.goodput, console.line, options.input_timeout_s))
-    duties = Duties(job, feed, saving, programs, observers)
+    run: Run
+
+    def progress_now() -> Progress:
+      values = evaluations_in(run.results, job.watched)
+      return Progress(values, trouble.losses, rollbacks_in(directory), writer.num_lines if is_primary else None)
+
+    duties = Duties(job, feed, saving, programs, observers, held, progress_now)
     loop = TrainingLoop(feed, TrainSteps(job, options, console.line), duties, observers, stop)
-    run: Run = Run(job.task, directory, start.state, results, save=lambda: duties.save(run), line=console.line)
+    run = Run(job.task, directory, start.state, results, save=lambda: duties.save(run), line=console.line)
 
     # ---- train
     opened(stop)
@@ -222,7 +233,10 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       meet_others()
     if start.is_restored:
       duties.do_those_due(run)  # The last run may have been killed between this checkpoint and its evaluation.
-    loop.train(run)
+    try:
+      loop.train(run)
+    except LostDirectoryError as error:
+      raise UserError(duties.rescue(run, error, lambda new: _make_anew(new, job, run.step))) from None
 
     # ---- the end
     if run.step > first_step:
@@ -252,6 +266,30 @@ def _recorded(job: Job, start: Start) -> Iterator[str]:
     yield from write_record(
       job.directory, job.config, seed=job.seed, mesh=mesh, step=start.step, keeps_record=is_finished
     )
+
+
+def _lost_records(directory: Path, saved: Progress, writer: SummaryWriter, evaluations: int) -> Iterator[str]:
+  """Writes again which batches are left out, and yields lines about what the files of a run have lost."""
+  if not is_primary_process():
+    rollbacks = 0
+  else:
+    rollbacks = restore_rollbacks(directory, saved.troubles)
+    missing = (saved.lines or 0) - writer.num_lines
+    if evaluations or missing > 0:
+      lines = f'{missing} lines' if missing > 0 else f'{evaluations} evaluations'
+      kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if evaluations else ''
+      yield f'{directory / "metrics.jsonl"} has lost {lines} that there were when the checkpoint was saved{kept}'
+    if rollbacks:
+      yield f'{directory / "trouble.jsonl"} had lost {rollbacks} lines: the checkpoint knows which batches are left out'
+  if saved.troubles:
+    meet_others()  # They read the file.
+
+
+def _make_anew(directory: Path, job: Job, step: int) -> None:
+  """Makes a directory in which a run can go on: its config, and the vocabulary that it keeps."""
+  directory.mkdir(parents=True)
+  write_record(directory, job.config, seed=job.seed, mesh=job.partitioned.mesh.shape, step=step)
+  keep_vocabulary(job.config, directory)
 
 
 def _ended_by(run: Run, stop: StopSignals) -> str:

@@ -177,6 +177,7 @@ class DecodeProgram(Program[DecodeStepOutput]):
     task = tasks.taking(data)
     super().__init__(f'decode/{data.label}', task.decode_step, data, prng_key, tasks.jax_task.decode)
     self._examples = task.inference_rows.examples
+    self._job_log_dir = job_log_dir
     self._directory = job_log_dir / 'decoded' / data.label
 
   def _metrics_of(self, out: DecodeStepOutput) -> DeviceMetrics:
@@ -189,6 +190,7 @@ class DecodeProgram(Program[DecodeStepOutput]):
   def _finish(self, step: int) -> str:
     path = self._directory / f'step_{step:08d}.jsonl'
     if is_primary_process():
+      self._job_log_dir.joinpath('decoded').mkdir(exist_ok=True)  # Fails if the run's directory is not there any more.
       self._directory.mkdir(parents=True, exist_ok=True)
       path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
     return f', {path}'

@@ -81,16 +81,42 @@ def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
   with contextlib.suppress(OSError, UnicodeDecodeError):
     for line in read_plain(Path(directory, _FILE)).decode().splitlines():
       with contextlib.suppress(ValueError, TypeError, KeyError):
-        data = parse_json(line)
-        trouble = Trouble(**{name: data[name] for name in Trouble._fields})
-        if isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches):
+        trouble = _parsed(parse_json(line))
+        if trouble is not None:
           found.append(trouble)
   return found
+
+
+def _parsed(data: dict[str, Any]) -> Trouble | None:
+  try:
+    trouble = Trouble(**{name: data[name] for name in Trouble._fields})
+    is_whole = isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches)
+  except (TypeError, KeyError):
+    return None
+  return trouble if is_whole else None
 
 
 def left_out(troubles: Sequence[Trouble]) -> list[InputState]:
   """Returns the states of the input before the batches that are left out."""
   return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
+
+
+def rollbacks_in(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Returns the troubles for which a run has gone back, for JSON."""
+  return [trouble._asdict() for trouble in read_troubles(directory) if trouble.action == 'rollback']
+
+
+def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int:
+  """Writes those of these troubles that the directory has lost; returns how many. One process of a run calls this."""
+  before = read_troubles(directory)
+  lost: list[Trouble] = []
+  for record in records:
+    trouble = _parsed(record)
+    if trouble is not None and all(_place(trouble) != _place(known) for known in (*before, *lost)):
+      lost.append(trouble)
+  if lost:
+    _write(directory, [*lost, *before])
+  return len(lost)
 
 
 def count_rollbacks(directory: str | os.PathLike[str]) -> int:
@@ -134,6 +160,10 @@ class TroubleWatch:
     task: the task that is trained, which says what happens then.
     first_step: steps taken before this process.
     describe: returns the names of the examples of a batch, from the state before it.
+    losses: (step, loss) of the last steps before this process; None: `losses.json` has them.
+
+  Attributes:
+    losses: (step, loss) of the last steps; None where they are not needed.
   """
 
   def __init__(
@@ -142,6 +172,7 @@ class TroubleWatch:
     task: SingleTask,
     first_step: int,
     describe: Callable[[InputState], Sequence[str]] = lambda state: [],
+    losses: Sequence[tuple[int, float]] | None = None,
   ):
     self._directory = directory
     self._settings: LossSpikeParams = task.train.loss_spike
@@ -151,7 +182,7 @@ class TroubleWatch:
     self._batches: dict[int, InputState] = {}
     self._losses: deque[tuple[int, float]] = deque(maxlen=_KEPT)
     if self._spikes is not None:
-      for step, loss in _read_losses(directory):
+      for step, loss in _read_losses(directory) if losses is None else losses:
         if step <= first_step:
           self._losses.append((step, loss))
           self._spikes.add(step, loss)
@@ -159,6 +190,10 @@ class TroubleWatch:
   @property
   def needs_losses(self) -> bool:
     return self._spikes is not None
+
+  @property
+  def losses(self) -> Sequence[tuple[int, float]] | None:
+    return tuple(self._losses) if self._spikes is not None else None
 
   def took(self, step: int, before: InputState) -> None:
     """Says from where the batch of a step was read."""
@@ -232,7 +267,11 @@ def _record(directory: Path, trouble: Trouble) -> None:
   known = read_troubles(directory)
   if any(_place(earlier) == _place(trouble) for earlier in known) or len(known) >= _MOST_RECORDED:
     return  # A step that a restart has taken again.
-  replace_file(directory / _FILE, ''.join(f'{json.dumps(t._asdict())}\n' for t in (*known, trouble)))
+  _write(directory, [*known, trouble])
+
+
+def _write(directory: Path, troubles: Sequence[Trouble]) -> None:
+  replace_file(directory / _FILE, ''.join(f'{json.dumps(t._asdict())}\n' for t in troubles))
 
 
 def _place(trouble: Trouble) -> tuple[int, int, str, list[str]]:

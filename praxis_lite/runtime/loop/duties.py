@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import jax
+
+from praxis_lite.errors import UserError
+from praxis_lite.hosts.distributed import is_primary_process, told_by_all
 from praxis_lite.hosts.watchdog import doing
 from praxis_lite.records.run_config import is_due
 from praxis_lite.runtime.hooks import Run
+from praxis_lite.runtime.loop.directory import HeldDirectory, LostDirectoryError, rescue_directory
 from praxis_lite.runtime.loop.feed import Feed
 from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.loop.observers import Observers
-from praxis_lite.runtime.loop.saving import Saving
+from praxis_lite.runtime.loop.progress import Progress
+from praxis_lite.runtime.loop.saving import Json, Saving
 from praxis_lite.runtime.programs import Program, Programs
 from praxis_lite.runtime.trouble import InputState
 from praxis_lite.training.state import TrainState
@@ -24,17 +31,32 @@ class Duties:
     feed: knows the position in the input, which is saved with the state.
     saving, programs: do it.
     observers: are told.
+    directory: of the run; nothing is done where it is not any more.
+    progress: returns what is saved beside the state.
   """
 
-  def __init__(self, job: Job, feed: Feed, saving: Saving, programs: Programs, observers: Observers):
+  def __init__(
+    self,
+    job: Job,
+    feed: Feed,
+    saving: Saving,
+    programs: Programs,
+    observers: Observers,
+    directory: HeldDirectory,
+    progress: Callable[[], Progress],
+  ):
     self._job = job
     self._feed = feed
     self._saving = saving
     self._programs = programs
     self._observers = observers
+    self._directory = directory
+    self._progress = progress
 
   def do_those_due(self, run: Run) -> None:
-    """Does what is due after the steps taken until now."""
+    """Does what is due after the steps taken until now; raises LostDirectoryError where it cannot be done."""
+    if jax.process_count() == 1:  # Several processes look together, when there is something to do.
+      self._directory.check()
     settings = self._job.settings
     # Saving comes first: the disk writes while the devices evaluate, and a run killed in an evaluation loses no step.
     for interval, do in (
@@ -61,7 +83,8 @@ class Duties:
       return self._saving.save(*self._position(run))
 
   def finish_saving(self, run: Run) -> None:
-    """Waits until the last step is saved; raises CheckpointError if it cannot be."""
+    """Waits until the last step is saved; raises CheckpointError or LostDirectoryError if it cannot be."""
+    self._directory.check()
     with self._observers.doing('saving'):
       self._saving.finish(*self._position(run))
     self._observers.watch.saved(run.step)
@@ -80,14 +103,45 @@ class Duties:
       self._observers.saved(run, step, folder)
 
   def _run(self, programs: Sequence[Program], run: Run) -> None:
+    self._directory.check()
     self._observers.log.drain()
     with self._observers.doing('evaluating'):
       for result in self._programs.run(programs, run.step, run.state):
         self._observers.evaluated(run, result)
 
   def _prepare_save(self, run: Run, *, is_copy: bool) -> None:
+    self._directory.check()
     doing(f'saving step {run.step}')
     self._observers.will_save(run, is_copy=is_copy)
 
-  def _position(self, run: Run) -> tuple[int, TrainState, InputState]:
-    return run.step, run.state, self._feed.position
+  def rescue(self, run: Run, lost: LostDirectoryError, make: Callable[[Path], object]) -> str:
+    """Saves a run whose directory was lost in another one; returns a message that says where, and how it goes on.
+
+    Args:
+      run: its state is saved.
+      lost: what has happened.
+      make: makes a new directory, where there is none any more.
+    """
+    self._saving.abandon(self._job.directory)
+    name = error_of_first = ''
+    if is_primary_process():
+      try:
+        name = str(rescue_directory(lost, self._job.directory, make))
+      except (UserError, OSError) as error:
+        error_of_first = str(error)
+    told, error_of_first = told_by_all(name)[0], told_by_all(error_of_first)[0]
+    try:
+      if not told:
+        raise UserError(error_of_first)
+      directory = Path(told)
+      self._saving.save_elsewhere(directory, *self._position(run))
+    except (UserError, OSError) as error:
+      return f'{lost}; step {run.step} could not be saved: {error}'
+    without = '' if lost.moved_to else ', with its config and without metrics'
+    return (
+      f'{lost}; step {run.step} of {run.total_steps} is saved in {directory}{without}: to go on, train with '
+      f'--job_log_dir={directory}'
+    )
+
+  def _position(self, run: Run) -> tuple[int, TrainState, InputState, Json]:
+    return run.step, run.state, self._feed.position, self._progress().record()

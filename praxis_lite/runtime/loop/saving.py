@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.errors import CheckpointError
+from praxis_lite.records.record import has_record
 from praxis_lite.training.state import TrainState
+
+Json = dict[str, Any] | None
 
 
 class Saving:
@@ -41,21 +48,25 @@ class Saving:
     self._is_good = True
     self._stalled = 0.0
 
-  def save(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> bool:
-    """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before."""
+  def save(self, step: int, state: TrainState, input_state: Json, progress: Json) -> bool:
+    """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before.
+
+    Args:
+      step, state, input_state, progress: as of `Checkpointer.save`.
+    """
     start = time.perf_counter()
     self._tolerated(self._checkpointer.wait_until_complete)  # Its failure is one of an earlier step.
     self._step, self._is_good = step, True
-    self._tolerated(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state))
+    self._tolerated(lambda: self._checkpointer.save(step, state, self._true_shapes, input_state, progress))
     self._stalled += time.perf_counter() - start
     return self._is_good
 
   def copy(
-    self, step: int, state: TrainState, input_state: dict[str, Any] | None, metrics: Sequence[dict[str, Any]]
+    self, step: int, state: TrainState, input_state: Json, progress: Json, metrics: Sequence[dict[str, Any]]
   ) -> None:
     """Begins an emergency copy, with lines of metrics that the disk has not taken; reports the first that fails."""
     if self._copies is not None:
-      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0, metrics)
+      said = self._copies.write(step, state, input_state, self._checkpointer.latest_step() or 0, metrics, progress)
       if said:
         self._line(said)
 
@@ -63,7 +74,7 @@ class Saving:
     """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
     return self._tolerated(self._checkpointer.newly_complete) or []
 
-  def finish(self, step: int, state: TrainState, input_state: dict[str, Any] | None) -> None:
+  def finish(self, step: int, state: TrainState, input_state: Json, progress: Json) -> None:
     """Waits until this step is saved, and removes emergency copies.
 
     Raises:
@@ -72,10 +83,30 @@ class Saving:
     self._tolerated(self._checkpointer.wait_until_complete)
     try:
       if not (self._step == step and self._is_good):
-        self._checkpointer.save(step, state, self._true_shapes, input_state)
+        self._checkpointer.save(step, state, self._true_shapes, input_state, progress)
       self._checkpointer.wait()
     except CheckpointError as error:
       raise CheckpointError(f'{error}; step {step} is not saved{self._last_good()}') from error
+    if self._copies is not None:
+      self._copies.remove()
+
+  def abandon(self, directory: Path) -> None:
+    """Ends what is being saved in the directory of a run that is not there any more, and removes what that has made."""
+    with contextlib.suppress(CheckpointError):
+      self._checkpointer.wait_until_complete()
+    folder = Path(self._checkpointer.directory)
+    if jax.process_index() == 0 and not has_record(directory):  # Another run may be there by now.
+      with contextlib.suppress(OSError):
+        for made in folder.iterdir():
+          if made.name.split('.')[0] == str(self._step):
+            shutil.rmtree(made, ignore_errors=True)
+        folder.rmdir()
+        directory.rmdir()
+
+  def save_elsewhere(self, directory: Path, step: int, state: TrainState, input_state: Json, progress: Json) -> None:
+    """Saves in another directory, where no checkpoint is removed; raises CheckpointError if that fails."""
+    with contextlib.closing(Checkpointer(directory)) as checkpointer:
+      checkpointer.save(step, state, self._true_shapes, input_state, progress)
     if self._copies is not None:
       self._copies.remove()
 

@@ -17,6 +17,7 @@ from praxis_lite.records.record import changes_named
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.loop.options import TrainOptions
+from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress
 from praxis_lite.runtime.throughput import StartupTimes
 from praxis_lite.training.state import TrainState
 
@@ -30,6 +31,7 @@ class Start(NamedTuple):
     is_restored: whether it is one of this run, of a checkpoint or a copy.
     checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
     lost_metrics: lines of metrics until that step that the disk had not taken.
+    progress: what else decides how the run goes on, as it was saved.
     origins: lines that say where the variables come from, where another run or an import is concerned.
     notes: lines about checkpoints and copies.
   """
@@ -40,6 +42,7 @@ class Start(NamedTuple):
   checkpointer: Checkpointer
   copies: EmergencyCopies
   lost_metrics: Sequence[dict[str, Any]]
+  progress: Progress
   origins: Sequence[str]
   notes: Sequence[str]
 
@@ -68,11 +71,12 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
     with contextlib.closing(_checkpointer(job, options.on_damage)) as checkpointer, watched_by_others(job.directory):
       if is_restored:
         with changes_named(job.directory, job.config), goodput.doing('restoring'):
-          state, input_state = _restored(job, copy, checkpointer)
+          state, input_state, progress = _restored(job, copy, checkpointer)
         if options.restore_input and input_state is not None:
           job.train_input.set_state(input_state)
         startup.mark('restore')
       else:
+        progress = NOTHING_KNOWN
         state = jax.block_until_ready((warm_start or job.partitioned).init_state(job.keys.init))
         startup.mark('init')
       step, total = int(state.step), job.settings.num_train_steps
@@ -82,7 +86,7 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
         where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
         notes.append(f'restored step {step} of {total} from {where}')
       lost_metrics = [] if copy is None else copy.metrics
-      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, origins, notes)
+      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, progress, origins, notes)
 
 
 def _newest_checkpoint(job: Job, on_damage: OnDamage) -> tuple[int | None, bool]:
@@ -118,10 +122,10 @@ def _checkpointer(job: Job, on_damage: OnDamage) -> Checkpointer:
 
 def _restored(
   job: Job, copy: EmergencyCopy | None, checkpointer: Checkpointer
-) -> tuple[TrainState, dict[str, Any] | None]:
-  """Returns the state of a copy, or of the newest checkpoint, and that of the training input after it."""
+) -> tuple[TrainState, dict[str, Any] | None, Progress]:
+  """Returns the state of a copy, or of the newest checkpoint, that of the training input after it, and the progress."""
   shapes, true_shapes = job.partitioned.state_shapes, job.partitioned.unpadded_state_shapes
   if copy is not None:
-    return copy.restore(shapes), copy.input_state
+    return copy.restore(shapes), copy.input_state, Progress.parse(copy.record.get('progress'))
   state = checkpointer.restore(shapes, true_shapes, weights=job.task.model.abstract_init())
-  return state, checkpointer.input_state()
+  return state, checkpointer.input_state(), Progress.parse(checkpointer.progress())

@@ -35,6 +35,8 @@ class _Step(NamedTuple):
 class TrainLog:
   """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
 
+  The first step of a process that resumes a run is shown, and not written: curves have the same steps with restarts.
+
   Of steps that are skipped in a row, the console shows the first one, and then only how many there are.
 
   Args:
@@ -107,7 +109,7 @@ class TrainLog:
     self._throughput.restart(step)
 
   def _is_logged(self, step: int) -> bool:
-    return step % self._interval == 0 or step in (self._first_step + 1, self._last_step)
+    return step % self._interval == 0 or step in (1, self._last_step)
 
   def _look_at_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:
@@ -115,14 +117,15 @@ class TrainLog:
       was_skipped = self.skipped.add(step, means)
       if self._trouble is not None and self._trouble.needs_losses and not was_skipped:
         self._trouble.add_loss(step, float(np.asarray(means['loss'][0])))
-      if self._is_logged(step):
+      if self._is_logged(step) or step == self._first_step + 1:
         metrics, rates = mean_values(means), self._throughput.rates(step)
         metrics = {**metrics, **(rates.as_metrics() if rates else {}), **self._more()}
         if was_skipped:
           self._console.progress(step)
         else:
           self._console.train_step(step, metrics, rates)
-        self._writer.write(step, 'train', metrics, jax.device_get(summaries))
+        if self._is_logged(step):
+          self._writer.write(step, 'train', metrics, jax.device_get(summaries))
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:

@@ -1,0 +1,118 @@
+"""The directory of a run while it trains: whether it is still where it was, and where else it is.
+
+A directory is known by its device and inode, and stays open. So one that was moved is found again, and one that was
+deleted is told from a disk that went away: the latter may come back, and training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from praxis_lite.errors import UserError
+from praxis_lite.hosts.distributed import told_by_all
+
+_DELETED = ' (deleted)'  # How Linux ends the path of an open directory that was deleted.
+_RESCUED = '.rescued'
+
+
+class LostDirectoryError(UserError):
+  """The directory of a run was moved or deleted while it trained, or another one is in its place.
+
+  Attributes:
+    moved_to: where it is now; None: nowhere.
+  """
+
+  def __init__(self, message: str, moved_to: Path | None):
+    super().__init__(message)
+    self.moved_to = moved_to
+
+
+class HeldDirectory:
+  """Knows a directory, which exists, whatever happens to its name; a context manager.
+
+  Args:
+    path: of the directory, absolute.
+  """
+
+  def __init__(self, path: Path):
+    self._path = path
+    self._handle: int | None = None
+
+  def __enter__(self) -> Self:
+    if sys.platform != 'win32':  # A directory cannot be opened there, nor moved while a file in it is open.
+      self._handle = os.open(self._path, os.O_RDONLY)
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    if self._handle is not None:
+      os.close(self._handle)
+
+  def check(self) -> None:
+    """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""
+    lost = self._lost()
+    told = told_by_all('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
+    first = next(filter(None, told), None)
+    if first is not None:
+      moved_to, _, message = first.partition('\n')
+      raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
+
+  def _lost(self) -> LostDirectoryError | None:
+    if self._handle is None:
+      return None
+    try:
+      if os.path.samestat(os.stat(self._path), os.fstat(self._handle)):
+        return None
+      instead = ', and another one is in its place'
+    except (FileNotFoundError, NotADirectoryError):
+      instead = ''
+    except OSError:  # The storage cannot be reached.
+      return None
+    moved_to, is_deleted = self._fate(self._handle)
+    if moved_to is not None:
+      return LostDirectoryError(f'job_log_dir {self._path} was moved to {moved_to} while it trained{instead}', moved_to)
+    if is_deleted:
+      return LostDirectoryError(f'job_log_dir {self._path} was deleted while it trained{instead}', None)
+    return None  # Its disk is not mounted any more.
+
+  def _fate(self, handle: int) -> tuple[Path | None, bool]:
+    """Returns where an open directory is now, None if that is not known, and whether it was deleted."""
+    for name_of in (_name_on_linux, _name_on_mac):
+      try:
+        name = name_of(handle)
+        if os.path.samestat(os.stat(name), os.fstat(handle)):
+          return Path(name), False
+      except (OSError, ValueError, ImportError, AttributeError):
+        continue
+    try:
+      is_deleted = os.fstat(handle).st_nlink == 0 or _name_on_linux(handle).endswith(_DELETED)
+    except OSError as error:
+      is_deleted = error.errno == errno.ESTALE  # As on a network file system.
+    return None, is_deleted
+
+
+def _name_on_linux(handle: int) -> str:
+  return os.readlink(f'/proc/self/fd/{handle}')
+
+
+def _name_on_mac(handle: int) -> str:
+  import fcntl
+
+  return os.fsdecode(fcntl.fcntl(handle, fcntl.F_GETPATH, bytes(1024)).rstrip(b'\0'))  # type: ignore[attr-defined,unused-ignore]
+
+
+def rescue_directory(lost: LostDirectoryError, path: Path, make: Callable[[Path], object]) -> Path:
+  """Returns the directory to save a run in whose own was lost: where that is now, or a new one beside it, by `make`."""
+  if lost.moved_to is not None:
+    return lost.moved_to
+  rescued, count = path.with_name(path.name + _RESCUED), 1
+  while rescued.exists():
+    count += 1
+    rescued = path.with_name(f'{path.name}{_RESCUED}.{count}')
+  make(rescued)
+  return rescued

@@ -1,0 +1,101 @@
+"""What decides how a run goes on, beside its state: saved in each checkpoint, and in emergency copies.
+
+    evaluations    the metrics that early stopping and the best checkpoint look at, at each step
+    losses         the last losses, from which it is known what a jump is
+    troubles       the batches that are left out, and how often the run has gone back
+    lines          how many lines metrics.jsonl had
+
+So a run whose `metrics.jsonl`, `losses.json` or `trouble.jsonl` was deleted or emptied goes on as it would have with
+them. Curves that were in these files are lost, which a line says. Checkpoints of earlier versions have none of this:
+then the files decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from praxis_lite.records.metrics import EvalResult
+from praxis_lite.runtime.improvement import Watched
+
+Values = dict[int, float]  # By step; NaN where it was not a number.
+
+
+class Progress(NamedTuple):
+  """What was saved of it.
+
+  Attributes:
+    evaluations: values of each metric that was looked at, by its path.
+    losses: (step, loss) of the last steps; None: not known.
+    troubles: records of `Trouble`, of those for which the run went back.
+    lines: number of lines of metrics; None: not known.
+  """
+
+  evaluations: dict[str, Values]
+  losses: Sequence[tuple[int, float]] | None
+  troubles: Sequence[dict[str, Any]]
+  lines: int | None
+
+  def record(self) -> dict[str, Any]:
+    """Returns it for JSON."""
+    values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
+    losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
+    return {'evaluations': values, 'losses': losses, 'troubles': list(self.troubles), 'lines': self.lines}
+
+  @classmethod
+  def parse(cls, record: object) -> Progress:
+    """Returns what a checkpoint says, which may be of anyone; nothing is known where it says none."""
+    if not isinstance(record, dict):
+      return NOTHING_KNOWN
+    try:
+      evaluations = {str(path): dict(map(_pair, of)) for path, of in record['evaluations'].items()}
+      losses = None if record['losses'] is None else list(map(_pair, record['losses']))
+      troubles = [dict(trouble) for trouble in record['troubles']]
+      lines = None if record['lines'] is None else int(record['lines'])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+      return NOTHING_KNOWN
+    return cls(evaluations, losses, troubles, lines)
+
+
+NOTHING_KNOWN = Progress({}, None, (), None)
+
+
+def _or_none(value: float) -> float | None:
+  return value if math.isfinite(value) else None
+
+
+def _pair(entry: Sequence[Any]) -> tuple[int, float]:
+  step, value = entry
+  return int(step), math.nan if value is None else float(value)
+
+
+def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str, Values]:
+  """Returns the values of the metrics that are looked at, by their paths."""
+  found = list(results)
+  return {metric.path: dict(metric.values(found)) for metric in watched if metric is not None}
+
+
+def with_saved(
+  results: Sequence[EvalResult], saved: Progress, watched: Watched, step: int
+) -> tuple[list[EvalResult], int]:
+  """Returns the evaluations of a run that goes on after `step`, and how many of them its files have lost or changed.
+
+  Up to the step before, those in the checkpoint count: all were made when it was saved. That of `step` itself may have
+  been made later.
+  """
+  merged, changed = {(result.step, result.split): result for result in results}, 0
+  for metric in {metric for metric in watched if metric is not None and metric.path in saved.evaluations}:
+    values = saved.evaluations[metric.path]
+    for key in [key for key in merged if key[1] == metric.split and key[0] < step and key[0] not in values]:
+      del merged[key]
+      changed += 1
+    for at, value in values.items():
+      before = merged.get((at, metric.split))
+      known = math.nan if before is None else float(before.metrics.get(metric.name, math.nan))
+      if at <= step and not (before is not None and (known == value or (math.isnan(known) and math.isnan(value)))):
+        merged[at, metric.split] = EvalResult(
+          at, metric.split, {**({} if before is None else before.metrics), metric.name: value}
+        )
+        changed += 1
+  return sorted(merged.values(), key=lambda result: result.step), changed
