@@ -40,6 +40,7 @@ def _run(values: flags.FlagValues) -> int:
     job_log_dir,
     seed=values.seed if values['seed'].present else None,
     restore_input=values.restore_input,
+    accept_changed_data=values.accept_changed_data,
     verify_numerics=values.verify_numerics,
     advise=_warnings,
     profile_steps=profile_steps,
@@ -72,6 +73,13 @@ def _flags() -> flags.FlagValues:
     True,
     'Resume the training data where the checkpoint left it; --norestore_input starts at its beginning, for a changed '
     'dataset. Example: --norestore_input',
+    flag_values=values,
+  )
+  flags.DEFINE_boolean(
+    'accept_changed_data',
+    False,
+    'Resume at the saved position though files of the training data have changed since it was saved, which is an error '
+    'otherwise. Example: --accept_changed_data',
     flag_values=values,
   )
   flags.DEFINE_boolean(

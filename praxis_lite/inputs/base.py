@@ -23,6 +23,7 @@ import jax
 
 from praxis_lite.config import REQUIRED, Configurable
 from praxis_lite.errors import CheckpointError, ConfigError, DataError
+from praxis_lite.inputs.manifest import Manifest, changes, manifest_of
 from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
 
 _REMEDY = (
@@ -102,6 +103,20 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def check_beside(self, other: BaseInput) -> None:
     """Raises ConfigError if this input, of training, and another one of the same experiment do not fit together."""
+
+  def data_files(self) -> Sequence[str]:
+    """Returns the files that the examples are read from; none where they are not."""
+    return ()
+
+  def manifest(self) -> Manifest | None:
+    """Returns what is to be remembered of these files, for JSON; see `manifest.py`."""
+    files = self.data_files()
+    return manifest_of(files) if files else None
+
+  def changes_since(self, saved: object, now: Manifest | None) -> str:
+    """Returns how the files have changed, from what `manifest` has returned before and now; '' if they have not."""
+    found = changes(saved, now) if now is not None else ''
+    return f'{self.label}: {found}' if found else ''
 
   @property
   def bad_records(self) -> Sequence[object]:

@@ -92,6 +92,9 @@ class GrainInput(RecordsInput, StreamedInput):
     """The files, sorted."""
     return find_files(self.path, f'{self.label}.path')
 
+  def data_files(self) -> list[str]:
+    return self.files
+
   @property
   def num_examples(self) -> int:
     """Examples in an epoch, over all hosts."""

@@ -15,6 +15,7 @@ import numpy as np
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
+from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.inputs.random_access import uniform
 from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
 
@@ -136,6 +137,16 @@ class MixtureInput(BaseInput):
   def close(self) -> None:
     for source in self.sources:
       source.close()
+
+  def manifest(self) -> Manifest | None:
+    return {'sources': [source.manifest() for source in self.sources]}
+
+  def changes_since(self, saved: object, now: Manifest | None) -> str:
+    before = saved.get('sources') if isinstance(saved, dict) else None
+    if not isinstance(before, list) or now is None:
+      return ''
+    of_sources = [s.changes_since(was, of) for s, was, of in zip(self.sources, before, now['sources'])]
+    return '; '.join(filter(None, of_sources))
 
   @property
   def bad_records(self) -> list[object]:

@@ -149,6 +149,9 @@ class TextInput(RecordsInput, RandomAccessInput):
     """Whether rows are at random places of the text."""
     return self.packing == 'windows' and bool(self.shuffle)
 
+  def data_files(self) -> list[str]:
+    return find_files(self.path, f'{self.label}.path')
+
   def identity(self) -> dict[str, Any]:
     return {**super().identity(), 'packing': self.packing}
 

@@ -229,6 +229,9 @@ class TFRecordInput(RecordsInput, BaseTFInput):
   def _files(self) -> list[str]:
     return find_files(self.file_pattern, f'{self.label}.file_pattern')
 
+  def data_files(self) -> list[str]:
+    return self._files
+
   def elements(self, epoch: int) -> tf.data.Dataset:
     files = self._files
     if self.shuffle:

@@ -92,6 +92,7 @@ def run_train(
   preemption_notice: str | None = None,
   elastic: bool = False,
   input_timeout_s: float = READ_TIMEOUT_S,
+  accept_changed_data: bool = False,
 ) -> TrainResult:
   """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
 
@@ -112,6 +113,8 @@ def run_train(
     grace_s, preemption_notice: see `praxis_lite.hosts.preemption`.
     elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
     input_timeout_s: seconds to wait for a batch; then its reader hangs, and the run is saved and ends.
+    accept_changed_data: go on at the saved position though files of the training data have changed since; by default
+      that is an error.
 
   Raises:
     DeterminismError: a step that was run twice has given different bits; nothing is saved after it.
@@ -143,6 +146,7 @@ def run_train(
     preemption_notice=preemption_notice,
     elastic=elastic,
     input_timeout_s=input_timeout_s,
+    accept_changed_data=accept_changed_data,
   )
   while True:
     try:
@@ -216,7 +220,9 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
 
     def progress_now() -> Progress:
       values = evaluations_in(run.results, job.watched)
-      return Progress(values, trouble.losses, rollbacks_in(directory), writer.num_lines if is_primary else None)
+      return Progress(
+        values, trouble.losses, rollbacks_in(directory), writer.num_lines if is_primary else None, start.data
+      )
 
     duties = Duties(job, feed, saving, programs, observers, held, progress_now)
     loop = TrainingLoop(feed, TrainSteps(job, options, console.line), duties, observers, stop)

@@ -36,6 +36,7 @@ class TrainOptions:
   preemption_notice: str | None
   elastic: bool
   input_timeout_s: float
+  accept_changed_data: bool
 
   def check(self, task: SingleTask) -> None:
     """Raises ConfigError if one of them is not valid, or not together with the task."""

@@ -4,6 +4,7 @@
     losses         the last losses, from which it is known what a jump is
     troubles       the batches that are left out, and how often the run has gone back
     lines          how many lines metrics.jsonl had
+    data           which files the training input reads, to compare
 
 So a run whose `metrics.jsonl`, `losses.json` or `trouble.jsonl` was deleted or emptied goes on as it would have with
 them. Curves that were in these files are lost, which a line says. Checkpoints of earlier versions have none of this:
@@ -16,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.records.metrics import EvalResult
 from praxis_lite.runtime.improvement import Watched
 
@@ -30,18 +32,26 @@ class Progress(NamedTuple):
     losses: (step, loss) of the last steps; None: not known.
     troubles: records of `Trouble`, of those for which the run went back.
     lines: number of lines of metrics; None: not known.
+    data: the manifest of the training input; None: not known, or it reads no files.
   """
 
   evaluations: dict[str, Values]
   losses: Sequence[tuple[int, float]] | None
   troubles: Sequence[dict[str, Any]]
   lines: int | None
+  data: Manifest | None = None
 
   def record(self) -> dict[str, Any]:
     """Returns it for JSON."""
     values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
     losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
-    return {'evaluations': values, 'losses': losses, 'troubles': list(self.troubles), 'lines': self.lines}
+    return {
+      'evaluations': values,
+      'losses': losses,
+      'troubles': list(self.troubles),
+      'lines': self.lines,
+      'data': self.data,
+    }
 
   @classmethod
   def parse(cls, record: object) -> Progress:
@@ -55,7 +65,7 @@ class Progress(NamedTuple):
       lines = None if record['lines'] is None else int(record['lines'])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
       return NOTHING_KNOWN
-    return cls(evaluations, losses, troubles, lines)
+    return cls(evaluations, losses, troubles, lines, record.get('data'))
 
 
 NOTHING_KNOWN = Progress({}, None, (), None)

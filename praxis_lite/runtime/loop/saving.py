@@ -48,7 +48,7 @@ class Saving:
     self._is_good = True
     self._stalled = 0.0
 
-  def save(self, step: int, state: TrainState, input_state: Json, progress: Json) -> bool:
+  def save(self, step: int, state: TrainState, input_state: Json, progress: Json = None) -> bool:
     """Begins a save; returns whether there is, or will be, a checkpoint of this step. Waits for the save before.
 
     Args:
@@ -74,7 +74,7 @@ class Saving:
     """Returns (step, folder) of each checkpoint that has become complete since the last call; does not wait."""
     return self._tolerated(self._checkpointer.newly_complete) or []
 
-  def finish(self, step: int, state: TrainState, input_state: Json, progress: Json) -> None:
+  def finish(self, step: int, state: TrainState, input_state: Json, progress: Json = None) -> None:
     """Waits until this step is saved, and removes emergency copies.
 
     Raises:

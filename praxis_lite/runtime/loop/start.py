@@ -11,7 +11,10 @@ import jax
 
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.checkpoints.emergency import EmergencyCopies, EmergencyCopy
+from praxis_lite.errors import CheckpointError
+from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.hosts.watchdog import watched_by_others
+from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.records.goodput import Goodput
 from praxis_lite.records.record import changes_named
 from praxis_lite.runtime.init_from import WarmStart
@@ -32,6 +35,7 @@ class Start(NamedTuple):
     checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
     lost_metrics: lines of metrics until that step that the disk had not taken.
     progress: what else decides how the run goes on, as it was saved.
+    data: the manifest of the files of the training input, as they are now.
     origins: lines that say where the variables come from, where another run or an import is concerned.
     notes: lines about checkpoints and copies.
   """
@@ -43,6 +47,7 @@ class Start(NamedTuple):
   copies: EmergencyCopies
   lost_metrics: Sequence[dict[str, Any]]
   progress: Progress
+  data: Manifest | None
   origins: Sequence[str]
   notes: Sequence[str]
 
@@ -59,6 +64,7 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
   Raises:
     UserError: what is there cannot be used; for all but damage, this is known before anything is written.
   """
+  data, unlike = job.train_input.manifest(), ''
   newest, is_imported = _newest_checkpoint(job, options.on_damage)
   startup.mark('trace')
   with contextlib.closing(_emergency_copies(job)) as copies:
@@ -73,6 +79,7 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
         with changes_named(job.directory, job.config), goodput.doing('restoring'):
           state, input_state, progress = _restored(job, copy, checkpointer)
         if options.restore_input and input_state is not None:
+          unlike = _changed_data(job, progress, data, options)
           job.train_input.set_state(input_state)
         startup.mark('restore')
       else:
@@ -81,12 +88,31 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
         startup.mark('init')
       step, total = int(state.step), job.settings.num_train_steps
       origins = [] if warm_start is None else list(warm_start.report())
-      notes = [*checkpointer.notes, *filter(None, [about_copies])]
+      notes = [*checkpointer.notes, *filter(None, [about_copies, unlike])]
       if is_restored and step < total:
         where = checkpointer.directory if copy is None else 'emergency copies, newer than the checkpoints'
         notes.append(f'restored step {step} of {total} from {where}')
       lost_metrics = [] if copy is None else copy.metrics
-      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, progress, origins, notes)
+      yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, progress, data, origins, notes)
+
+
+def _changed_data(job: Job, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
+  """Returns a line about files that have changed since the position in them was saved, where that is accepted.
+
+  Raises:
+    CheckpointError: they have changed, and it is not.
+  """
+  changed = by_host(told_by_all(job.train_input.changes_since(saved.data, data)))
+  if not changed:
+    return ''
+  if options.accept_changed_data:
+    return f'the training data has changed since it was saved, and is read on at the saved position: {changed}'
+  raise CheckpointError(
+    f'{changed}: the training data has changed since the checkpoint was saved, so the saved position may mean other '
+    'examples. Use the data that it was saved with; or go on at that position all the same: train '
+    '--accept_changed_data, or run_train(..., accept_changed_data=True); or start the data from its beginning: '
+    '--norestore_input, restore_input=False'
+  )
 
 
 def _newest_checkpoint(job: Job, on_damage: OnDamage) -> tuple[int | None, bool]:

@@ -1,0 +1,102 @@
+"""The manifest of the files that an input reads: by it a run that resumes knows that its position means what it meant.
+
+    {"files": [["a/part-0.tfrecord", 31250, "9f3c..."], ...]}     name, bytes, and a hash of samples of the content
+    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     of very many files, those with samples alone
+
+Names are relative to the directory that the files share, so data may be moved. Sizes are those of all files; four parts
+of 1 KiB are read of each of a few of them, which costs little on any storage. What changes elsewhere is not noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from praxis_lite.errors import DataError
+
+Manifest = dict[str, Any]
+
+_SAMPLED, _PARTS, _PART = 32, 4, 1024  # Files of which parts are read, how many parts, and bytes of each.
+_MOST_LISTED = 10_000
+_THREADS = 8
+_SHOWN = 3
+
+
+def manifest_of(files: Sequence[str]) -> Manifest:
+  """Returns the manifest of files; raises DataError if one of them cannot be read."""
+  by_name = _by_name(files)
+  names = sorted(by_name)
+  sampled = {*sorted(names, key=_hash)[:_SAMPLED]}
+  with ThreadPoolExecutor(_THREADS) as pool:
+    sizes = dict(zip(names, pool.map(lambda name: _size(by_name[name]), names)))
+    samples = dict(zip(sampled, pool.map(lambda name: _sample(by_name[name], sizes[name]), sampled)))
+  if len(names) <= _MOST_LISTED:
+    return {'files': [[name, sizes[name], samples.get(name)] for name in names]}
+  digest = _hash(repr([(name, sizes[name]) for name in names]))
+  some = [[name, sizes[name], samples[name]] for name in sorted(sampled)]
+  return {'count': len(names), 'bytes': sum(sizes.values()), 'digest': digest, 'files': some}
+
+
+def changes(saved: object, now: Manifest) -> str:
+  """Returns how files have changed since a manifest was saved; '' if they have not, or it does not say."""
+  found = list(_changes(saved, now))
+  more = f'; and {len(found) - _SHOWN} more files have changed' if len(found) > _SHOWN else ''
+  return '; '.join(found[:_SHOWN]) + more
+
+
+def _changes(saved: object, now: Manifest) -> Iterator[str]:
+  try:
+    before = {str(name): (int(size), sample) for name, size, sample in saved['files']}  # type: ignore[index]
+    listed = 'digest' not in saved  # type: ignore[operator]
+    total = None if listed else (int(saved['count']), int(saved['bytes']), saved['digest'])  # type: ignore[index]
+  except (TypeError, ValueError, KeyError, OverflowError):  # Of an earlier version, or of anyone.
+    return
+  here = {name: (size, sample) for name, size, sample in now['files']}
+  for name, (size, sample) in before.items():
+    if name not in here:
+      if 'digest' not in now:
+        yield f'{name} is not there any more'
+    elif here[name][0] != size:
+      yield f'{name} has {here[name][0]:,} bytes, and had {size:,}'
+    elif None not in (sample, here[name][1]) and here[name][1] != sample:
+      yield f'{name} has other content'
+  if listed and 'digest' not in now:
+    yield from (f'{name} is new' for name in here if name not in before)
+    return
+  of_now = (now.get('count', len(here)), now.get('bytes', sum(size for size, _ in here.values())), now.get('digest'))
+  if total is None:
+    total = len(before), sum(size for size, _ in before.values()), None
+  if total != of_now:
+    yield f'there are {of_now[0]:,} files of {of_now[1]:,} bytes, and there were {total[0]:,} of {total[1]:,}'
+
+
+def _by_name(files: Sequence[str]) -> dict[str, str]:
+  paths = [os.path.abspath(file) for file in files]
+  root = os.path.commonpath([os.path.dirname(path) for path in paths])
+  return {os.path.relpath(path, root).replace(os.sep, '/'): path for path in paths}
+
+
+def _size(file: str) -> int:
+  try:
+    return os.path.getsize(file)
+  except OSError as error:
+    raise DataError(f'cannot read {file}: {error.strerror}') from None
+
+
+def _sample(file: str, size: int) -> str:
+  digest = hashlib.blake2b(digest_size=8)
+  try:
+    with open(file, 'rb') as opened:
+      for part in range(_PARTS):
+        opened.seek(max(size - _PART, 0) * part // (_PARTS - 1))
+        digest.update(opened.read(_PART))
+  except OSError as error:
+    raise DataError(f'cannot read {file}: {error.strerror}') from None
+  return digest.hexdigest()
+
+
+def _hash(text: str) -> str:
+  return hashlib.blake2b(text.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()
