@@ -28,7 +28,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 
-from tools.splits.assign import Splits, axes_of_mesh, iterate, shown
+from tools.splits.assign import Splits, all_of, axes_of_mesh, shown
 from tools.splits.batches import Found
 from tools.splits.kinds import KINDS
 from tools.splits.workers import Worker
@@ -50,7 +50,7 @@ def enumerate_splits(options: argparse.Namespace, done: Collection[str]) -> Iter
   for mesh in meshes:
     worker = Worker(mesh)
     for kind, number, program in ((kind, i, one) for kind, every in programs.items() for i, one in enumerate(every)):
-      cases = [*iterate(axes_of_mesh(mesh), program.dims, options.cases)]
+      cases = [*all_of(axes_of_mesh(mesh), program.dims, options.cases)]
       for first in range(0, len(cases), _BATCH):
         name = (
           f'jax {jax.__version__}, mesh {"x".join(map(str, mesh))}, {kind} {program.name}, {options.cases}, {first}'

@@ -78,6 +78,22 @@ def test_product_with_a_weight_over_one_of_two_row_axes(guarded):
   assert [g.op for g in changed] == ['dot_general'] * guarded
 
 
+@pytest.mark.slow
+@GUARDED
+def test_product_beside_an_axis_of_3(guarded):
+  """In a process of its own, which has 12 devices."""
+  code = f"""
+from {pathlib.Path(__file__).stem} import *
+mesh, x, w = mesh_of('a', 'b', 'c', sizes=(2, 2, 3)), integers(12, 4, 8), integers(8, 12)
+for out in (P(None, 'a', 'c'), P(None, None, 'c')):
+  program = constrained(mesh, lambda x, w: x @ w + jnp.ones(12), (P('b', None, 'a'), P('b', 'a')), out)
+  assert np.array_equal(run(program, (x, w), {guarded})[0], x @ w + 1) == {guarded}
+"""
+  path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+  env = os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': '--xla_force_host_platform_device_count=12'}
+  subprocess.run([sys.executable, '-c', code], env=env, check=True)
+
+
 PRODUCTS = [
   # An axis that is summed over, and rows over the others in another order than the product's.
   ('bi,bj->ij', (P('c'), P('c', 'b')), P('c', ('a', 'b')), {'b': 2, 'i': 2, 'j': 4}),
@@ -296,6 +312,36 @@ def test_grouped_convolution_with_a_split_filter(guarded):
   assert np.array_equal(found, right) == guarded
 
 
+@pytest.mark.parametrize('sizes', [(2, 4), (4, 2)])
+@pytest.mark.parametrize('rows', ['c', None])
+def test_filter_gradient_that_is_split_by_part_of_an_axis(rows, sizes):
+  mesh = mesh_of('c', 'b', sizes=sizes)
+  x, d = integers(4, 4, 4, 4), integers(4, 4, 4, 12)
+
+  def gradient(x, d):
+    def total(w):
+      return jnp.sum(constrained(mesh, lambda x: convolve(x, w, 2), [P(rows)], P())(x) * d)
+
+    return jnp.reshape(jax.grad(total)(jnp.zeros((1, 1, 2, 12))), -1)
+
+  found, _ = run(constrained(mesh, gradient, (P(rows), P(rows)), P('b')), (x, d))
+  groups = zip(np.split(x, 2, -1), np.split(d, 2, -1))
+  right = np.concatenate([np.einsum('nhwc,nhwd->cd', *group) for group in groups], 1)
+  np.testing.assert_array_equal(found, right.ravel())
+
+
+def test_grouped_convolution_whose_rows_are_split_over_two_axes():
+  x, w = integers(3, 2, 9, 2), integers(1, 1, 1, 2)
+
+  def grouped(x, w):
+    numbers = ('HCWN', 'WIHO', 'WCHN')
+    return jax.lax.conv_general_dilated(x, w, (1, 3), 'SAME', dimension_numbers=numbers, feature_group_count=2)
+
+  mesh = jax.make_mesh((2, 3), ('b', 'd'), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
+  program = constrained(mesh, grouped, (P('b'), P()), P(None, None, None, ('b', 'd')))
+  np.testing.assert_array_equal(run(program, (x, w))[0], grouped(x, w))
+
+
 # ---------------------------------------------------------------- lookups
 
 TABLE = integers(5, 4)
@@ -457,6 +503,31 @@ def test_pads_that_crop(guarded, edges):
   found, _ = run(constrained(mesh_of('a'), pad, [P()], P('a')), (x,), guarded)
   is_right = JAX == (0, 10, 0) and edges[0] > 0
   assert np.array_equal(found, pad(x)) == (guarded or is_right)
+
+
+@GUARDED
+def test_pads_that_crop_and_pad_between_entries(guarded):
+  if not guarded:
+    assert aborts('test_pads_that_crop_and_pad_between_entries')
+    return
+  for n, edges, size in (
+    (2, (-1, 0, 2), 2),
+    (3, (-1, 0, 2), 5),
+    (4, (1, -1, 1), 6),
+    (2, (0, -2, 3), 7),
+    (5, (2, 3, 0), 4),
+  ):
+
+    def pad(x, edges=edges):
+      return jax.lax.pad(x, np.float32(0), [edges])
+
+    def gradient(pad):
+      return jax.grad(lambda y: jnp.sum(pad(y) ** 2))
+
+    mesh = jax.make_mesh((n,), ('a',), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+    split, x = constrained(mesh, pad, [P('a')], P('a')), 1 + np.arange(size, dtype=np.float32)
+    np.testing.assert_array_equal(run(split, (x,))[0], pad(x))
+    np.testing.assert_array_equal(run(gradient(split), (x,))[0], gradient(pad)(x))
 
 
 # ---------------------------------------------------------------- results

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
+from praxis_lite.partitioning.guards.arrays import joined
 from praxis_lite.partitioning.propagation import Axis, Split
 
 # The name of each dimension of each array: the operands, then the results. Where the operation is local to each device,
@@ -36,7 +37,7 @@ def arrangements(axes: Sequence[Axis], places: int) -> list[Split]:
   for number in range(len(axes) + 1):
     for chosen in itertools.permutations(axes, number):
       for cuts in itertools.combinations_with_replacement(range(number + 1), places - 1):
-        found[tuple(_joined(chosen[i:j]) for i, j in itertools.pairwise((0, *cuts, number)))] = None
+        found[tuple(joined(chosen[i:j]) for i, j in itertools.pairwise((0, *cuts, number)))] = None
   return [*found]
 
 
@@ -51,17 +52,19 @@ def local(axes: Sequence[Axis], dims: Dims) -> list[Splits]:
 
 
 def nearly_local(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
-  """Those with one array that is split in any way; if there are more than `most`, as many of them, drawn at random."""
-  first, ways = local(axes, dims), [arrangements(axes, len(array)) for array in dims]
+  """Local splits with one array that is split further over other axes; at most so many, drawn at random."""
+  rng, every, found = random.Random(0), local(axes, dims), dict[Splits, None]()
+  for _ in range(most):
+    splits, i = rng.choice(every), rng.randrange(len(dims))
+    used = [part for entry in splits[i] for part in entry]
+    free = [axis for axis in axes if not any(_overlap(axis, part) for part in used)]
+    more = rng.choice(arrangements(free, len(dims[i])))
+    found[(*splits[:i], tuple(joined((*x, *y)) for x, y in zip(splits[i], more)), *splits[i + 1 :])] = None
+  return [*found]
 
-  def changed(splits: Splits, i: int, way: Split) -> Splits:
-    return (*splits[:i], way, *splits[i + 1 :])
 
-  if len(first) * sum(map(len, ways)) <= most:
-    return [*dict.fromkeys(changed(splits, i, way) for splits in first for i in range(len(dims)) for way in ways[i])]
-  rng = random.Random(0)
-  drawn = ((rng.choice(first), i, rng.choice(ways[i])) for i in (rng.randrange(len(dims)) for _ in range(most)))
-  return [*dict.fromkeys(changed(*one) for one in drawn)]
+def _overlap(axis: Axis, part: Axis) -> bool:
+  return axis.name == part.name and part.before <= axis.before < part.before * part.size
 
 
 def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
@@ -82,19 +85,7 @@ def _shown(axis: Axis) -> str:
   return f'{axis.name}:{axis.before}x{axis.size}'
 
 
-def _joined(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-  """Parts of an axis that follow each other are one."""
-  joined: list[Axis] = []
-  for axis in axes:
-    last = joined[-1] if joined else None
-    if last is not None and last.name == axis.name and last.before * last.size == axis.before:
-      joined[-1] = Axis(axis.name, last.size * axis.size, last.before)
-    else:
-      joined.append(axis)
-  return tuple(joined)
-
-
-def iterate(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
+def all_of(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
   """All local splits (at most `most`), as many that are nearly so, and as many others; each once."""
   every = local(axes, dims)
   first = every if len(every) <= most else random.Random(0).sample(every, most)

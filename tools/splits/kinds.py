@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tools.splits import products, reshards
+from tools.splits import images, products, reshards
 from tools.splits.batches import Program
 
 KINDS: dict[str, Callable[[], Iterator[Program]]] = {
   'products': products.programs,
   'transposes': products.transposes,
+  'convolutions': images.convolutions,
+  'grouped convolutions': images.grouped_convolutions,
+  'windows': images.windows,
+  'gradients of windows': images.window_gradients,
+  'pads': images.pads,
   'reshards': reshards.programs,
 }

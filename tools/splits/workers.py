@@ -94,7 +94,7 @@ def _serve(connection: Connection) -> None:
         print(str(error)[:200], file=sys.stderr)
       found = 'failed'
     except Exception as error:
-      found = error
+      found = RuntimeError(f'{type(error).__name__}: {error}')  # Some of MLIR cannot be sent.
     connection.send(found)
     jax.clear_caches()
 

@@ -56,11 +56,30 @@ def whole(split: Split, dims: Iterable[int]) -> Split:
   return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
 
 
-def split_over(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
-  """The split with one dimension over some axes, which, or parts of which, split no other one."""
-  names = {axis.name for axis in axes}
-  others = tuple(tuple(axis for axis in entry if axis.name not in names) for entry in split)
-  return (*others[:dim], axes, *others[dim + 1 :])
+def unused(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
+  """The axes of a mesh, and the parts of axes, that are not among some."""
+  found = []
+  for axis in mesh:
+    end = 1
+    for part in sorted((part for part in axes if part.name == axis.name), key=lambda part: part.before):
+      if part.before > end:
+        found.append(Axis(axis.name, part.before // end, end))
+      end = part.before * part.size
+    if axis.size > end:
+      found.append(Axis(axis.name, axis.size // end, end))
+  return tuple(found)
+
+
+def joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+  """Axes that split a dimension, of which parts of an axis that follow each other are one."""
+  found: list[Axis] = []
+  for axis in axes:
+    last = found[-1] if found else None
+    if last is not None and last.name == axis.name and last.before * last.size == axis.before:
+      found[-1] = Axis(axis.name, last.size * axis.size, last.before)
+    else:
+      found.append(axis)
+  return tuple(found)
 
 
 def if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:

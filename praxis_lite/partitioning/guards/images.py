@@ -5,113 +5,113 @@ from __future__ import annotations
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import if_changed, integer, integers, padding, split_over, whole
-from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
+from praxis_lite.partitioning.guards.arrays import integer, integers, joined, padding, unused, whole
+from praxis_lite.partitioning.guards.products import Names, is_nearly_local
+from praxis_lite.partitioning.propagation import Axis, Instance, Split
 
 
-def guard_convolution(convolution: Instance) -> tuple[Split, ...] | None:
-  """Gathers height and width of images and filters, and splits the groups of grouped convolutions alike.
+def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
+  """Gathers height and width of images and filters; else a convolution is as a product of rows and channels.
 
   Where a window overlaps the part of another device, XLA exchanges the borders, and is wrong for some filters; the
   gradient of the filter is summed over axes that are not used too. On a mesh a 2 x b 2: `conv(x, w)` with x over
   (None, 'a', None, None). Test: `test_convolution_of_split_images`.
-
-  The gradient of the filter of a grouped convolution is that sum even for whole images, x over ('a', None, None, None),
-  so no axis is left unused there: rows are split over 'b' too. It is also wrong where the channels of one array are
-  split, and those of another are not. Test: `test_filter_gradient_of_a_grouped_convolution`.
-
-  Where channels are split alike, some groups are still wrong (`_is_mistaken`): x and w of 1 x 1 over (None, None, None,
-  'a'). Test: `test_grouped_convolution_that_is_a_product`.
-
-  Groups of rows (the filter's gradient is such a convolution) are also wrong, or abort the process, where rows of the
-  result are split: with w over (None, None, 'a', None). Test: `test_grouped_convolution_with_a_split_filter`.
   """
   op = convolution.site.op
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
-  spatial = (numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions)
-  after = [whole(split, dims) for split, dims in zip(convolution.splits, spatial)]
-  of_rows, of_features = (integer(op, f'{kind}_group_count') for kind in ('batch', 'feature'))
-  if of_rows == of_features == 1:
-    return tuple(map(whole, convolution.compatible, spatial))
-  batch, features = numbers.input_batch_dimension, numbers.input_feature_dimension
-  summed = (features if of_rows > 1 else None, numbers.kernel_input_feature_dimension)
-  groups = batch if of_rows > 1 else features
-  grouped = (groups, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension)
-  channels = next((split[dim] for split, dim in zip(reversed(after), reversed(grouped)) if split[dim]), ())
-  if _is_mistaken(convolution, numbers) or max(of_rows, of_features) % num_parts(channels):
-    channels = ()
-  after = [split_over(split, dim, channels) for split, dim in zip(after, grouped)]
-  if of_rows > 1:
-    after[2] = whole(after[2], [numbers.output_batch_dimension])
-  rows: tuple[Axis, ...] = ()
-  if of_rows > 1 and (rows := after[0][features] or after[1][summed[1]]):
-    used = {axis.name for axes in (rows, *after[0], *after[1], *after[2]) for axis in axes}
-    rows = (*rows, *(axis for axis in convolution.site.mesh if axis.name not in used))
-  after[:2] = [split if dim is None else split_over(split, dim, rows) for split, dim in zip(after, summed)]
-  return if_changed(convolution, after)
+  if integer(op, 'batch_group_count') > 1 or integer(op, 'feature_group_count') > 1:
+    return _over_rows(convolution, numbers)
+  names = _names(convolution, numbers)
+  if is_nearly_local(names, convolution.splits):
+    return convolution.splits
+  return tuple(
+    whole(split, [dim for dim, name in enumerate(array) if name is None])
+    for array, split in zip(names, convolution.compatible)
+  )
 
 
-def _is_mistaken(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> bool:
-  """Whether XLA takes a convolution with groups of channels for a product, or mistakes the order of its dimensions."""
-  if integer(convolution.site.op, 'feature_group_count') == 1:
-    return False
-  _, of_filter, of_result = convolution.site.shapes
-  spatial = zip(numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions)
-  before = (numbers.input_batch_dimension, numbers.input_feature_dimension, *numbers.input_spatial_dimensions)
-  after = (numbers.output_batch_dimension, numbers.output_feature_dimension, *numbers.output_spatial_dimensions)
-  is_depthwise = of_filter[numbers.kernel_input_feature_dimension] == 1
-  return all(1 in (of_filter[i], of_result[j]) for i, j in spatial) or (is_depthwise and before != after)
+def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Names:
+  """Of the dimensions that may be split: height and width have none."""
+  no_names: list[str | None] = [None]
+  images, filters, result = ([*no_names] * len(split) for split in convolution.splits)
+  images[numbers.input_batch_dimension] = result[numbers.output_batch_dimension] = 'rows'
+  images[numbers.input_feature_dimension] = filters[numbers.kernel_input_feature_dimension] = 'summed'
+  filters[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension] = 'channels'
+  return images, filters, result
 
 
-def guard_max_pooling_gradient(pooling: Instance) -> tuple[Split, ...] | None:
-  """Gathers dimensions along which the windows of max pooling overlap, before its gradient is taken.
+def _over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> tuple[Split, ...]:
+  """Splits a convolution with groups over rows alone.
+
+  XLA takes some for products, and multiplies channels of one group with the filter of another: x and w of 1 x 1 over
+  (None, None, None, 'a'). Test: `test_grouped_convolution_that_is_a_product`.
+
+  The gradient of the filter sums over rows, and XLA sums over axes that are not used too, where the sums are the same:
+  x over ('a', None, None, None) on a mesh a 2 x b 2, or what uses the gradient over part of an axis. So no part of an
+  axis is left unused. Tests: `test_filter_gradient_of_a_grouped_convolution`,
+  `test_filter_gradient_that_is_split_by_part_of_an_axis`.
+  """
+  rows: tuple[Axis, ...]
+  images, filters, result = ([*whole(split, range(len(split)))] for split in convolution.splits)
+  if integer(convolution.site.op, 'feature_group_count') > 1:
+    rows = convolution.compatible[2][numbers.output_batch_dimension]
+    images[numbers.input_batch_dimension] = result[numbers.output_batch_dimension] = rows
+  else:
+    rows = convolution.compatible[0][numbers.input_feature_dimension]
+    rows = joined((*rows, *unused(convolution.site.mesh, rows))) if rows else ()
+    images[numbers.input_feature_dimension] = filters[numbers.kernel_input_feature_dimension] = rows
+  return tuple(images), tuple(filters), tuple(result)
+
+
+def guard_max_pooling_gradient(pooling: Instance) -> tuple[Split, ...]:
+  """Gathers dimensions along which the windows of max pooling move, before its gradient is taken.
 
   Where a window lies in the parts of two devices, its gradient is added on both, or on none. On a mesh a 2: the
   gradient of the maximum over windows of 2 with stride 1, x over 'a'. Test: `test_gradient_of_overlapping_max_pooling`.
   """
-  window, strides = (integers(pooling.site.op, f'window_{name}') for name in ('dimensions', 'strides'))
-  overlap = [dim for dim, (size, stride) in enumerate(zip(window, strides)) if size > stride]
-  after = [whole(split, overlap) if split else split for split in pooling.splits]
-  if any(old != new for old, new in zip(pooling.splits, after)):  # Else they may still be wrong if they differ.
-    after = [after[0] if split else split for split in after]
-  return if_changed(pooling, after)
+  op, rank = pooling.site.op, len(pooling.site.shapes[0])
+  numbers = [_numbers(op, f'window_{name}', rank) for name in ('dimensions', 'strides')]
+  still = np.all([*(np.array(n) == 1 for n in numbers), *(_edges(op, rank).T == 0)], axis=0)
+  return _whole_along(pooling, still)
 
 
-def guard_windows(pooling: Instance) -> tuple[Split, ...] | None:
-  """Gathers dimensions that windows move along, unless each device has whole windows.
+def guard_windows(pooling: Instance) -> tuple[Split, ...]:
+  """Gathers dimensions that windows move along.
 
   XLA exchanges the borders, and aborts the process for some paddings and sizes. On a mesh a 2: sums over windows of 1
   of an array of one row with a row of padding, over 'a'. Test: `test_sums_over_windows_with_padding`.
   """
   op, rank = pooling.site.op, len(pooling.site.shapes[0])
-
-  def numbers(name: str) -> list[int]:
-    return integers(op, name) if name in op.attributes else [1] * rank
-
-  window, strides = numbers('window_dimensions'), numbers('window_strides')
-  given = 'padding' in op.attributes
-  padded = np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) if given else np.zeros((rank, 2))
+  names = ('window_dimensions', 'window_strides', 'base_dilations', 'window_dilations')
+  still = np.all([*(np.array(_numbers(op, name, rank)) == 1 for name in names), *(_edges(op, rank).T == 0)], axis=0)
   before = op.operands[0].owner
   if not isinstance(before, ir.Block) and before.operation.name == 'stablehlo.pad':  # XLA makes both one operation.
-    padded = np.array([*padded.T, *padding(before.operation)]).T
-  moved = []
-  for dim, (size, stride) in enumerate(zip(window, strides)):
-    still = size == stride and not np.any(padded[dim]) and numbers('base_dilations')[dim] == 1
-    still = still and numbers('window_dilations')[dim] == 1
-    parts = max(num_parts(split[dim]) for split in pooling.splits if split)
-    if parts > 1 and not (still and (size == 1 or pooling.site.shapes[0][dim] % (parts * stride) == 0)):
-      moved.append(dim)
-  return if_changed(pooling, [whole(split, moved) if split else split for split in pooling.splits])
+    still &= np.all(np.array(padding(before.operation)) == 0, axis=0)
+  return _whole_along(pooling, still)
 
 
-def guard_pad(pad: Instance) -> tuple[Split, ...] | None:
-  """Splits what is cropped, or padded between entries, before and after alike.
+def guard_pad(pad: Instance) -> tuple[Split, ...]:
+  """Splits an array before and after it is padded alike, and not at all where it is cropped or padded between entries.
 
-  XLA gives each device too much or too little of the result. On a mesh a 2: `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4
-  entries, of which only the result is over 'a'. Test: `test_pads_that_crop`.
+  There XLA gives each device too much or too little of the result, or aborts the process. On a mesh a 2:
+  `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4 entries, of which only the result is over 'a'; `lax.pad(x, 0.0, [(-1, 0, 2)])` of
+  2 entries, both over 'a'. Tests: `test_pads_that_crop`, `test_pads_that_crop_and_pad_between_entries`.
   """
-  edges = zip(*padding(pad.site.op))
-  dims = [dim for dim, (low, high, interior) in enumerate(edges) if min(low, high) < 0 or interior]
-  before, zero, after = pad.splits
-  dims = [dim for dim in dims if before[dim] != after[dim]]
-  return if_changed(pad, (whole(before, dims), zero, whole(after, dims)))
+  low, high, between = map(np.array, padding(pad.site.op))
+  return _whole_along(pad, (low >= 0) & (high >= 0) & (between == 0))
+
+
+def _whole_along(operation: Instance, still: np.ndarray) -> tuple[Split, ...]:
+  """Splits that agree, and split only the dimensions along which nothing moves."""
+  moved = np.flatnonzero(~still)
+  return tuple(whole(split, moved) if split else split for split in operation.compatible)
+
+
+def _numbers(op: ir.Operation, name: str, rank: int) -> list[int]:
+  return integers(op, name) if name in op.attributes else [1] * rank
+
+
+def _edges(op: ir.Operation, rank: int) -> np.ndarray:
+  """What windows are padded with before and after each dimension."""
+  given = 'padding' in op.attributes
+  return np.array(ir.DenseIntElementsAttr(op.attributes['padding'])) if given else np.zeros((rank, 2))

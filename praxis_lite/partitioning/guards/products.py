@@ -35,24 +35,25 @@ def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
 
 
 def is_nearly_local(names: Names, splits: Sequence[Split]) -> bool:
-  """Whether an operation needs no communication but sums, once one of its arrays is split otherwise.
+  """Whether an operation needs no communication but sums, once one of its arrays is split less: an operand is gathered
+  first, or the result is split further.
 
-  That is any of the operands, or the result if it is only split further. In all dimensions with the same name the
-  other arrays are split alike, and no axis splits two that have different names.
+  In all dimensions with the same name the other arrays are split alike, and no axis splits two that have different
+  names. Those without a name are whole.
   """
+  if any(name is None and axes for array, split in zip(names, splits) for name, axes in zip(array, split)):
+    return False
   return any(_is_local_but(i, names, splits) for i in range(len(splits)))
 
 
 def _is_local_but(moved: int, names: Names, splits: Sequence[Split]) -> bool:
-  entries: dict[str | None, tuple[Axis, ...]] = {None: ()}
+  entries: dict[str | None, tuple[Axis, ...]] = {}
   for i, (array, split) in enumerate(zip(names, splits)):
     if i != moved and any(entries.setdefault(name, axes) != axes for name, axes in zip(array, split)):
       return False
   used = [axis.name for axes in entries.values() for axis in axes]
-  is_result = moved == len(splits) - 1
   wanted = [entries.get(name, ()) for name in names[moved]]
-  is_split_further = all(axes[: len(first)] == first for axes, first in zip(splits[moved], wanted))
-  return len(used) == len({*used}) and (is_split_further or not is_result)
+  return len(used) == len({*used}) and all(axes[: len(first)] == first for axes, first in zip(splits[moved], wanted))
 
 
 def _names(product: ir.Operation) -> Names:

@@ -1,0 +1,65 @@
+"""A sample of the enumeration: what the guards leave as it is is right, and so is what they put into canonical form."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from praxis_lite.partitioning.propagation import Axis
+from tools.splits.assign import all_of, arrangements, axes_of_mesh, local
+from tools.splits.batches import run
+from tools.splits.kinds import KINDS
+
+A, B, C = Axis('a', 2), Axis('b', 2), Axis('c', 2)
+PROGRAMS = {kind: [*make()] for kind, make in KINDS.items()}
+
+
+def test_assignments():
+  assert len(arrangements((A, B, C), 2)) == 49
+  assert arrangements((A,), 1) == [((),), ((A,),)]
+  assert axes_of_mesh((2, 6)) == (A, Axis('b', 2), Axis('b', 3, 2))
+  assert ((Axis('b', 6),),) in arrangements(axes_of_mesh((2, 6)), 1)  # Parts that follow each other are one.
+  assert len(local((A, B, C), (('b', 'v'), ('v', 'c'), ('b', 'c')))) == 106
+  assert len([*all_of((A, B, C), (('b',), ('b',)), 1000)]) == 16 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_sample_of_each_kind(kind):
+  program = PROGRAMS[kind][0]
+  cases = [*all_of(axes_of_mesh((2, 4)), program.dims, 12)]
+  found = run(program, (2, 4), cases)
+  assert [case for case, one in zip(cases, found) if one.outcome != 'right'] == []
+
+
+def test_a_wrong_product_is_found_without_the_guards():
+  """Of 12 rows over (r, d), summed over m; the weight, which is larger, over (d, m)."""
+  program = next(p for p in PROGRAMS['products'] if p.name == 'bv,vc->bc b=2 v=4 c=24')
+  cases = [(((A, B), (C,)), ((C,), (B,)), ((A, B), (C,))), (((A,), ()), ((), ()), ((A,), ()))]
+  assert [one.outcome for one in run(program, (2, 2, 2), cases, guarded=False)] == ['wrong', 'right']
+  found = run(program, (2, 2, 2), cases)
+  assert [one.outcome for one in found] == ['right', 'right']
+  assert [one.guarded for one in found] == [True, False]
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_was_and_finds_what_aborts(tmp_path):
+  record = tmp_path / 'record'
+  command = [
+    sys.executable,
+    'tools/enumerate_splits.py',
+    '--kinds=pads',
+    '--meshes=2',
+    '--cases=4',
+    f'--record={record}',
+  ]
+  first = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+  lines = record.read_text()
+  assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == first
+  assert record.read_text() == lines
+  assert all(json.loads(line)['wrong'] == [] for line in lines.splitlines())
+  bare = [*command[:-1], '--unguarded']
+  done = subprocess.run(bare, capture_output=True, text=True, check=False)
+  assert done.returncode == 1
+  assert 'aborted' in done.stdout
