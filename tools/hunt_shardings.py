@@ -64,6 +64,8 @@ _HANGS = Outcome('wrong', 'the process does not end')
 # A case that takes longer than so many seconds, its being made smaller included, is taken to wait forever.
 _MOST_SECONDS = 900.0
 _SECONDS_OF_A_HANG = 60.0
+# A wrong case is made smaller for so many seconds.
+_SECONDS_OF_SHRINKING = 180.0
 
 
 class Report(NamedTuple):
@@ -83,7 +85,7 @@ def hunt(kind: str, seed: int, numbers: Iterable[int]) -> Iterator[Report]:
     smallest = None
     if outcome.kind == 'wrong':
       print(f'seed {seed}, case {number}: {outcome.why}; it is made smaller', file=sys.stderr, flush=True)
-      smallest = shrink(case, functools.partial(_fails_like, outcome))
+      smallest = shrink(case, _in_time(functools.partial(_fails_like, outcome)))
     yield Report(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
       jax.clear_caches()
@@ -127,16 +129,16 @@ def hunt_in_processes(kind: str, seed: int, numbers: range) -> Iterator[Report]:
       process.join()
     if numbers and case is not None:
       print(f'seed {seed}, case {numbers[0]}: {ended.why}; it is made smaller', file=sys.stderr, flush=True)
-      yield Report(numbers[0], case, ended, shrink(case, _still_ends_badly(ended), max_runs=120))
+      yield Report(numbers[0], case, ended, shrink(case, _in_time(functools.partial(ends_badly, ended)), max_runs=120))
       numbers = numbers[1:]
     elif numbers:
       raise SystemExit(f'seed {seed}, case {numbers[0]}: the process ended before there was a case')
 
 
-def _still_ends_badly(outcome: Outcome) -> Callable[[Case], bool]:
-  """`ends_badly`, for so long as there is time to make a case smaller."""
-  end = time.monotonic() + _MOST_SECONDS / 3
-  return lambda case: time.monotonic() < end and ends_badly(outcome, case)
+def _in_time(is_wrong: Callable[[Case], bool]) -> Callable[[Case], bool]:
+  """The same question, for so long as there is time to make a case smaller."""
+  end = time.monotonic() + _SECONDS_OF_SHRINKING
+  return lambda case: time.monotonic() < end and is_wrong(case)
 
 
 def ends_badly(outcome: Outcome, case: Case) -> bool:

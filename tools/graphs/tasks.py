@@ -437,13 +437,13 @@ def _draw_lm(rng: np.random.Generator, mesh: MeshAxes) -> dict[str, Value]:
     return values[rng.integers(len(values))]
 
   axis, size = mesh[rng.integers(len(mesh))]
-  pipelined = rng.random() < 0.2
+  pipelined = rng.random() < 0.1
   in_context = not pipelined and rng.random() < 0.15
   return {
     'style': one('llama', 'gpt2'), 'repeat': one(True, False), 'tie': one(True, False),
     'segments': one(False, False, True),
     'remat': one('none', 'none', 'full', 'dots_saveable'), 'vocab_size': one(12, 16, 21), 'dims': one(6, 8, 12),
-    'num_layers': 2 * size if pipelined else one(1, 1, 2), 'kv_heads': one(1, 2, 3), 'groups': one(1, 1, 2),
+    'num_layers': size if pipelined else one(1, 1, 2), 'kv_heads': one(1, 2, 3), 'groups': one(1, 1, 2),
     'head_dims': one(2, 4, 6), 'hidden_dims': one(8, 9, 12, 16), 'length': one(3, 4, 6, 8, 12),
     'sliding_window': one(None, None, 3), 'logit_soft_cap': one(None, None, 5.0), 'qk_norm': one(False, False, True),
     'relative_bias': not in_context and one(False, False, True), 'combine_qkv': one(False, False, True),
