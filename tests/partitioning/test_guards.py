@@ -462,6 +462,46 @@ def test_slices_are_scattered(guarded):
   assert np.array_equal(found.ravel(), [5, 0, 3]) == (guarded or JAX >= (0, 12))
 
 
+def test_scatter_of_one_row_past_the_end():
+  """It is dropped; the gradient of a lookup of one row is such a scatter."""
+
+  def write(table, ids, rows):
+    return table.at[ids].add(rows)
+
+  args = integers(6, 4), np.array([6], np.int32), integers(1, 4) + 4
+  program = constrained(mesh_of('a', 'b', sizes=(2, 3)), write, (P('b'), P(), P(None, 'a')), P('b'))
+  np.testing.assert_array_equal(run(program, args)[0], args[0])
+
+
+def test_gradient_of_a_lookup_of_one_row():
+  def gradient(x, read):
+    return jax.grad(lambda x: jnp.sum(read(x[jnp.argsort(x[:, 0, 0], stable=True)]) * jnp.arange(6.0)))(x)
+
+  x = integers(1, 4, 6)
+  split = constrained(mesh_of('b', 'd'), lambda rows: rows, [P('b')], P('b'))
+  np.testing.assert_array_equal(run(lambda x: gradient(x, split), (x,))[0], gradient(x, lambda rows: rows))
+
+
+@pytest.mark.parametrize('method', ['add', 'max'])
+@pytest.mark.parametrize(
+  'specs, out',
+  [
+    ((P(None, ('a', 'b')), P('b'), P(None, 'b')), P('b')),
+    ((P('a'), P(None), P('a')), P()),
+    ((P(None, ('a', 'b')), P('a'), P(None, ('a', 'b'))), P('b', 'a')),
+  ],
+)
+def test_scatters_that_enumeration_found(specs, out, method):
+  """`tools/enumerate_splits.py --kinds=scatters` has thousands more."""
+
+  def write(table, ids, rows):
+    return getattr(table.at[ids], method)(rows)
+
+  args = integers(12, 12), RNG.integers(0, 13, 12).astype(np.int32), integers(12, 12) + 4
+  found, _ = run(constrained(mesh_of('a', 'b', sizes=(2, 3)), write, specs, out), args)
+  np.testing.assert_array_equal(found, write(jnp.asarray(args[0]), *args[1:]))
+
+
 @GUARDED
 def test_gradient_of_a_sort(guarded):
   def gradient(x, weights):

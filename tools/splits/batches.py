@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from praxis_lite.jax_internals.mlir import ir, stablehlo
+from praxis_lite.jax_internals.mlir import ir, run_passes, stablehlo
 from praxis_lite.partitioning.guards import guard
 from praxis_lite.partitioning.propagation import Propagation, Site, inline_calls
 from tools.splits.assign import Dims, Splits
@@ -86,6 +86,7 @@ def _state(lowered: jax.stages.Lowered, program: Program, cases: Sequence[Splits
   module: Any = lowered.compiler_ir('stablehlo')
   with module.context:
     inline_calls(module.operation)
+    run_passes('builtin.module(symbol-dce)', module.operation)  # The functions that were called.
     propagation = Propagation(module, {program.op})
     if len(propagation.sites) != len(cases):
       raise ValueError(f'{program.name} makes {len(propagation.sites) / len(cases):g} operations {program.op}, not one')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tools.splits import images, products, reshards
+from tools.splits import calls, images, lookups, products, reshards
 from tools.splits.batches import Program
 
 KINDS: dict[str, Callable[[], Iterator[Program]]] = {
@@ -16,4 +16,10 @@ KINDS: dict[str, Callable[[], Iterator[Program]]] = {
   'gradients of windows': images.window_gradients,
   'pads': images.pads,
   'reshards': reshards.programs,
+  'gathers': lookups.gathers,
+  'scatters': lookups.scatters,
+  'slices': lookups.slices,
+  'sorts': calls.sorts,
+  'transforms': calls.transforms,
+  'factorizations': calls.factorizations,
 }

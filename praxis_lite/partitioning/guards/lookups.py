@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, whole
+from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, split_over, whole
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 
@@ -67,8 +67,12 @@ def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
   come after the mask. Test: `test_scatter_of_ids_that_are_split_otherwise_than_their_updates`.
 
   It is also wrong where the table is split in another way than the result, and where one row is written into a table
-  with rows that are split unevenly, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result
-  replicated, or not. Test: `test_scatter_of_one_row_into_an_uneven_table`.
+  with split rows, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result replicated, or
+  not; and past the end of rows that divide. Tests: `test_scatter_of_one_row_into_an_uneven_table`,
+  `test_scatter_of_one_row_past_the_end`.
+
+  Where an axis splits a dimension of the slices and another one of the table, or ids in another way than their
+  updates, rows are written to other places, or not at all. Test: `test_scatters_that_enumeration_found`.
 
   Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2:
   `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test: `test_slices_are_scattered`.
@@ -83,6 +87,8 @@ def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
     return (scatter.splits[-1], *scatter.splits[1:])
   if (by_slices := _written_slices(scatter)) is not None:
     return by_slices
+  if (alike := _as_table_and_updates(scatter)) is not None:
+    return alike
   uneven = _uneven_updates(scatter)
   if not uneven:
     return None
@@ -108,12 +114,23 @@ def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
   window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
   parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
   if math.prod(n for dim, n in enumerate(updates) if dim not in {*numbers.update_window_dims}) == 1:
-    indexed = numbers.scattered_dims_to_operand_dims
-    parts += [dim for dim in indexed if dim not in parts and table[dim] % num_parts(scatter.splits[0][dim])]
+    parts += [dim for dim in numbers.scattered_dims_to_operand_dims if dim not in parts]
   after = [*scatter.splits]
   after[0], after[-1] = whole(after[0], parts), whole(after[-1], parts)
   after[ROWS] = whole(after[ROWS], [window[dim] for dim in parts if dim in window])
   return if_changed(scatter, after)
+
+
+def _as_table_and_updates(scatter: Instance) -> tuple[Split, ...] | None:
+  """Splits of slices as those of the table, where an axis splits something else of it, and of ids as the updates."""
+  table, ids, updates, _ = scatter.splits
+  numbers, used = _numbers(scatter), axes_of(table)
+  skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
+  window = dict(zip(numbers.update_window_dims, [dim for dim in range(len(table)) if dim not in skipped]))
+  for dim, of_table in window.items():
+    if updates[dim] != table[of_table] and used.intersection(updates[dim]):
+      updates = split_over(updates, dim, table[of_table])
+  return if_changed(scatter, (table, _as_rows(ids, updates, _scattered(scatter)), updates, table))
 
 
 def _ids_as_updates(scatter: Instance) -> tuple[Split, ...] | None:
