@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -70,6 +71,8 @@ class Store:
     for _ in range(1200):
       with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', self._port), timeout=1):
         break
+      if self._process.poll() is not None:
+        raise SystemExit(f'the server has ended with {self._process.returncode}: {self._log.read_text()[-2000:]}')
       time.sleep(0.1)
     self.files.mkdir(_BUCKET)
 
@@ -93,6 +96,9 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--kills', type=int, default=3, help='how often the first run is killed')
   kills = parser.parse_args().kills
+  missing = [name for name in ('moto', 's3fs', 'flask') if importlib.util.find_spec(name) is None]
+  if missing:
+    parser.error(f'{", ".join(missing)} must be installed: pip install "moto[server]" s3fs')
   check = Checks()
   with tempfile.TemporaryDirectory() as folder, running_store(Path(folder)) as store:
     env = environment(Path(folder, 'cache')) | store.env

@@ -17,7 +17,11 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 'tests' / 'hf')]
 
 import numpy as np
-import transformers
+
+try:
+  import transformers
+except ImportError:
+  sys.exit('record_hf_logits: error: transformers is not installed; pip install praxis_lite[hf-oracle]')
 from checkpoints import CASES, GOLDEN, write
 from theirs import greedy_of, loaded, logits_of
 

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from warm_python import WarmPopen
 
+from praxis_lite.errors import UserError
 from praxis_lite.records.metrics import SummaryWriter
+from tools import fault_campaign
 from tools.fault_campaign import campaign, prepare, table
 from tools.faults.comparison import Results, _lines, curves_of, differences
-from tools.faults.faults import checkpoint_flipped, events_damaged, killed, terminated
+from tools.faults.faults import FAULTS, checkpoint_flipped, events_damaged, killed, terminated
 
 
 @pytest.mark.slow
@@ -58,3 +60,23 @@ def test_a_resumed_run_shows_each_step_once_also_after_the_clock_was_set_back(tm
     'it ended at step 2',
     'w differs',
   ]
+
+
+def test_without_grain_faults_of_data_in_files_are_left_out_in_one_line(monkeypatch, capsys):
+  def absent():
+    raise UserError('Grain is not installed; pip install praxis_lite[grain]')
+
+  monkeypatch.setattr(fault_campaign, 'import_grain', absent)
+  with pytest.raises(SystemExit) as ended:
+    fault_campaign.main(['--kind=data file', '--faults=1'])
+  assert ended.value.code == 2
+  out, err = capsys.readouterr()
+  assert out == 'left out: data_damaged, data_replaced (Grain is not installed; pip install praxis_lite[grain])\n'
+  assert err.splitlines()[-1].endswith('error: there is no such fault')
+
+
+def test_each_fault_of_others_is_drawn():
+  names = {fault.__name__ for fault in FAULTS}
+  wanted = {'mixed_parts', 'renamed_step', 'host_stopped_when_ended', 'foreign_lock', 'directory_moved', 'odd_path'}
+  assert names >= wanted | {'metrics_no_file', 'metrics_emptied', 'data_replaced'}
+  assert [fault_campaign.drawn(1, n, [*FAULTS]) for n in range(len(FAULTS))] == [*FAULTS]
