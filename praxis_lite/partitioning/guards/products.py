@@ -36,10 +36,11 @@ def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
 
 def is_nearly_local(names: Names, splits: Sequence[Split]) -> bool:
   """Whether an operation needs no communication but sums, once one of its arrays is split less: an operand is gathered
-  first, or the result is split further.
+  first, or the result is split further, by one axis.
 
   In all dimensions with the same name the other arrays are split alike, and no axis splits two that have different
-  names. Those without a name are whole.
+  names. Those without a name are whole. Where a result is split further by several axes, XLA permutes some of it: on a
+  mesh a 2 x b 2 x c 3, x over (None, 'a'), w over ('a', None), y over ('a', ('c', 'b')).
   """
   if any(name is None and axes for array, split in zip(names, splits) for name, axes in zip(array, split)):
     return False
@@ -52,8 +53,13 @@ def _is_local_but(moved: int, names: Names, splits: Sequence[Split]) -> bool:
     if i != moved and any(entries.setdefault(name, axes) != axes for name, axes in zip(array, split)):
       return False
   used = [axis.name for axes in entries.values() for axis in axes]
-  wanted = [entries.get(name, ()) for name in names[moved]]
-  return len(used) == len({*used}) and all(axes[: len(first)] == first for axes, first in zip(splits[moved], wanted))
+  pairs = [(entries.get(name, ()), axes) for name, axes in zip(names[moved], splits[moved])]
+  num_further = sum(len(axes) - len(first) for first, axes in pairs)
+  return (
+    len(used) == len({*used})
+    and all(axes[: len(first)] == first for first, axes in pairs)
+    and (moved < len(splits) - 1 or num_further <= 1)
+  )
 
 
 def _names(product: ir.Operation) -> Names:

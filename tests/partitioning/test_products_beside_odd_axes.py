@@ -1,0 +1,23 @@
+"""Products on a mesh with an axis of 3, which eight devices cannot have."""
+
+from praxis_lite.partitioning.propagation import Axis
+from tools.splits.products import programs
+from tools.splits.workers import Worker
+
+A, B, C = Axis('a', 2), Axis('b', 2), Axis('c', 3)
+# Splits of x, w and y in y[b, c] = sum_v x[b, v] w[v, c].
+CASES = [
+  (((B,), (A,)), ((B,), (A,)), ((), (A,))),  # One operand has to move.
+  (((), (A,)), ((A,), ()), ((A,), (C, B))),  # The result has to, by several axes.
+  (((B,), (A,)), ((A,), ()), ((B,), ())),  # None has to.
+]
+
+
+def test_product_beside_an_axis_of_3():
+  worker = Worker((2, 2, 3))
+  number, program = next((i, p) for i, p in enumerate(programs()) if p.name.startswith('bv,vc->bc'))
+  without, with_guards = (worker.run('products', number, CASES, guarded) for guarded in (False, True))
+  worker.close()
+  assert [found.outcome for found in without] == ['wrong', 'wrong', 'right'], program.name
+  assert [found.outcome for found in with_guards] == ['right'] * 3, program.name
+  assert [found.guarded for found in with_guards] == [True, True, False]
