@@ -79,7 +79,7 @@ class Window(Layer):
 
 
 class Memory(Layer):
-  """Rows of a table that the entries of x choose, and sums of x by the same choice."""
+  """Rows of a table that the entries of x choose, and sums of each row of x by the same choice."""
 
   dims: int = 8
   rows: int = 5
@@ -90,5 +90,6 @@ class Memory(Layer):
   def __call__(self, x: jax.Array) -> jax.Array:
     ids = (jnp.abs(lax.stop_gradient(x[..., 0])) * 7).astype(jnp.int32) % self.rows
     found = self.shard(jnp.take(self.theta.w, ids, axis=0))
-    sums = jnp.zeros((self.rows, self.dims), x.dtype).at[ids].add(x) / x.shape[1]
-    return found + jnp.cumsum(jnp.take(sums, ids, axis=0), axis=1) / x.shape[1]
+    # No row is added to another one: rows that fill up a batch would count.
+    sums = jax.vmap(lambda i, y: jnp.zeros((self.rows, self.dims), y.dtype).at[i].add(y))(ids, x) / x.shape[1]
+    return found + jnp.cumsum(jnp.take_along_axis(sums, ids[..., None], axis=1), axis=1) / x.shape[1]
