@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
@@ -24,20 +26,28 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
     dilation = [1] * len(padding)
     if 'lhs_dilation' in convolution.attributes:
       dilation = [*ir.DenseI64ArrayAttr(convolution.attributes['lhs_dilation'])]
-    cropped = np.where(np.array(dilation)[:, None] == 1, np.maximum(-padding, 0), 0)
-    if cropped.any():
-      _crop(convolution, cropped)
-      convolution.attributes['padding'] = ir.DenseIntElementsAttr.get(padding + cropped)  # type: ignore[call-overload]
+    crops = [dim for dim, edges in enumerate(padding) if dilation[dim] == 1 and min(edges) < 0]
+    if crops:
+      padding[crops] = _crop(convolution, {dim: (int(padding[dim][0]), int(padding[dim][1])) for dim in crops})
+      convolution.attributes['padding'] = ir.DenseIntElementsAttr.get(padding)  # type: ignore[call-overload]
       changed.append(convolution)
   return changed
 
 
-def _crop(convolution: ir.Operation, cropped: np.ndarray) -> None:
-  """Puts a slice before a convolution: without the first and last entries of each spatial dimension."""
+def _crop(convolution: ir.Operation, padding: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+  """Puts a slice before a convolution, for the padding of some spatial dimensions; returns what is left to pad."""
   numbers = stablehlo.ConvDimensionNumbers(convolution.attributes['dimension_numbers'])
   image = convolution.operands[0]
-  begin, end = [0] * image.type.rank, [*image.type.shape]
-  for dim, (first, last) in zip(numbers.input_spatial_dimensions, cropped):
-    begin[dim], end[dim] = int(first), max(int(first), end[dim] - int(last))
+  begin, end, left = [0] * image.type.rank, [*image.type.shape], []
+  for spatial, (low, high) in padding.items():
+    dim = numbers.input_spatial_dimensions[spatial]
+    first, last = max(-low, 0), max(-high, 0)
+    if first + last <= end[dim]:
+      begin[dim], end[dim] = first, end[dim] - last
+      left.append((low + first, high + last))
+    else:  # Nothing is left of the image, and something is cropped of the padding on the other side.
+      left.append((0, end[dim] + low + high))
+      end[dim] = 0
   with ir.InsertionPoint(convolution), convolution.location:
     convolution.operands[0] = stablehlo.slice(image, begin, end, [1] * len(begin))
+  return left
