@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from praxis_lite.jax_internals.flags import add_needed_flags
+
 if TYPE_CHECKING:
   from praxis_lite import registry
   from praxis_lite.config import REQUIRED, Config, template
@@ -32,6 +34,9 @@ _EXPORTS = {
   'training': ('partition_spmd_model', 'unpadded'),
   'weights': ('WeightHParams', 'WeightInit'),
 }
+
+
+add_needed_flags()  # Here, as XLA reads its flags once, when JAX starts.
 
 
 def __getattr__(name: str) -> Any:

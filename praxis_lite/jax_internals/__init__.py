@@ -51,10 +51,15 @@ def unless_unknown(consequence: str, read: Callable[[], T], otherwise: T) -> T:
   try:
     return read()
   except UnknownJax as error:
-    if consequence not in told:
-      told.append(consequence)
-      print(f'{consequence} ({error})', flush=True)
+    tell_once(consequence, f' ({error})')
     return otherwise
+
+
+def tell_once(message: str, detail: str = '') -> None:
+  """Prints a message and its detail, unless the user of this process has been told the message before."""
+  if message not in told:
+    told.append(message)
+    print(f'{message}{detail}', flush=True)
 
 
 # What users of this process have been told of.

@@ -26,7 +26,13 @@ _UNTIL: Mapping[str, tuple[int, int] | None] = {
   'xla_cpu_multi_thread_eigen': None,
   'xla_cpu_parallel_codegen_split_count': None,
   'xla_cpu_use_fusion_emitters': (0, 11),
+  'xla_enable_hlo_sharding_v3': None,
   'xla_force_host_platform_device_count': None,
+}
+# Flags without which some releases, the first to the last, end the process on programs that others compile: section 20
+# of docs/xla-partitioner-faults.md.
+_NEEDED: Mapping[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
+  'xla_enable_hlo_sharding_v3': ('false', (0, 11), (0, 12)),
 }
 # What makes XLA read its flags, without a device.
 _READ_FLAGS = 'from jaxlib import _jax; _jax.CompileOptions()'
@@ -44,6 +50,17 @@ def with_flags(given: str, wanted: Mapping[str, object]) -> str:
   names = flag_names(' '.join(flags))
   known = known_flags({name: str(value) for name, value in wanted.items() if name not in names})
   return ' '.join([*flags, *(f'--{name}={value}' for name, value in known.items())])
+
+
+def add_needed_flags() -> None:
+  """Puts into XLA_FLAGS what this release needs so as not to end the process; what a user says of a flag counts.
+
+  It has an effect until JAX starts its backends. As options of one program XLA refuses these flags.
+  """
+  release = _release()
+  needed = {name: value for name, (value, first, last) in _NEEDED.items() if first <= release <= last}
+  if needed:
+    os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), needed)
 
 
 def split_flags(given: str) -> list[str]:

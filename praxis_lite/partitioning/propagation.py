@@ -7,8 +7,10 @@ others, and can say for an operation how its arrays would have to be split for i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from praxis_lite.jax_internals.mlir import ir, run_passes, sdy, stablehlo
@@ -74,6 +76,12 @@ class Site:
     """States how an array is split already, so that XLA, which propagates for itself, cannot find another way."""
     if number not in self._stated:
       self._constrain(number, split, split)
+
+  def restrict(self, number: int, before: Split, after: Split) -> None:
+    """Constrains an operand to be split otherwise in the operation alone; all before it is split as it was."""
+    with ir.InsertionPoint(self.op), self.op.location:
+      constraint = self.constraint(self.constraint(self.op.operands[number], before).result, after)
+    self.op.operands[number] = constraint.result
 
   def constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
     """A constraint on how an array is split, inserted at the current insertion point."""
@@ -150,6 +158,7 @@ class Propagation:
     _reshape_where_nothing_is_repeated(copy)
     run_passes(_PROPAGATE, copy)
     propagated = list(self._read(copy))
+    _hide(operations(copy, {'stablehlo.reshape'}))
     run_passes(_MAKE_COMPATIBLE, copy)
     return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in zip(propagated, self._read(copy))]
 
@@ -171,7 +180,10 @@ def with_collectives(module: ir.Module) -> ir.Operation:
     copy = module.operation.clone()
     inline_calls(copy)
     _reshape_where_nothing_is_repeated(copy)
-    for passes in (_PROPAGATE, _MAKE_COMPATIBLE, _COMMUNICATE):
+    run_passes(_PROPAGATE, copy)
+    sizes = mesh_axes(module)
+    _hide(op for op in operations(copy, {'stablehlo.reshape'}) if _has_uneven_factors(op, sizes))
+    for passes in (_MAKE_COMPATIBLE, _COMMUNICATE):
       run_passes(passes, copy)
   return copy
 
@@ -241,6 +253,56 @@ def _reshape_where_nothing_is_repeated(module: ir.Operation) -> None:
       with ir.InsertionPoint(op), op.location:
         after.replace_all_uses_with(stablehlo.ReshapeOp(after.type, before).result)
       op.erase()
+
+
+def _hide(reshapes: Iterable[ir.Operation]) -> None:
+  """Makes reshapes operations that Shardy knows nothing of.
+
+  It ends the process where it looks for splits of some reshapes that need no communication.
+  """
+  for op in reshapes:
+    (before,), (after,) = op.operands, op.results
+    with ir.InsertionPoint(op), op.location:
+      hidden = stablehlo.CustomCallOp([after.type], [before], call_target_name='praxis_lite.reshape')
+    if 'sdy.sharding' in op.attributes:
+      hidden.operation.attributes['sdy.sharding'] = op.attributes['sdy.sharding']
+    after.replace_all_uses_with(hidden.results[0])
+    op.erase()
+
+
+def _has_uneven_factors(reshape: ir.Operation, sizes: Mapping[str, int]) -> bool:
+  """Whether axes split a dimension that is made of several, and not each of these evenly.
+
+  Such as of a reshape of float32[4, 3, 36] to [432] over ('b', 'c', 'd'), on a mesh b 3 x c 2 x d 2.
+  """
+  values = (*reshape.operands, *reshape.results)
+  ends = {end for x in values for end in itertools.accumulate(x.type.shape[::-1], operator.mul)}
+  for value in values:
+    below = 1  # The size of all that is minor to a dimension.
+    for size, axes in zip(value.type.shape[::-1], split_of(value, sizes)[::-1]):
+      bounds = [size * below, *sorted((n for n in ends if below < n < size * below), reverse=True), below]
+      if axes and not _divide_evenly([*itertools.pairwise(bounds)], axes):
+        return True
+      below *= size
+  return False
+
+
+def _divide_evenly(bounds: Iterable[tuple[int, int]], axes: Iterable[Axis]) -> bool:
+  """Whether axes split factors of a dimension, all major first and each between two bounds, without a rest."""
+  factors, left = iter(bounds), 1
+  for axis in axes:
+    size = axis.size
+    while size > 1:
+      if left == 1:
+        major, minor = next(factors, (1, 1))
+        left = major // minor
+        if major % minor or left <= 1:
+          return False
+      common = min(size, left)
+      if size % common or left % common:
+        return False
+      size, left = size // common, left // common
+  return True
 
 
 def _replace_operands(root: ir.Operation, known: Mapping[ir.Value, ir.Value]) -> None:

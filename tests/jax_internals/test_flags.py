@@ -71,3 +71,34 @@ def test_flags_in_a_file_are_kept(tmp_path):
   )
   assert ends_well(made)
   assert flags.with_flags(str(tmp_path / 'none'), {}) == str(tmp_path / 'none')
+
+
+@pytest.mark.parametrize('release, is_set', [((0, 10), False), ((0, 11), True), ((0, 12), True), ((0, 13), False)])
+def test_what_a_release_needs_is_set(monkeypatch, release, is_set):
+  needed = '--xla_enable_hlo_sharding_v3=false'
+  monkeypatch.setattr(flags, '_release', lambda: release)
+  for given in ('', '--xla_dump_to=x'):
+    monkeypatch.setenv('XLA_FLAGS', given)
+    flags.add_needed_flags()
+    flags.add_needed_flags()
+    assert os.environ['XLA_FLAGS'] == (f'{given} {needed}'.strip() if is_set else given)
+  monkeypatch.setenv('XLA_FLAGS', '--xla_enable_hlo_sharding_v3=true')
+  flags.add_needed_flags()
+  assert os.environ['XLA_FLAGS'] == '--xla_enable_hlo_sharding_v3=true'
+  monkeypatch.delenv('XLA_FLAGS')
+  flags.add_needed_flags()
+  assert os.environ.get('XLA_FLAGS') == (needed if is_set else None)
+
+
+def test_an_import_of_the_package_suffices_for_reshards_that_end_the_process():
+  """With JAX 0.11 and 0.12; section 20 of docs/xla-partitioner-faults.md."""
+  code = """
+import praxis_lite, jax, jax.numpy as jnp
+jax.config.update('jax_num_cpu_devices', 12)
+mesh = jax.make_mesh((2, 2, 3), ('a', 'b', 'c'), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+at = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(spec)))
+whole = jax.jit(lambda: at(jax.lax.optimization_barrier(at(jnp.arange(12.0), ('c', 'a'))), 'a'))()
+assert whole.tolist() == [*range(12)]
+"""
+  env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
+  subprocess.run([sys.executable, '-c', code], env=env, check=True)

@@ -18,10 +18,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite import jax_internals
 from praxis_lite.errors import ShardingError
 from praxis_lite.partitioning.guards import guard
+from praxis_lite.partitioning.guards.arrays import PRODUCT
 from praxis_lite.partitioning.hlo import collectives
+from praxis_lite.partitioning.propagation import Propagation
 
+guards = sys.modules['praxis_lite.partitioning.guards.guard']  # The package has a function of this name.
 RNG = np.random.default_rng(0)
 JAX = tuple(int(part) for part in jax.__version__.split('.')[:3])
 GUARDED = pytest.mark.parametrize('guarded', [False, True])
@@ -605,6 +609,47 @@ def test_several_results_some_of_which_do_not_divide():
   assert none is None
   for one, arg in zip((found['x'], found['y'], z, n, x), (*(2 * a for a in args), args[0]), strict=True):
     np.testing.assert_array_equal(one, arg)
+
+
+def test_results_leave_the_rest_of_a_program_as_it_is(monkeypatch):
+  """Shardings are propagated once, and the product before the result is split as it was."""
+  rounds = []
+  instances = Propagation.instances
+  monkeypatch.setattr(Propagation, 'instances', lambda self: rounds.append(1) or instances(self))
+  mesh, x = mesh_of('a', sizes=(4,)), integers(2, 3)
+  program = constrained(mesh, lambda x: (x @ x.T) * 2, [P('a')], P('a'))
+  lowered = jax.jit(program).lower(x)
+  (changed,) = guard(lowered)
+  assert changed.op == 'return' and len(rounds) == 1
+  module = lowered.compiler_ir()
+  with module.context:
+    (product,) = instances(Propagation(module, {PRODUCT}))
+  assert len(product.splits[0][0]) == len(product.splits[2][0]) == 1
+  np.testing.assert_array_equal(lowered.compile()(x), (x @ x.T) * 2)
+
+
+# ---------------------------------------------------------------- releases
+
+
+def test_a_release_for_which_guards_were_not_shown(monkeypatch, capsys):
+  def compile_on(mesh, rows):
+    run(constrained(mesh, lambda x: x * 2, [P('a')], P('a')), [integers(rows)])
+
+  monkeypatch.setattr(jax_internals, 'told', [])
+  compile_on(mesh_of('a'), 2)
+  assert not capsys.readouterr().out
+  monkeypatch.setattr(guards, 'jaxlib_release', lambda: (0, 13, 1))
+  compile_on(mesh_of('a', sizes=(1,)), 4)
+  assert not capsys.readouterr().out  # On one device nothing is split.
+  compile_on(mesh_of('a'), 6)
+  (line,) = capsys.readouterr().out.splitlines()
+  assert 'JAX 0.10 to 0.12, not for 0.13.1' in line and 'praxis-lite verify' in line
+  compile_on(mesh_of('a'), 8)
+  assert not capsys.readouterr().out
+
+
+def test_this_release_is_one_for_which_guards_were_shown():
+  assert JAX[:2] in guards.SHOWN
 
 
 # ---------------------------------------------------------------- Fourier transforms

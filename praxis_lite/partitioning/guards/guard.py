@@ -8,7 +8,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from praxis_lite.errors import ShardingError
-from praxis_lite.jax_internals import reading, unless_unknown
+from praxis_lite.jax_internals import reading, tell_once, unless_unknown
+from praxis_lite.jax_internals.flags import jaxlib_release
 from praxis_lite.partitioning.guards import images, lapack, lookups, products, results, transforms
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.crops import crop_before_convolutions
@@ -21,6 +22,14 @@ _MAX_ROUNDS = 6
 _NOT_GUARDED = (
   'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
   'one device'
+)
+
+
+# The releases of JAX for which tests and enumerations have shown what the guards do.
+SHOWN = ((0, 10), (0, 11), (0, 12))
+_NOT_SHOWN = (
+  'guards against wrong programs were shown for JAX {first} to {last}, not for {this}: `praxis-lite verify` compares '
+  'an experiment on its mesh with one device'
 )
 
 
@@ -61,7 +70,6 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   SCATTER: lookups.guard_scatter,
   transforms.FFT: transforms.guard_fft,
   lapack.CALL: lapack.guard_lapack,
-  results.RETURN: results.guard_results,
 }
 
 
@@ -87,12 +95,14 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     return []
   with module.context:
     crop_before_convolutions(module.operation)
-    propagation = Propagation(module, {*_GUARDS})
+    propagation = Propagation(module, {*_GUARDS, results.RETURN})
     # Lowered without Shardy, a program says nothing of its mesh but its size.
     parts = 'mhlo.num_partitions'
     num_devices = integer(module.operation, parts) if parts in module.operation.attributes else 1
     if num_devices > 1 and not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
       raise ShardingError('jax_use_shardy_partitioner is False; what guards against wrong programs needs it to be True')
+    if num_devices > 1:
+      _tell_of_unknown_release()
     first: dict[Site, tuple[Split, ...]] = {}
     last: dict[Site, tuple[Split, ...]] = {}
     instances: list[Instance] = []
@@ -109,6 +119,11 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
       if not found:
         _keep(instances)
         break
+    for site, before, _ in instances:
+      if site.op.name == results.RETURN and (after := results.guard_results(site.shapes, before)) != before:
+        for i in (i for i, split in enumerate(after) if split != before[i]):
+          site.restrict(i, before[i], after[i])
+        last[site] = after
     guarded = [
       Guarded(s.op.name.partition('.')[2], s.where, s.shapes, first[s], last.get(s, first[s]), (*s.mended,))
       for s in propagation.sites
@@ -153,10 +168,19 @@ class GuardedJit(Generic[T]):
     return self._compiled[key](*dynamic, **kwargs)
 
 
+def _tell_of_unknown_release() -> None:
+  """Tells the user, once, that the guards were not shown for this release of JAX."""
+  this = jaxlib_release()
+  if this[:2] not in SHOWN:
+    first, last, named = ('.'.join(map(str, release)) for release in (SHOWN[0], SHOWN[-1], this))
+    tell_once(_NOT_SHOWN.format(first=first, last=last, this=named))
+
+
 def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[Split, ...]]]:
   """The operations that are computed wrongly, each with splits that are computed rightly."""
   for instance in instances:
-    after = _GUARDS[instance.site.op.name](instance)
+    guarded_by = _GUARDS.get(instance.site.op.name)
+    after = guarded_by and guarded_by(instance)
     if after is not None and after != instance.splits:
       yield instance, after
 

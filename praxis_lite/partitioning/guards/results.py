@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from praxis_lite.partitioning.guards.arrays import if_changed
-from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
+from collections.abc import Sequence
+
+from praxis_lite.partitioning.propagation import Axis, Split, num_parts
 
 RETURN = 'func.return'
 
 
-def guard_results(returned: Instance) -> tuple[Split, ...] | None:
+def guard_results(shapes: Sequence[Sequence[int]], splits: Sequence[Split]) -> tuple[Split, ...]:
   """Splits the dimensions of results over no more axes than they divide by.
 
   Where `out_shardings` leaves it open how a result is split, XLA splits what does not divide over part of an axis. A
@@ -16,8 +17,7 @@ def guard_results(returned: Instance) -> tuple[Split, ...] | None:
   own parts; before, it took the result for replicated. On a mesh a 4: `with_sharding_constraint(x, P('a'))` of 2 rows,
   as the last thing. Test: `test_results_that_do_not_divide`.
   """
-  results = zip(returned.site.shapes, returned.splits)
-  return if_changed(returned, [tuple(map(_that_divide, shape, split)) for shape, split in results])
+  return tuple(tuple(map(_that_divide, shape, split)) for shape, split in zip(shapes, splits))
 
 
 def _that_divide(size: int, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -1,0 +1,43 @@
+"""Reshapes of which axes split no dimension evenly: Shardy ends the process that asks it how to make them local."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from praxis_lite.partitioning.guards import guard
+from praxis_lite.partitioning.propagation import with_collectives
+
+# Shape, mesh, spec before, shape afterwards, spec afterwards. All but the last two ended the process.
+RESHAPES = [
+  ((2, 3, 4, 3), {'a': 2, 'b': 3}, P('b', None, None, 'a'), (72,), P('b')),
+  ((4, 3, 6), {'b': 3, 'c': 2}, P(), (72,), P(('b', 'c'))),
+  ((32, 6, 4), {'a': 2, 'c': 3}, P('c', None, 'a'), (2, 4, 12, 8), P()),
+  ((8, 6), {'a': 2, 'b': 3}, P(('a',), 'b'), (2, 4, 6), P('a')),
+  ((7, 15), {'a': 2, 'b': 3}, P('b', 'a'), (7, 3, 5), P()),
+]
+
+
+def lowered(before, mesh, spec, after, spec_after):
+  mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+
+  def program(x):
+    x = jnp.abs(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)))
+    return jax.lax.with_sharding_constraint(x.reshape(after), NamedSharding(mesh, spec_after))
+
+  return jax.jit(program).lower(jnp.zeros(before))
+
+
+@pytest.mark.parametrize('reshape', RESHAPES, ids=[f'{r[0]} to {r[3]}' for r in RESHAPES])
+def test_guards_and_collectives_can_be_read(reshape):
+  program, x = lowered(*reshape), np.arange(np.prod(reshape[0]), dtype=np.float32).reshape(reshape[0])
+  assert with_collectives(program.compiler_ir('stablehlo')) is not None
+  guard(program)
+  np.testing.assert_array_equal(program.compile()(x), x.reshape(reshape[3]))
+
+
+def test_what_a_reshape_that_divides_communicates_is_seen():
+  program = lowered((8, 6), {'a': 2}, P('a'), (48,), P())
+  assert 'sdy.all_gather' in str(with_collectives(program.compiler_ir('stablehlo')))
