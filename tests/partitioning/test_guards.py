@@ -346,6 +346,26 @@ def test_grouped_convolution_whose_rows_are_split_over_two_axes():
   np.testing.assert_array_equal(run(program, (x, w))[0], grouped(x, w))
 
 
+@GUARDED
+def test_convolution_beside_a_sort_of_its_filter(guarded):
+  """XLA takes away a sort along one entry before it propagates shardings, Shardy does not."""
+  mesh = mesh_of('a', 'b')
+
+  def program(x, w, keys):
+    split = NamedSharding(mesh, P(None, None, 'a'))
+    numbers = ('NHC', 'OIH', 'NHC')
+    y = jax.lax.conv_general_dilated(x, w, (3,), [(0, 2)], dimension_numbers=numbers)
+    ordered = jax.lax.sort((keys, w), dimension=1, num_keys=1)[1]
+    return jax.lax.with_sharding_constraint(y, split), jax.lax.with_sharding_constraint(ordered, split)
+
+  x, w = integers(2, 2, 1) + 4, integers(3, 1, 2) + 4
+  lowered = jax.jit(program).lower(x, w, integers(3, 1, 2))
+  if guarded:
+    guard(lowered)
+  found, _ = lowered.compile()(x, w, integers(3, 1, 2))
+  assert np.array_equal(found[:, 0], np.einsum('nh,oh->no', x[..., 0], w[:, 0])) == guarded
+
+
 # ---------------------------------------------------------------- lookups
 
 TABLE = integers(5, 4)
@@ -442,6 +462,24 @@ def test_diagonal(guarded):
 
 
 @GUARDED
+def test_lookup_of_slices_that_are_split_unevenly(guarded):
+  def read(x, ids):
+    return x[:, :, ids]
+
+  x, ids = integers(4, 15, 1), np.array([0, 0, 0, 0], np.int32)
+  out = constrained(mesh_of('a', 'b', 'c'), lambda y: y, [P('c', 'b', 'a')], P('c', 'b', 'a'))
+
+  def program(x, ids):
+    return out(read(x, ids))
+
+  if not guarded:
+    with pytest.raises(jax.errors.JaxRuntimeError):
+      run(program, (x, ids), guarded)
+    return
+  np.testing.assert_array_equal(run(program, (x, ids))[0], read(x, ids))
+
+
+@GUARDED
 @pytest.mark.parametrize('out', [P(), P(None, 'a')])
 def test_scatter_of_one_row_into_an_uneven_table(guarded, out):
   table, ids, rows = np.array([[1, 2, 3, 4]], np.float32), np.array([2], np.int32), np.ones((1, 1), np.float32)
@@ -535,6 +573,62 @@ def test_dynamic_slices_that_begin_past_the_end(guarded):
   for fn in (read, write):
     found, _ = run(constrained(mesh_of('a'), fn, (P('a'), P()), P('a')), (x, begin), guarded)
     assert np.array_equal(found, fn(x, begin)) == (guarded or (fn is read and JAX >= (0, 12)))
+
+
+@GUARDED
+@pytest.mark.parametrize('dtype', [np.int32, np.uint8, np.int8])
+def test_slices_of_slices(guarded, dtype):
+  """They are wrong on one device too."""
+
+  def read(x, begin):
+    return jax.lax.dynamic_slice(jax.lax.dynamic_slice(x, (begin,), (4,)), (begin - 2,), (2,))
+
+  x = np.arange(5, dtype=np.float32)
+  found, _ = run(read, (x, dtype(3)), guarded)
+  assert np.array_equal(found, [2, 3]) == guarded
+
+
+def test_starts_that_the_type_of_an_id_cannot_hold_are_not_clamped():
+  x = np.arange(300, dtype=np.float32)
+  found, _ = run(lambda x, begin: jax.lax.dynamic_slice(x, (begin,), (4,)), (x, np.int8(127)))
+  np.testing.assert_array_equal(found, x[127:131])
+
+
+def test_starts_in_several_dimensions():
+  def read(x, begin):
+    return jax.vmap(lambda i: jax.lax.dynamic_slice(x, (i[0], 0, i[1]), (2, 2, 1)))(begin)
+
+  x, begin = integers(4, 3, 5), np.array([[3, 1], [0, 4], [-1, 2], [2, 9]], np.int32)
+  np.testing.assert_array_equal(run(read, (x, begin))[0], read(x, begin))
+
+
+@GUARDED
+def test_slices_of_a_batch_that_are_split(guarded):
+  def read(x, begin):
+    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, 4, 0))(x, begin)
+
+  x, begin = integers(4, 5, 1), np.array([5, 0, 3, 1], np.int32)
+  mesh = jax.make_mesh((4, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
+  found, _ = run(constrained(mesh, read, (P(), P()), P('a', 'b')), (x, begin), guarded)
+  assert np.array_equal(found, read(x, begin)) == guarded
+
+
+@GUARDED
+def test_gradient_of_writing_slices_of_a_batch(guarded):
+  def gradient(updates, split):
+    def write(x, update, begin):
+      return jax.lax.dynamic_update_slice_in_dim(x, update, begin, 0)
+
+    def total(updates):
+      found = jax.vmap(write)(np.zeros((2, 3, 6), np.float32), split(updates), np.array([3, 1], np.int32))
+      return jnp.sum(found * jnp.arange(36.0).reshape(2, 3, 6))
+
+    return jax.grad(total)(updates)
+
+  updates = integers(2, 2, 6)
+  split = constrained(mesh_of('a', 'b'), lambda u: u, [P('a', 'b')], P('a', 'b'))
+  found, _ = run(lambda u: gradient(u, split), (updates,), guarded)
+  assert np.array_equal(found, gradient(updates, lambda u: u)) == guarded
 
 
 @GUARDED

@@ -11,6 +11,7 @@ GPU, with Shardy and without.
     images      convolutions, windows and pads
     lookups     gathers, slices and scatters
     transforms  Fourier transforms
+    starts      slices that begin past the end, wrong on one device too
     crops       convolutions that crop, wrong on one device of a CPU too
     lapack      factorizations of matrices, which may wait forever on a CPU
 """

@@ -13,6 +13,7 @@ from praxis_lite.jax_internals.flags import jaxlib_release
 from praxis_lite.partitioning.guards import images, lapack, lookups, products, results, transforms
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.crops import crop_before_convolutions
+from praxis_lite.partitioning.guards.starts import clamp_starts
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Split
 
@@ -60,7 +61,7 @@ class Guarded(NamedTuple):
 _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   PRODUCT: products.guard_product,
   TRANSPOSE: products.guard_transpose,
-  'stablehlo.convolution': images.guard_convolution,
+  images.CONVOLUTION: images.guard_convolution,
   'stablehlo.reduce_window': images.guard_windows,
   'stablehlo.pad': images.guard_pad,
   'stablehlo.select_and_scatter': images.guard_max_pooling_gradient,
@@ -95,6 +96,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     return []
   with module.context:
     crop_before_convolutions(module.operation)
+    clamp_starts(module.operation)
     propagation = Propagation(module, {*_GUARDS, results.RETURN})
     # Lowered without Shardy, a program says nothing of its mesh but its size.
     parts = 'mhlo.num_partitions'
@@ -186,11 +188,14 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
 
 
 def _keep(instances: Iterable[Instance]) -> None:
-  """States how ids of lookups are split that are right as they are, but might not be if XLA, which propagates for
-  itself, split them in another way."""
+  """States how arrays are split where that is right as it is, but might not be if XLA, which propagates for itself in
+  a program that it has simplified, split them in another way."""
   for instance in instances:
     if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
       instance.site.keep(IDS, instance.splits[IDS])
+    if instance.site.op.name == images.CONVOLUTION:
+      for number, split in enumerate(instance.splits):
+        instance.site.keep(number, split)
 
 
 def static_positions(static_argnums: Collection[int], num_args: int) -> set[int]:

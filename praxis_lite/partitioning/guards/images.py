@@ -9,13 +9,16 @@ from praxis_lite.partitioning.guards.arrays import integer, integers, joined, pa
 from praxis_lite.partitioning.guards.products import Names, is_nearly_local
 from praxis_lite.partitioning.propagation import Axis, Instance, Split
 
+CONVOLUTION = 'stablehlo.convolution'
+
 
 def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
   """Gathers height and width of images and filters; else a convolution is as a product of rows and channels.
 
   Where a window overlaps the part of another device, XLA exchanges the borders, and is wrong for some filters; the
   gradient of the filter is summed over axes that are not used too. On a mesh a 2 x b 2: `conv(x, w)` with x over
-  (None, 'a', None, None). Test: `test_convolution_of_split_images`.
+  (None, 'a', None, None). Test: `test_convolution_of_split_images`. Its arrays are then kept as they are, where XLA
+  would take another split from what it simplifies. Test: `test_convolution_beside_a_sort_of_its_filter`.
   """
   op = convolution.site.op
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])

@@ -13,22 +13,17 @@ from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_part
 
 
 def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
-  """Lets no axis split both a table and the ids that are looked up, which XLA fails to compile, or gathers wrongly.
+  """Each device looks up its rows in its part of the table: ids are split as rows, slices as the table.
 
-  On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table over (None, 'a'), ids over (None, 'a'). Test:
-  `test_lookup_with_table_and_ids_over_the_same_axis`. An axis that splits rows of the table splits no other dimension
-  of the result either: `jnp.diagonal(x)`. Test: `test_diagonal`. Ids that are split unevenly are split as the result.
-  Test: `test_lookup_with_ids_that_are_split_twice`.
+  XLA does not compile other lookups, or gathers wrongly. On a mesh a 2 x b 2: `jnp.take(table, ids, axis=0)`, the table
+  over (None, 'a'), ids over (None, 'a'). Tests: `test_lookup_with_table_and_ids_over_the_same_axis`,
+  `test_lookup_with_ids_that_are_split_twice`, `test_lookup_of_slices_that_are_split_unevenly`. What is looked up may be
+  split too, as the rows of an embedding, but over no axis of ids or rows: `jnp.diagonal(x)`. Test: `test_diagonal`.
   """
-  table, ids, rows = lookup.splits
+  table, ids, rows = lookup.compatible
   numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
-  looked_up = axes_of(table[dim] for dim in numbers.start_index_map)
-  if axes_of(table) & axes_of(ids) or looked_up & axes_of(rows):
-    return if_changed(lookup, lookup.compatible)
-  pairs = _pairs(lookup, numbers.offset_dims, numbers.index_vector_dim)
-  if any(_is_uneven(lookup.site.shapes[ROWS][i], rows[i], ids[j]) for i, j in pairs.items()):
-    return if_changed(lookup, (table, _as_rows(ids, rows, pairs), rows))
-  return None
+  looked_up = [dim for dim in numbers.start_index_map if axes_of([table[dim]]) & axes_of((*ids, *rows))]
+  return if_changed(lookup, (whole(table, looked_up), ids, rows))
 
 
 def keeps_ids(lookup: Instance) -> bool:
