@@ -168,6 +168,50 @@ def replace_file(path: Path, text: str) -> None:
     raise
 
 
+class KnownFolder:
+  """A folder, known by its device and inode: nothing makes it anew where it was, nor writes to another one there.
+
+  What a run writes while it trains goes by way of it, except for what Orbax and JAX's profiler write.
+
+  Args:
+    path: of the folder.
+
+  Raises:
+    OSError: it is not there.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self.path = Path(path)
+    self._about = os.stat(path)
+
+  def is_elsewhere(self) -> bool:
+    """Whether it is not where it was; False too where its storage cannot be reached."""
+    try:
+      return not os.path.samestat(os.stat(self.path), self._about)
+    except (FileNotFoundError, NotADirectoryError):
+      return True
+    except OSError:
+      return False
+
+  def subfolder(self, name: str) -> Path:
+    """Returns a folder below it, made if it is not there; raises OSError if it cannot be made."""
+    self._check()
+    folder = self.path
+    for part in Path(name).parts:  # Not `parents=True`: moved between two of these, it would be made anew.
+      folder = folder / part
+      folder.mkdir(exist_ok=True)
+    return folder
+
+  def replace_file(self, name: str, text: str) -> None:
+    """Writes a file in it, as the function of this name; raises OSError if it cannot be written."""
+    self._check()
+    replace_file(self.path / name, text)
+
+  def _check(self) -> None:
+    if not os.path.samestat(os.stat(self.path), self._about):
+      raise FileNotFoundError(errno.ENOENT, 'another directory is in its place', str(self.path))
+
+
 class PatientFile:
   """A file to append to, which keeps in memory what the disk does not take, and writes it in order when it does.
 

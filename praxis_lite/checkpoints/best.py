@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.files import KnownFolder, parse_json, read_plain
 
 BEST = 'best.json'
 
@@ -51,6 +51,7 @@ class BestRecord:
 
   def __init__(self, path: Path, steps: Collection[int]):
     self._path = path
+    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # A reader's may be anywhere.
     self.value = self._written = self._read(steps)
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
@@ -66,7 +67,8 @@ class BestRecord:
       if self.value is None:
         self._path.unlink(missing_ok=True)
       else:
-        replace_file(self._path, json.dumps(self.value._asdict()) + '\n')
+        folder = self._folder = self._folder or KnownFolder(self._path.parent)
+        folder.replace_file(self._path.name, json.dumps(self.value._asdict()) + '\n')
     self._written = self.value
 
   def take_back(self) -> None:

@@ -36,7 +36,7 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
-from praxis_lite.files import open_plain, parse_json, plain_dtype, read_plain, replace_file, user_path
+from praxis_lite.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, user_path
 from praxis_lite.hosts.distributed import by_host, told_by_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
@@ -173,6 +173,7 @@ class EmergencyCopies:
       for other in folder.parent.iterdir():
         if other != folder:
           shutil.rmtree(other, ignore_errors=True)
+    self._job_log_dir = KnownFolder(job_log_dir) if directories else None
     self._writing: threading.Thread | None = None
     self._step, self._error, self._told = 0, '', ''  # Of the last copy: why it failed here; what was said of it.
 
@@ -238,9 +239,9 @@ class EmergencyCopies:
     if not self._folders:
       return ''
     said = self.settle()
-    if self._process == 0 and not self._lineage_file.exists():
+    if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
       with contextlib.suppress(OSError):  # A restart will not know the copies. The next one tries again.
-        replace_file(self._lineage_file, json.dumps({'lineage': self._lineage}) + '\n')
+        self._job_log_dir.replace_file(_LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
     of_run['progress'] = progress
     self._step, self._error = step, 'it was not written'

@@ -299,7 +299,7 @@ def dump_stacks(directory: Path | None, index: int) -> str:
   if directory is not None:
     path = directory / 'stacks' / f'host_{index}.txt'
     with contextlib.suppress(OSError):
-      path.parent.mkdir(parents=True, exist_ok=True)
+      path.parent.mkdir(exist_ok=True)  # And not the run's directory, which may have been moved.
       # Without O_NONBLOCK, a named pipe in its place would be waited for.
       with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666), 'w') as file:
         faulthandler.dump_traceback(file)

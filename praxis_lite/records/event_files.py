@@ -29,7 +29,7 @@ class EventFile:
   """A file of curves in a folder. What cannot be written yet is kept, and written with what comes next.
 
   Args:
-    folder: is made if it is not there.
+    folder: is there.
     purge_step: TensorBoard hides the entries of earlier files from this step on.
 
   Raises:
@@ -44,7 +44,6 @@ class EventFile:
     patient = _PatientFiles()
     register_writer_factory(_PATIENT, patient)
     logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
-    folder.mkdir(parents=True, exist_ok=True)
     # Names contain whole seconds: without a suffix, a run that resumes at once would write to the file before.
     self._file = EventsWriter(f'{_PATIENT}:{folder / "events"}', f'.{time.time_ns()}')
     self._on_disk = patient.opened

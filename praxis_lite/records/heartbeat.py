@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.files import KnownFolder, parse_json, read_plain, replace_file
 from praxis_lite.foreign_text import printable
 
 SECONDS = 5.0
@@ -71,8 +71,7 @@ class HeartbeatFile:
   """
 
   def __init__(self, directory: Path, process: int, current: Callable[[], Heartbeat]):
-    self._path = directory / _DIRECTORY / f'{process}.json'
-    self._directory, self._about_directory = directory, os.stat(directory)
+    self._directory, self._name = KnownFolder(directory), f'{process}.json'
     self._current = current
     self._stop = threading.Event()
     self._thread: threading.Thread | None = None
@@ -98,10 +97,8 @@ class HeartbeatFile:
 
   def _write(self) -> None:
     with contextlib.suppress(OSError):
-      if not os.path.samestat(os.stat(self._directory), self._about_directory):
-        return  # Another one is in its place.
-      self._path.parent.mkdir(exist_ok=True)
-      replace_file(self._path, json.dumps(dataclasses.asdict(self._current())) + '\n')
+      folder = self._directory.subfolder(_DIRECTORY)
+      replace_file(folder / self._name, json.dumps(dataclasses.asdict(self._current())) + '\n')
 
 
 def identity() -> dict[str, Any]:

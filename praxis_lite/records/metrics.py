@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import UserError
-from praxis_lite.files import PatientFile, parse_json, read_plain, replace_file
+from praxis_lite.files import KnownFolder, PatientFile, parse_json, read_plain, replace_file
 from praxis_lite.records.event_files import EventFile
 
 Record = dict[str, Any]  # A line of metrics.jsonl.
@@ -119,7 +119,7 @@ class SummaryWriter:
     enabled: bool = True,
     report: Callable[[str], object] = lambda line: None,
   ):
-    self._directory = Path(directory).absolute()
+    self._folder = KnownFolder(Path(directory).absolute())
     self._report = report
     self._reported = ''
     self._resumed_step = resumed_step
@@ -127,9 +127,10 @@ class SummaryWriter:
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     self._unwritten: list[Record] = []
+    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # What waits for its event file.
     self.num_lines = 0
     if enabled:
-      path = self._directory / _RECORDS
+      path = self._folder.path / _RECORDS
       written = _truncate_jsonl(path, resumed_step)
       self._jsonl = PatientFile(path)
       for record in lost:
@@ -173,45 +174,69 @@ class SummaryWriter:
 
   def _put(self, record: Record, others: Mapping[str, Summary], *, is_new: bool = True) -> None:
     """Writes the scalars of a record, to metrics.jsonl if it is new there, and summaries of other kinds."""
-    step, split = record['step'], record['split']
     if is_new:
       self.num_lines += 1
       self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
-    error: OSError | None
-    try:
-      events = self._events(split, step)
-      for name, value in record.get('metrics', {}).items():
-        events.add(step, name, 'scalar', math.nan if value is None else value)
-      for name, summary in others.items():
-        events.add(step, name, summary.kind, np.asarray(summary.value))
-      error = next((file.error for file in self._files() if file.error is not None), None)
-    except OSError as cannot_be_made:
-      error = cannot_be_made
+    self._without_file.append((record, others))
+    error = self._add_events()
     if error is None:
       self._unwritten.clear()
     else:
       self._unwritten.append(record)
     self._tell(error)
 
+  def _add_events(self) -> OSError | None:
+    """Writes to event files, in order, what has not been; returns why there is something that cannot be written."""
+    waiting, self._without_file = self._without_file, []
+    failed: dict[str, OSError] = {}  # By split.
+    for record, others in waiting:
+      split = record['split']
+      try:
+        if split not in failed:
+          self._add(self._events(split, record['step']), record, others)
+          continue
+      except OSError as cannot_be_made:
+        failed[split] = cannot_be_made
+      self._without_file.append((record, jax.device_get(dict(others))))
+    errors = [*failed.values(), *(file.error for file in self._files())]
+    return next((error for error in errors if error is not None), None)
+
+  def _add(self, events: EventFile, record: Record, others: Mapping[str, Summary]) -> None:
+    for name, value in record.get('metrics', {}).items():
+      events.add(record['step'], name, 'scalar', math.nan if value is None else value)
+    for name, summary in others.items():
+      events.add(record['step'], name, summary.kind, np.asarray(summary.value))
+
+  def move(self, directory: Path) -> None:
+    """Says that the run's directory was moved to another path: files that are not open are made there from now on."""
+    if self._enabled:
+      self._folder = KnownFolder(directory)
+
   def close(self) -> None:
-    """Closes all files; raises UserError if there are metrics that cannot be written."""
+    """Closes all files; raises UserError if there are metrics that cannot be written.
+
+    Where the directory is gone, what would be lost is lost with it: then this raises nothing.
+    """
     if not self._enabled:
       return
+    cannot_be_made = self._add_events() if self._without_file else None
     for file in self._files():
       with contextlib.suppress(OSError):
         file.close()
-    for file in self._files():
-      if file.error is not None:
-        raise UserError(_not_written(self._directory, file.error))
+    errors = [*(file.error for file in self._files()), cannot_be_made if self._without_file else None]
+    error = next((error for error in errors if error is not None), None)
+    if error is not None and not self._folder.is_elsewhere():
+      raise UserError(_not_written(self._folder.path, error))
 
   def _files(self) -> list[EventFile | PatientFile]:
     return [self._jsonl, *self._event_files.values()]
 
   def _tell(self, error: OSError | None) -> None:
     """Reports what has changed: that something cannot be written, or that it can again."""
-    line = '' if error is None else _not_written(self._directory, error)
+    line = '' if error is None else _not_written(self._folder.path, error)
     if line != self._reported:
-      self._report(f'{line}; they are kept, and written later' if line else f'metrics are written to {self._directory}')
+      later = '' if self._folder.is_elsewhere() else '; they are kept, and written later'
+      self._report(f'{line}{later}' if line else f'metrics are written to {self._folder.path}')
       self._reported = line
 
   def _events(self, split: str, step: int) -> EventFile:
@@ -219,8 +244,7 @@ class SummaryWriter:
       # Hidden are the entries after the resumed step, and those of that step itself where metrics.jsonl has lost an
       # evaluation, which is made again.
       purge_step = min(step, self._resumed_step + 1)
-      (self._directory / 'summaries').mkdir(exist_ok=True)  # Fails if the directory is not there any more.
-      self._event_files[split] = EventFile(self._directory / 'summaries' / split, purge_step)
+      self._event_files[split] = EventFile(self._folder.subfolder(f'summaries/{split}'), purge_step)
     return self._event_files[split]
 
 

@@ -241,8 +241,13 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
       duties.do_those_due(run)  # The last run may have been killed between this checkpoint and its evaluation.
     try:
       loop.train(run)
-    except LostDirectoryError as error:
-      raise UserError(duties.rescue(run, error, lambda new: _make_anew(new, job, run.step))) from None
+    except (LostDirectoryError, OSError) as error:
+      # What only one process of several could not write, as what it decodes, ends them all, and nothing is saved.
+      is_alone = jax.process_count() == 1
+      gone = error if isinstance(error, LostDirectoryError) else held.why_lost() if is_alone else None
+      if gone is None:
+        raise
+      raise UserError(duties.rescue(run, gone, lambda new: _make_anew(new, job, run.step))) from None
 
     # ---- the end
     if run.step > first_step:

@@ -9,6 +9,7 @@ kill -USR1 <pid>
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import NamedTuple, Self
 import jax
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.files import KnownFolder
 from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.runtime.hooks import Hook, Run
 
@@ -66,15 +68,19 @@ class ProfileSteps(Hook):
     """Starts before the first of the steps, or later in a run that resumes among them."""
     if self._to is None and not self.is_done and self._steps.first <= run.step + 1 <= self._steps.last:
       jax.block_until_ready(run.state)
-      self._to = run.directory / 'profile'
+      self._to, self._folder = run.directory / 'profile', KnownFolder(run.directory)
       jax.profiler.start_trace(self._to)
       self._first = run.step + 1
 
   def _stop(self, run: Run) -> None:
-    jax.profiler.stop_trace()
-    run.line(
-      f'profile of steps {self._first} to {run.step} in {self._to}; tensorboard --logdir={run.directory} shows it'
-    )
+    assert self._to is not None
+    if self._folder.is_elsewhere():
+      _stop_without_trace(self._to)
+    else:
+      jax.profiler.stop_trace()
+      run.line(
+        f'profile of steps {self._first} to {run.step} in {self._to}; tensorboard --logdir={run.directory} shows it'
+      )
     self._to, self.is_done = None, True
 
   def __enter__(self) -> Self:
@@ -87,6 +93,19 @@ class ProfileSteps(Hook):
       self._stop(self._run)
     elif not self.is_done:
       self._run.line(f'no step from {self._steps.first} to {self._steps.last} was taken, so there is no profile')
+
+
+def _stop_without_trace(folder: Path) -> None:
+  """Ends a trace of a run whose directory is gone, and removes what JAX makes for it, which cannot be told not to."""
+
+  def parts() -> set[Path]:
+    return {folder, *folder.parents, *folder.rglob('*')}
+
+  before = {part for part in parts() if part.exists()}
+  jax.profiler.stop_trace()
+  with contextlib.suppress(OSError):
+    for made in sorted(parts() - before, key=lambda part: -len(part.parts)):
+      made.rmdir() if made.is_dir() else made.unlink()
 
 
 # Steps of a trace that a signal asks for.

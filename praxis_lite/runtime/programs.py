@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from praxis_lite.call import Summary
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.checkpoints.contents import records_of
+from praxis_lite.files import KnownFolder
 from praxis_lite.hosts.distributed import decided_by_primary_process, is_primary_process
 from praxis_lite.hosts.stop_signals import StopSignals
 from praxis_lite.hosts.watchdog import doing, meet_others
@@ -177,8 +178,8 @@ class DecodeProgram(Program[DecodeStepOutput]):
     task = tasks.taking(data)
     super().__init__(f'decode/{data.label}', task.decode_step, data, prng_key, tasks.jax_task.decode)
     self._examples = task.inference_rows.examples
-    self._job_log_dir = job_log_dir
-    self._directory = job_log_dir / 'decoded' / data.label
+    self._job_log_dir = KnownFolder(job_log_dir)
+    self._label = data.label
 
   def _metrics_of(self, out: DecodeStepOutput) -> DeviceMetrics:
     return out.metrics
@@ -188,10 +189,10 @@ class DecodeProgram(Program[DecodeStepOutput]):
     self._lines += [json.dumps(example) for example in _with_weight(out.decoded, weights)]
 
   def _finish(self, step: int) -> str:
-    path = self._directory / f'step_{step:08d}.jsonl'
+    folder = f'decoded/{self._label}'
+    path = self._job_log_dir.path / folder / f'step_{step:08d}.jsonl'
     if is_primary_process():
-      self._job_log_dir.joinpath('decoded').mkdir(exist_ok=True)  # Fails if the run's directory is not there any more.
-      self._directory.mkdir(parents=True, exist_ok=True)
+      self._job_log_dir.subfolder(folder)
       path.write_text(''.join(f'{line}\n' for line in self._lines), encoding='utf-8')
     return f', {path}'
 

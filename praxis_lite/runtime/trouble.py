@@ -28,7 +28,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
-from praxis_lite.files import parse_json, read_plain, replace_file
+from praxis_lite.files import KnownFolder, parse_json, read_plain, replace_file
 from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.task import LossSpikeParams, SingleTask
 
@@ -174,7 +174,7 @@ class TroubleWatch:
     describe: Callable[[InputState], Sequence[str]] = lambda state: [],
     losses: Sequence[tuple[int, float]] | None = None,
   ):
-    self._directory = directory
+    self._directory = KnownFolder(directory)
     self._settings: LossSpikeParams = task.train.loss_spike
     self._on_nonfinite: str = task.learner.on_nonfinite
     self._describe = describe
@@ -213,14 +213,14 @@ class TroubleWatch:
       self._happened(step - self._settings.steps + 1, step, what, self._settings.action)
       raise LossSpikeError(
         f'{what}, and task.train.loss_spike.action is raise; the checkpoints before are kept. '
-        f'`praxis-lite replay {self._directory} --step={step - self._settings.steps + 1}` looks into it'
+        f'`praxis-lite replay {self._directory.path} --step={step - self._settings.steps + 1}` looks into it'
       )
 
   def keep_losses(self) -> None:
     """Writes the losses until now, for a run that resumes from the checkpoint that is saved next."""
     if self._spikes is not None and is_primary_process():
       with contextlib.suppress(OSError):
-        replace_file(self._directory / _LOSSES, json.dumps(list(self._losses)) + '\n')
+        self._directory.replace_file(_LOSSES, json.dumps(list(self._losses)) + '\n')
 
   def _happened(self, first: int, last: int, what: str, action: str) -> None:
     batches = [self._batches[step] for step in range(first, last + 1) if step in self._batches]
@@ -230,7 +230,8 @@ class TroubleWatch:
       raise GoBack(trouble)
     if is_primary_process():
       with contextlib.suppress(OSError):
-        _record(self._directory, trouble)
+        if not self._directory.is_elsewhere():
+          _record(self._directory.path, trouble)
 
 
 def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:

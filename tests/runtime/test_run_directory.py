@@ -16,10 +16,14 @@ from tiny_runs import examples, open_gate, tiny_run
 
 from praxis_lite.checkpoints import saved_steps
 from praxis_lite.errors import UserError
-from praxis_lite.records.metrics import EvalResult
+from praxis_lite.files import KnownFolder
+from praxis_lite.records import metrics
+from praxis_lite.records.metrics import EvalResult, SummaryWriter
 from praxis_lite.runtime import Hook, run_train
 from praxis_lite.runtime.improvement import Watched, WatchedMetric
 from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress, with_saved
+from praxis_lite.runtime.nonfinite import NonFiniteError, SkippedSteps
+from praxis_lite.runtime.programs import DecodeProgram
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from tools.faults.comparison import differences, results_of
@@ -183,6 +187,145 @@ def test_a_file_system_that_cannot_be_reached_for_a_while_does_not_end_the_run(u
   monkeypatch.setattr('praxis_lite.runtime.loop.directory.os.stat', failing)
   run_train(run_config(), tmp_path / 'run', hooks=[Disturb(12, lose)])
   assert failing.left == 0 and list(lines(tmp_path / 'run')) == list(lines(undisturbed))
+
+
+class MoveAt(Hook):
+  """Moves the directory after a step, whatever is being written."""
+
+  def __init__(self, step, to):
+    self._step, self._to = step, to
+
+  def on_step(self, run, metrics):
+    if run.step == self._step:
+      run.directory.rename(self._to)
+
+
+def every_step(tmp_path, **train):
+  """A run that logs, evaluates, decodes and copies after each step, or each second one."""
+  config = run_config(interval=1, num_train_steps=12, eval_interval_steps=2, decode_interval_steps=4, **train)
+  config.task.train.emergency_copies.set(every_n_steps=1, directories=(str(tmp_path),))
+  return config
+
+
+@pytest.fixture(scope='module')
+def undisturbed_every_step(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('every_step')
+  run_train(every_step(directory.parent), directory / 'run')
+  return directory / 'run'
+
+
+@pytest.mark.parametrize('step', [1, 2, 7, 12])
+def test_no_line_of_a_step_before_a_move_is_lost(undisturbed_every_step, tmp_path, step, capsys):
+  directory, moved = tmp_path / 'run', tmp_path / 'moved'
+  with pytest.raises(UserError, match=rf'moved to {moved} while it trained; step {step} of 12 is saved in {moved}'):
+    run_train(every_step(tmp_path), directory, hooks=[MoveAt(step, moved)])
+  assert not directory.exists() and 'written later' not in capsys.readouterr().out
+  assert [number for number, split, _ in lines(moved) if split == 'train'] == list(range(1, step + 1))
+  run_train(every_step(tmp_path), moved)
+  assert list(lines(moved)) == list(lines(undisturbed_every_step))
+  assert not differences(results_of(moved), results_of(undisturbed_every_step))
+
+
+@pytest.mark.parametrize('split', ['train', 'eval/valid', 'decode/prompts'])
+@pytest.mark.parametrize('when', ['before its folder', 'before its file'])
+def test_a_move_before_a_file_of_events_is_made_loses_none(
+  undisturbed_every_step, tmp_path, monkeypatch, split, when, capsys
+):
+  directory, moved = tmp_path / 'run', tmp_path / 'moved'
+  name, what = {'before its folder': ('_events', SummaryWriter), 'before its file': ('EventFile', metrics)}[when]
+  real = getattr(what, name)
+
+  def disturbed(*args):
+    if directory.exists() and (split in args or directory / 'summaries' / split in args):
+      directory.rename(moved)
+    return real(*args)
+
+  monkeypatch.setattr(what, name, disturbed)
+  with pytest.raises(UserError, match=rf'was moved to {moved} while it trained; step \d+ of 12 is saved'):
+    run_train(every_step(tmp_path), directory)
+  assert not directory.exists() and 'written later' not in capsys.readouterr().out
+  run_train(every_step(tmp_path), moved)
+  assert not differences(results_of(moved), results_of(undisturbed_every_step))
+
+
+def test_a_move_while_outputs_are_written_ends_the_run_as_any_other(undisturbed_every_step, tmp_path, monkeypatch):
+  directory, moved = tmp_path / 'run', tmp_path / 'moved'
+  finish = DecodeProgram._finish
+
+  def disturbed(program, step):
+    if directory.exists():
+      directory.rename(moved)
+    return finish(program, step)
+
+  monkeypatch.setattr(DecodeProgram, '_finish', disturbed)
+  with pytest.raises(UserError, match=rf'was moved to {moved} while it trained; step 4 of 12 is saved in {moved}'):
+    run_train(every_step(tmp_path), directory)
+  assert not directory.exists()
+  run_train(every_step(tmp_path), moved)
+  assert not differences(results_of(moved), results_of(undisturbed_every_step))
+  assert (moved / 'decoded/prompts/step_00000004.jsonl').exists()
+
+
+@pytest.mark.parametrize('instead', [False, True])
+def test_a_trace_does_not_make_a_directory_anew(tmp_path, instead):
+  directory, moved = tmp_path / 'run', tmp_path / 'moved'
+
+  def move(_):
+    directory.rename(moved)
+    if instead:
+      (directory / 'profile').mkdir(parents=True)
+
+  with pytest.raises(UserError, match=rf'step 6 of 30 is saved in {moved}'):
+    run_train(run_config(), directory, hooks=[Disturb(6, move)], profile_steps=(5, 9))
+  assert list(tmp_path.glob('run/**/*')) == ([directory / 'profile'] if instead else [])
+  assert directory.exists() == instead
+
+
+@pytest.mark.parametrize('kept', [False, True])
+def test_one_that_is_deleted_before_training_ends_the_run_in_one_line(tmp_path, kept):
+  directory = tmp_path / 'run'
+
+  def lose(task, batch):
+    directory.rename(tmp_path / 'moved') if kept else shutil.rmtree(directory)
+    return []
+
+  where = f'was moved to {tmp_path}/moved' if kept else 'was deleted'
+  with pytest.raises(UserError, match=rf'^job_log_dir {directory} {where} while it trained$'):
+    run_train(run_config(), directory, advise=lose)
+  assert not directory.exists()
+
+
+def test_a_step_that_is_not_finite_is_not_saved_where_the_directory_is_now(tmp_path, monkeypatch):
+  add = SkippedSteps.add
+
+  def failing(skipped, step, means):
+    if step == 6:
+      raise NonFiniteError('step 6: the loss is not finite')
+    return add(skipped, step, means)
+
+  monkeypatch.setattr(SkippedSteps, 'add', failing)
+  with pytest.raises(UserError, match=r'was moved to .*; step 7 is not saved: step 6: the loss is not finite'):
+    run_train(run_config(), tmp_path / 'run', hooks=[MoveAt(7, tmp_path / 'moved')])
+  assert not (tmp_path / 'run').exists() and saved_steps(tmp_path / 'moved') in ([], [5])
+
+
+@pytest.mark.parametrize('fate', ['moved', 'deleted', 'replaced', 'a file'])
+def test_nothing_is_written_to_a_folder_that_is_not_the_known_one(tmp_path, fate):
+  path = tmp_path / 'run'
+  path.mkdir()
+  folder = KnownFolder(path)
+  assert folder.subfolder('a/b').is_dir() and folder.subfolder('a/b') == path / 'a/b' and not folder.is_elsewhere()
+  folder.replace_file('file', 'text')
+  path.rename(tmp_path / 'moved') if fate != 'deleted' else shutil.rmtree(path)
+  if fate == 'replaced':
+    path.mkdir()
+  if fate == 'a file':
+    path.write_text('')
+  assert folder.is_elsewhere()
+  for write in (lambda: folder.subfolder('a/b'), lambda: folder.replace_file('file', 'text')):
+    with pytest.raises(OSError):
+      write()
+  assert not list(path.rglob('*')) if fate == 'replaced' else not path.is_dir()
 
 
 # -------------------------------------------------------------------- what decides a run

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.call import Summary
+from praxis_lite.errors import UserError
 from praxis_lite.records.metrics import SummaryWriter, expand_scalars
 
 
@@ -150,6 +151,34 @@ def test_a_run_started_anew_in_a_used_directory_starts_its_curves_anew(tmp_path)
     writer.write(5, 'train', {'loss': loss})
     writer.close()
   assert [r['metrics']['loss'] for r in read_jsonl(tmp_path)] == [2.0]
+
+
+def test_what_waits_for_an_event_file_that_cannot_be_made_is_in_it_once_it_can(tmp_path):
+  said = []
+  writer = SummaryWriter(tmp_path, report=said.append)
+  (tmp_path / 'summaries').mkdir()
+  (tmp_path / 'summaries' / 'eval').write_text('')
+  picture = {'picture': Summary(jnp.zeros((1, 4, 4, 3)), 'image')}
+  for step in (1, 2, 3):
+    writer.write(step, 'eval/valid', {'loss': float(step)}, picture)
+    writer.write(step, 'train', {'loss': float(step)})
+    assert len(read_events(tmp_path, 'train')) == 2 + step  # Others do not wait for it.
+  assert len(said) == 1 and len(writer.unwritten) == 6
+  (tmp_path / 'summaries' / 'eval').unlink()
+  writer.write(4, 'train', {'loss': 4.0})
+  assert len(said) == 2 and not writer.unwritten
+  writer.close()
+  values = [(e.step, v.tag) for e in read_events(tmp_path, 'eval/valid') for v in e.summary.value]
+  assert [step for step, tag in values if tag == 'loss'] == [1, 2, 3]
+  assert len({step for step, tag in values if tag.startswith('picture')}) == 3
+
+
+def test_at_its_end_it_says_that_an_event_file_cannot_be_made(tmp_path):
+  writer = SummaryWriter(tmp_path)
+  (tmp_path / 'summaries').write_text('')
+  writer.write(1, 'train', {'loss': 1.0})
+  with pytest.raises(UserError, match=f'metrics cannot be written to {tmp_path}: '):
+    writer.close()
 
 
 def test_a_writer_that_is_not_enabled_writes_nothing(tmp_path):

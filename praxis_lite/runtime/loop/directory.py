@@ -36,6 +36,8 @@ class LostDirectoryError(UserError):
 class HeldDirectory:
   """Knows a directory, which exists, whatever happens to its name; a context manager.
 
+  An error of the system that ends the block, where the directory was lost, becomes a LostDirectoryError.
+
   Args:
     path: of the directory, absolute.
   """
@@ -50,19 +52,23 @@ class HeldDirectory:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    lost = self.why_lost() if isinstance(error, OSError) else None
     if self._handle is not None:
       os.close(self._handle)
+    if lost is not None:  # It is why something could not be read or written.
+      raise lost from error
 
   def check(self) -> None:
     """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""
-    lost = self._lost()
+    lost = self.why_lost()
     told = told_by_all('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
     first = next(filter(None, told), None)
     if first is not None:
       moved_to, _, message = first.partition('\n')
       raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
 
-  def _lost(self) -> LostDirectoryError | None:
+  def why_lost(self) -> LostDirectoryError | None:
+    """Returns the error that says that the directory is not where it was; None if it is, or that cannot be known."""
     if self._handle is None:
       return None
     try:

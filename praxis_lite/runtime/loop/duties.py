@@ -18,8 +18,9 @@ from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.loop.observers import Observers
 from praxis_lite.runtime.loop.progress import Progress
 from praxis_lite.runtime.loop.saving import Json, Saving
+from praxis_lite.runtime.nonfinite import NonFiniteError
 from praxis_lite.runtime.programs import Program, Programs
-from praxis_lite.runtime.trouble import InputState
+from praxis_lite.runtime.trouble import GoBack, InputState, LossSpikeError
 from praxis_lite.training.state import TrainState
 
 
@@ -123,6 +124,15 @@ class Duties:
       make: makes a new directory, where there is none any more.
     """
     self._saving.abandon(self._job.directory)
+    lost = self._directory.why_lost() or lost  # What is in its place may have been made by the save that was ended.
+    try:
+      if lost.moved_to is not None:
+        self._observers.log.move(lost.moved_to)
+      self._observers.log.drain()  # The lines of the last steps.
+    except OSError as error:
+      return f'{lost}; step {run.step} could not be saved: {error}'
+    except (GoBack, LossSpikeError, NonFiniteError) as error:
+      return f'{lost}; step {run.step} is not saved: {error.trouble.what if isinstance(error, GoBack) else error}'
     name = error_of_first = ''
     if is_primary_process():
       try:

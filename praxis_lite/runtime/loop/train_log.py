@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -98,6 +99,10 @@ class TrainLog:
   def drain(self) -> None:
     """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
     self._look_at_all_but(0)
+
+  def move(self, directory: Path) -> None:
+    """Says that the run's directory was moved to another path, where what follows is written."""
+    self._writer.move(directory)
 
   @property
   def unwritten(self) -> Sequence[Record]:
