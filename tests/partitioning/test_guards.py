@@ -585,7 +585,7 @@ def test_slices_of_slices(guarded, dtype):
 
   x = np.arange(5, dtype=np.float32)
   found, _ = run(read, (x, dtype(3)), guarded)
-  assert np.array_equal(found, [2, 3]) == guarded
+  assert np.array_equal(found, [2, 3]) == (guarded or JAX >= (0, 12))
 
 
 def test_starts_that_the_type_of_an_id_cannot_hold_are_not_clamped():
@@ -610,7 +610,7 @@ def test_slices_of_a_batch_that_are_split(guarded):
   x, begin = integers(4, 5, 1), np.array([5, 0, 3, 1], np.int32)
   mesh = jax.make_mesh((4, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
   found, _ = run(constrained(mesh, read, (P(), P()), P('a', 'b')), (x, begin), guarded)
-  assert np.array_equal(found, read(x, begin)) == guarded
+  assert np.array_equal(found, read(x, begin)) == (guarded or JAX >= (0, 12))
 
 
 @GUARDED
@@ -628,7 +628,7 @@ def test_gradient_of_writing_slices_of_a_batch(guarded):
   updates = integers(2, 2, 6)
   split = constrained(mesh_of('a', 'b'), lambda u: u, [P('a', 'b')], P('a', 'b'))
   found, _ = run(lambda u: gradient(u, split), (updates,), guarded)
-  assert np.array_equal(found, gradient(updates, lambda u: u)) == guarded
+  assert np.array_equal(found, gradient(updates, lambda u: u)) == (guarded or JAX >= (0, 12))
 
 
 @GUARDED
