@@ -160,7 +160,8 @@ class Propagation:
     propagated = list(self._read(copy))
     _hide(operations(copy, {'stablehlo.reshape'}))
     run_passes(_MAKE_COMPATIBLE, copy)
-    return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in zip(propagated, self._read(copy))]
+    pairs = zip(propagated, self._read(copy), strict=True)
+    return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in pairs]
 
   def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
     for op in operations(copy, self._names):
