@@ -91,7 +91,8 @@ class Pipelined(Repeat):
 
   What differs from `Repeat` is what a layer sees: one microbatch at a time. Summaries that are floating scalars are
   means over microbatches, of other summaries the last microbatch's is kept; non-trainable variables are updated by one
-  microbatch after the other; an auxiliary loss has the weight that it has for one microbatch. The key of a layer's
+  microbatch after the other; an auxiliary loss has the weight that it has for one microbatch. Microbatches that are
+  padding alone, as far as side inputs say so, count in none of these, unless all are. The key of a layer's
   random numbers depends on the layer and on the microbatch, neither on the stage nor on the round.
 
   Gradients are those of reverse mode; forward mode (`jax.jvp`) is not supported.
@@ -263,16 +264,18 @@ class Pipelined(Repeat):
     side_rows = side.cut(M, parts)
     queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, parts), S)), x)
     changed: set[Path] = set()
+    held = side.held(side_rows, self.surroundings.sum_over_rows)
+    num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
     ticks = for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
     # Each stage has its own, so that gradients are masked before they are added up over stages.
     shared = [self._on_stages(for_stages(v, S)) for v in side.shared]
-    queue, others, caches, places, reported = ticks(key, weights, others, caches, shared, queue, side_rows)
+    queue, others, caches, places, reported = ticks(key, held, weights, others, caches, shared, queue, side_rows)
     updates = select(others, changed.__contains__)
     self.layers.absorb(
       SideOutputs(
-        summaries={name: self._summary(s, places, schedule) for name, s in reported.summaries.items()},
-        aux_losses={name: mean_over_microbatches(*aux, M) for name, aux in reported.aux_losses.items()},
+        summaries={name: self._summary(s, places, schedule, held) for name, s in reported.summaries.items()},
+        aux_losses={name: mean_over_microbatches(*aux, num_counted) for name, aux in reported.aux_losses.items()},
         updates=jax.tree.map(self._from_stages, updates),
         decode_state=jax.tree.map(self._from_stages, caches),
       )
@@ -297,6 +300,7 @@ class Pipelined(Repeat):
     axes: tuple[str, ...],
     changed: set[Path],
     key: jax.Array | None,
+    held: jax.Array | None,
     weights: NestedDict,
     others: NestedDict,
     caches: NestedDict,
@@ -312,11 +316,14 @@ class Pipelined(Repeat):
       axes: along which all arrays are one device's part.
       changed: is given the paths of the variables that layers update.
       key: of random numbers.
+      held: [M] bool, False for microbatches of padding alone; None: there are none.
       weights, others, caches: what is trained and what is not, and caches: [S, R, c, ...].
       shared: side inputs without rows that may have gradients, [S, ...].
       queue, side_rows: microbatches [S, M, mb, ...]; rows of side inputs [M, mb, ...].
     """
     S, M, R = schedule
+    # Also where a batch has one row: on a mesh, which fills it up, it has more.
+    folds = M > 1 or (method == '__call__' and self.num_microbatches != 1)
     stages, surroundings = jnp.arange(S), self._surroundings_of_rows(axes)
 
     def stage(
@@ -331,7 +338,7 @@ class Pipelined(Repeat):
       """What a stage does in a tick: its layers of a round, one after the other, on one microbatch."""
       own, weight_gradients = weights.read(at.round, at.real)
       given, side_gradients = side_rows.read(at.microbatch, at.real)
-      key_m = key if key is None or M == 1 else jax.random.fold_in(key, at.microbatch)
+      key_m = jax.random.fold_in(key, at.microbatch) if key is not None and folds else key
 
       def layer(
         x: T, variables: NestedDict, other: NestedDict, cache: NestedDict, index: jax.Array
@@ -361,8 +368,9 @@ class Pipelined(Repeat):
         self._check_result(x, y)
         changed.update(leaves(out.updates))
         new_cache = out.decode_state if cache else {}
-        aux = {name: (v, where(real, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
-        kept = map_with_path(lambda path, old: where(real, _or(lookup(out.updates, path), old), old), other)
+        counts = at.counts & (position < P)
+        aux = {name: (v, where(counts, w, jnp.zeros_like(w))) for name, (v, w) in out.aux_losses.items()}
+        kept = map_with_path(lambda path, old: where(counts, _or(lookup(out.updates, path), old), old), other)
         return where(real, y, x), (kept, where(real, new_cache, cache), Reported(out.summaries, aux))
 
       body = self._remat(layer, in_scan=True) if method == '__call__' else layer
@@ -384,14 +392,16 @@ class Pipelined(Repeat):
     def tick(carry: tuple[Any, ...], now: jax.Array) -> tuple[tuple[Any, ...], tuple[Place, Reported]]:
       state, queue, weight_gradients, side_gradients, others, caches = carry
       microbatch = schedule.microbatch(now, stages)
-      at = Place(stages, schedule.round(now, stages), microbatch % M, (microbatch >= 0) & (microbatch < M))
+      real = (microbatch >= 0) & (microbatch < M)
+      counts = real if held is None else real & held[microbatch % M]
+      at = Place(stages, schedule.round(now, stages), microbatch % M, real, counts)
       with jax.named_scope('shift'):
         first = schedule.microbatch(now, 0) % M
         new, queue = unzip(lambda v: take(v, first), queue)
         starts = (stages == 0) & (at.round == 0)
         state = where(starts, new, jax.tree.map(shift, state))
       (state, weight_gradients, side_gradients, others, caches), reported = mapped(
-        at, state, Stacks(held, weight_gradients), Stacks(side_rows, side_gradients), shared, others, caches
+        at, state, Stacks(fixed, weight_gradients), Stacks(side_rows, side_gradients), shared, others, caches
       )
       state, others, caches = jax.tree.map(self._on_stages, (state, others, caches))
       last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
@@ -399,7 +409,7 @@ class Pipelined(Repeat):
       queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, state)
       return (state, queue, weight_gradients, side_gradients, others, caches), (at, reported)
 
-    held = jax.lax.stop_gradient(weights)
+    fixed = jax.lax.stop_gradient(weights)
     state = jax.tree.map(lambda q: self._on_stages(jnp.zeros_like(q[:, 0])), queue)
     side_gradients = [self._on_stages(for_stages(v, S)) if is_float(v) else None for v in side_rows]
     if M == 1:  # Read by no index that differs between stages, which would then share it; see `mask_gradients`.
@@ -480,15 +490,18 @@ class Pipelined(Repeat):
     x = jnp.swapaxes(x, 0, 1).reshape(R, S * c, *x.shape[3:])[:, : self.num_layers // R]
     return x[0] if R == 1 else x
 
-  def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule) -> Summary:
+  def _summary(self, summary: Summary, places: Place, schedule: PipelineSchedule, held: jax.Array | None) -> Summary:
     """Returns a summary of each layer, [layers, ...], of those of all ticks and stages, [ticks, S, c, ...]."""
     x, M = summary.value, schedule.num_microbatches
     is_mean = summary.kind == 'scalar' and is_float(x)
-    counts = places.real if is_mean else places.real & (places.microbatch == M - 1)
+    last: jax.Array | int = M - 1 if held is None else M - 1 - jnp.argmax(held[::-1])
+    counts = places.counts if is_mean else places.counts & (places.microbatch == last)
     rounds = jnp.arange(schedule.rounds)[None, None] == places.round[..., None]
     mask = (counts[..., None] & rounds).reshape(*x.shape[:2], schedule.rounds, *(1,) * (x.ndim - 2))
     total = jnp.sum(jnp.where(mask, x[:, :, None], jnp.zeros_like(x[:, :, None])), axis=0, dtype=x.dtype)
-    stacked = self._from_stages(total / M if is_mean else total)
+    if is_mean:
+      total = (total / (M if held is None else jnp.sum(held, dtype=jnp.float32))).astype(x.dtype)
+    stacked = self._from_stages(total)
     return Summary(stacked.reshape(self.num_layers, *x.shape[3:]), summary.kind)
 
 

@@ -8,6 +8,7 @@ B batch, M microbatches, mb rows in each.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,6 +85,24 @@ class SideInputs:
     if self._says_real:
       arrays.append((jnp.ones(self._batch_size, bool) if self._real is None else self._real, False))
     return [microbatches(x, M, multiple, mark) for x, mark in arrays]
+
+  def held(self, rows: Sequence[jax.Array], sum_over_rows: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+    """Returns [M] bool, False for microbatches of padding alone, if not all are; None where nothing says so of any.
+
+    There are such where a mesh has filled up a batch of fewer rows than there are microbatches.
+
+    Args:
+      rows: what `cut` has returned.
+      sum_over_rows: see `Surroundings`.
+    """
+    marks = [*self._marks, *([False] if self._says_real else [])]
+    marked = [(x, mark) for x, mark in zip(rows, marks) if mark is not None]
+    # Rows that this pipeline itself adds do not make up a whole microbatch.
+    if len(rows[0] if rows else ()) == 1 or len(marked) == (self._says_real and self._real is None):
+      return None
+    real = functools.reduce(jnp.logical_and, [jnp.any(x != mark, axis=range(2, x.ndim)) for x, mark in marked])
+    held = sum_over_rows(jnp.sum(real, axis=1, dtype=jnp.float32)) > 0
+    return held | ~jnp.any(held)
 
   @property
   def shared(self) -> list[jax.Array]:

@@ -26,12 +26,14 @@ class Place(NamedTuple):
     stage, round: which layers.
     microbatch: in [0, M), also in a bubble.
     real: False in a bubble.
+    counts: False in a bubble, and for a microbatch of padding alone, which is in no mean and updates no variable.
   """
 
   stage: jax.Array
   round: jax.Array
   microbatch: jax.Array
   real: jax.Array
+  counts: jax.Array
 
 
 class Reported(NamedTuple):
@@ -67,7 +69,7 @@ def for_own_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Calla
   of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
   return jax.shard_map(
     own,
-    in_specs=(whole, whole, whole, whole, whole, of_queue, of_side),
+    in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side),
     out_specs=(of_queue, whole, whole, whole, whole),
     axis_names={*axes},
     check_vma=False,  # What is the same on all devices is so by construction.
@@ -79,8 +81,13 @@ def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...
   return total / jnp.where(weight == 0, 1, weight), weight
 
 
-def mean_over_microbatches(values: jax.Array, weights: jax.Array, M: int) -> tuple[jax.Array, jax.Array]:
-  """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...]."""
+def mean_over_microbatches(
+  values: jax.Array, weights: jax.Array, num_counted: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+  """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...].
+
+  Of `num_counted` microbatches; those of padding alone weigh nothing.
+  """
   values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))
   mean, weight = mean_of_means(values, weights)
-  return mean, weight / M
+  return mean, weight / num_counted

@@ -38,14 +38,17 @@ def in_parts(layer_tpl, side=None):
     rows = np.arange(m, B, M)
     own = {name: v[rows] if np.ndim(v) and len(v) == B else v for name, v in side.items()}
     y[rows], out = layer.apply(variables, x[rows], do_eval=False, **own)
+    if any(v is not None and not np.any(v) for name, v in own.items() if name in ('valid', 'weights')):
+      continue  # Padding alone counts in nothing.
     variables = merge(variables, out.updates)
+    updates = out.updates
     losses.append({name: value * weight for name, (value, weight) in out.aux_losses.items()})
     summaries.append({name: s.value for name, s in out.summaries.items() if s.kind == 'scalar'})
 
   def mean(*values):
     return np.mean(values, axis=0)
 
-  return y, jax.tree.map(mean, *losses), out.updates, jax.tree.map(mean, *summaries)
+  return y, jax.tree.map(mean, *losses), updates, jax.tree.map(mean, *summaries)
 
 
 def staged(layer_tpl, args=(), side=None, **fields):
@@ -193,19 +196,95 @@ def test_rows_that_a_layer_has_merged_are_not_guessed():
   layer.apply(drawn_variables(layer.abstract_init()), x_BTD(), do_eval=False)  # No row fills anything up.
 
 
-@pytest.mark.parametrize('rows', [4, 5])
-def test_the_losses_of_a_language_model_are_those_with_more_rows_of_no_weight(rows):
+def language_model(**fields):
   experts = Config(MoeFeedForward, num_experts=4, num_experts_per_token=1)
   experts.router_tpl.set(load_balance_loss_weight=1.0, z_loss_weight=1.0, bias_update_rate=0.125)
-  plain = transformer_lm(vocab_size=17, model_dims=8, num_layers=2, num_heads=2, hidden_dims=8, experts=experts)
-  model = set_pipeline(plain, num_stages=2, num_microbatches=3).instantiate()
+  plain = transformer_lm(
+    vocab_size=17, model_dims=8, num_layers=2, num_heads=2, hidden_dims=8, experts=experts, **fields
+  )
+  return set_pipeline(plain, num_stages=2, num_microbatches=3)
+
+
+def batch_of(ids, added):
+  """A batch with rows of no weight after its own."""
+  batch = {'ids': ids, 'labels': np.roll(ids, -1, 1), 'weights': np.ones(ids.shape, np.float32)}
+  return {name: np.pad(x, ((0, added), (0, 0))) for name, x in batch.items()}
+
+
+@pytest.mark.parametrize('rows', [4, 5])
+def test_the_losses_of_a_language_model_are_those_with_more_rows_of_no_weight(rows):
+  model = language_model().instantiate()
   variables = drawn_variables(model.abstract_init())
   ids = np.random.default_rng(0).integers(0, 17, (rows, 6)).astype(np.int32)
 
   def losses(added):
-    batch = {'ids': np.pad(ids, ((0, added), (0, 0))), 'labels': np.pad(np.roll(ids, -1, 1), ((0, added), (0, 0)))}
-    batch['weights'] = np.pad(np.ones((rows, 6), np.float32), ((0, added), (0, 0)))
-    _, out = model.apply(variables, batch, do_eval=False, key=jax.random.key(1))
+    _, out = model.apply(variables, batch_of(ids, added), do_eval=False, key=jax.random.key(1))
     return out.aux_losses, out.updates
 
   assert_equal(losses(0), losses(6 - rows))
+
+
+@pytest.mark.parametrize('rows, added', [(1, 2), (2, 5)])
+def test_microbatches_of_rows_that_fill_up_a_batch_count_in_nothing(rows, added):
+  model = language_model(dropout=0.25).instantiate()
+  variables = drawn_variables(model.abstract_init())
+  ids = np.random.default_rng(0).integers(0, 17, (rows, 6)).astype(np.int32)
+
+  def found(added):
+    def loss(variables):
+      (metrics, _), out = model.apply(variables, batch_of(ids, added), do_eval=False, key=jax.random.key(1))
+      total = metrics['loss'][0] + sum(value * weight for value, weight in out.aux_losses.values())
+      return total, (out.aux_losses, out.updates, {name: s.value for name, s in out.summaries.items()})
+
+    return jax.value_and_grad(loss, has_aux=True)(variables)
+
+  assert_equal(found(added), found(0))
+
+
+class Averages(Layer):
+  """A layer of a user, which is told what is padding, and not of microbatches of nothing else."""
+
+  takes_paddings = True
+
+  def setup(self):
+    self.create_variable('count', WeightHParams((), WeightInit.Constant(0.0)), trainable=False)
+
+  def __call__(self, x, paddings=None, weights=None, segment_ids=None):
+    self.update_var('count', self.theta.count + 1)
+    self.add_aux_loss('fixed', jnp.float32(3.0), weight=0.5)
+    self.add_summary('mean', jnp.mean(x[0]))
+    self.add_summary('last', x[0], kind='histogram')
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+  'name, mark, stages, rounds',
+  [('paddings', 1, 1, 1), ('paddings', True, 2, 1), ('weights', 0, 3, 1), ('segment_ids', 0, 2, 2)],
+)
+def test_whatever_says_so_and_whatever_the_layer_does(name, mark, stages, rounds):
+  layer = Config(
+    Pipelined, layers_tpl=Config(Averages), num_layers=4, num_stages=stages, num_microbatches=M, circular_repeat=rounds
+  ).instantiate()
+  x, variables = x_BTD()[:2], drawn_variables(layer.abstract_init())
+
+  def found(added):
+    said = np.full((2 + added, T), mark)
+    said[:2] = not mark
+    y, out = layer.apply(variables, np.pad(x, ((0, added), (0, 0), (0, 0))), do_eval=False, **{name: said})
+    return y[:2], out.aux_losses, out.updates, {name: s.value for name, s in out.summaries.items()}
+
+  assert_equal(found(4), found(0))
+  # A batch of padding alone is computed as any other.
+  said = np.full((B, T), mark)
+  _, out = layer.apply(variables, x_BTD(), do_eval=False, **{name: said})
+  assert_equal(out.aux_losses, {'layers/fixed': (3.0, 2.0)})
+
+
+def test_a_pipeline_in_a_pipeline_leaves_out_microbatches_of_rows_that_fill_up_the_outer_one():
+  inner = Config(Pipelined, layers_tpl=Config(Averages), num_layers=1, num_stages=1, num_microbatches=2)
+  outer = Config(Pipelined, layers_tpl=inner, num_layers=1, num_stages=1, num_microbatches=M).instantiate()
+  variables = drawn_variables(outer.abstract_init())
+  _, out = outer.apply(variables, x_BTD(), do_eval=False)
+  # Microbatches of 2, 2 and 1 rows, of which each inner one has one.
+  count = variables['layers']['layers']['count']
+  np.testing.assert_array_equal(out.updates['layers']['layers']['count'] - count, [[5.0]])
