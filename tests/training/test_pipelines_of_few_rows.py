@@ -18,15 +18,14 @@ pytestmark = pytest.mark.slow
 T, V = 3, 13
 
 
-def task(mesh, partitioning, accumulated, **fields):
+def task(mesh, accumulated, **fields):
   experts = Config(MoeFeedForward, num_experts=3, num_experts_per_token=1)
   experts.router_tpl.set(load_balance_loss_weight=0.5, z_loss_weight=0.5, bias_update_rate=0.125)
   model = transformer_lm(
     vocab_size=V, model_dims=4, num_layers=3, num_heads=1, hidden_dims=4, repeat=True, experts=experts
   )
-  stage_axis = 'stage' if 'stage' in mesh else None
-  set_pipeline(model, stage_axis=stage_axis, **fields)
-  config = Config(SingleTask, model=model, partitioning=partitioning, mesh_axis_names=tuple(mesh))
+  set_pipeline(model, **fields)
+  config = Config(SingleTask, model=model, mesh_axis_names=tuple(mesh))
   config.ici_mesh_shape = tuple(mesh.values())
   config.train.learner.set(optimizer=Config(optax.sgd), learning_rate=1.0, num_microbatches=accumulated)
   rows = 'data' if 'data' in mesh else None
@@ -34,12 +33,12 @@ def task(mesh, partitioning, accumulated, **fields):
   return config.instantiate()
 
 
-def step(mesh, rows, accumulated, partitioning='auto', **fields):
+def step(mesh, rows, accumulated, **fields):
   """Returns loss, metrics, summaries, and all variables after a step of plain descent: gradients and updates."""
   rng = np.random.default_rng(0)
   ids, labels = rng.integers(0, V, (2, rows, T)).astype(np.int32)
   batch = {'ids': ids, 'labels': labels, 'weights': np.ones((rows, T), np.float32)}
-  on_mesh = PartitionedTask(task(mesh, partitioning, accumulated, **fields), batch)
+  on_mesh = PartitionedTask(task(mesh, accumulated, **fields), batch)
   shapes = on_mesh.unpadded_state_shapes.mdl_vars
   out = on_mesh.train_step(on_mesh.init_state(jax.random.key(0)), jax.random.key(1), batch)
   variables = jax.tree.map(lambda x, s: np.asarray(x)[tuple(map(slice, s.shape))], out.state.mdl_vars, shapes)
@@ -51,14 +50,11 @@ def step(mesh, rows, accumulated, partitioning='auto', **fields):
   'mesh, rows, accumulated, fields',
   [
     ({'stage': 2, 'unused': 3}, 1, 3, {'num_stages': 2, 'num_microbatches': 4}),
-    ({'stage': 3, 'data': 2}, 1, 1, {'num_stages': 3, 'num_microbatches': 3}),
     ({'stage': 3, 'data': 2}, 3, 1, {'num_stages': 3, 'num_microbatches': 5}),
     ({'stage': 2, 'data': 3}, 3, 1, {'num_stages': 2, 'num_microbatches': 4, 'batch_axes': 'data'}),
-    ({'stage': 2, 'data': 2}, 3, 1, {'num_stages': 2, 'microbatch_size': 1}),
-    ({'data': 2}, 1, 3, {'num_stages': 2, 'num_microbatches': 4, 'partitioning': 'shard_map'}),
   ],
 )
 def test_a_step_is_that_of_one_device(mesh, rows, accumulated, fields):
   got = step(mesh, rows, accumulated, **fields)
-  expected = step(dict.fromkeys(mesh, 1), rows, accumulated, **{**fields, 'partitioning': 'auto'})
+  expected = step(dict.fromkeys(mesh, 1), rows, accumulated, **fields)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
