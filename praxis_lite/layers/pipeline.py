@@ -270,12 +270,18 @@ class Pipelined(Repeat):
     ticks = for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
     # Each stage has its own, so that gradients are masked before they are added up over stages.
     shared = [self._on_stages(for_stages(v, S)) for v in side.shared]
-    queue, others, caches, places, reported = ticks(key, held, weights, others, caches, shared, queue, side_rows)
+    # Where nothing is reported, which microbatches hold anything is not computed: on a mesh that takes an all-reduce.
+    of_updates = held if others else None
+    queue, others, caches, places, reported = ticks(key, of_updates, weights, others, caches, shared, queue, side_rows)
+    if held is not None:
+      places = places._replace(counts=places.real & held[places.microbatch])
     updates = select(others, changed.__contains__)
     self.layers.absorb(
       SideOutputs(
         summaries={name: self._summary(s, places, schedule, held) for name, s in reported.summaries.items()},
-        aux_losses={name: mean_over_microbatches(*aux, num_counted) for name, aux in reported.aux_losses.items()},
+        aux_losses={
+          name: mean_over_microbatches(*aux, places, num_counted) for name, aux in reported.aux_losses.items()
+        },
         updates=jax.tree.map(self._from_stages, updates),
         decode_state=jax.tree.map(self._from_stages, caches),
       )

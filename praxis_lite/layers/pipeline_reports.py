@@ -82,12 +82,13 @@ def _mean_over_devices(value: jax.Array, weight: jax.Array, axes: tuple[str, ...
 
 
 def mean_over_microbatches(
-  values: jax.Array, weights: jax.Array, num_counted: jax.Array | int
+  values: jax.Array, weights: jax.Array, places: Place, num_counted: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
   """The mean, and the weight of one microbatch, of what all layers, stages and ticks add, [ticks, S, c, ...].
 
-  Of `num_counted` microbatches; those of padding alone weigh nothing.
+  Of the `num_counted` microbatches that count; others weigh nothing.
   """
+  weights = jnp.where(places.counts[..., None], weights, 0)
   values, weights = (x.reshape(-1, *x.shape[3:]) for x in (values, weights))
   mean, weight = mean_of_means(values, weights)
   return mean, weight / num_counted
