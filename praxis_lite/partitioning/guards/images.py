@@ -6,8 +6,8 @@ import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.guards.arrays import integer, integers, joined, padding, unused, whole
-from praxis_lite.partitioning.guards.products import Names, is_nearly_local
-from praxis_lite.partitioning.propagation import Axis, Instance, Split
+from praxis_lite.partitioning.guards.products import Names, local
+from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 CONVOLUTION = 'stablehlo.convolution'
 
@@ -24,13 +24,7 @@ def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
   if integer(op, 'batch_group_count') > 1 or integer(op, 'feature_group_count') > 1:
     return _over_rows(convolution, numbers)
-  names = _names(convolution, numbers)
-  if is_nearly_local(names, convolution.splits):
-    return convolution.splits
-  return tuple(
-    whole(split, [dim for dim, name in enumerate(array) if name is None])
-    for array, split in zip(names, convolution.compatible)
-  )
+  return local(convolution, _names(convolution, numbers))
 
 
 def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Names:
@@ -99,9 +93,15 @@ def guard_pad(pad: Instance) -> tuple[Split, ...]:
   There XLA gives each device too much or too little of the result, or aborts the process. On a mesh a 2:
   `lax.pad(x, 0.0, [(-1, 0, 0)])` of 4 entries, of which only the result is over 'a'; `lax.pad(x, 0.0, [(-1, 0, 2)])` of
   2 entries, both over 'a'. Tests: `test_pads_that_crop`, `test_pads_that_crop_and_pad_between_entries`.
+
+  Where only last entries are cropped, and parts keep their size, nothing moves: what was padded for a mesh is cropped
+  at no cost. Test: `test_pads_that_crop_what_was_padded_for_a_mesh`.
   """
   low, high, between = map(np.array, padding(pad.site.op))
-  return _whole_along(pad, (low >= 0) & (high >= 0) & (between == 0))
+  parts = np.array([num_parts(axes) for axes in pad.compatible[0]])
+  before, after = (-(-np.array(pad.site.shapes[i]) // parts) for i in (0, -1))
+  is_end_cropped = (low == 0) & (high < 0) & (before == after)
+  return _whole_along(pad, (((low >= 0) & (high >= 0)) | is_end_cropped) & (between == 0))
 
 
 def _whole_along(operation: Instance, still: np.ndarray) -> tuple[Split, ...]:

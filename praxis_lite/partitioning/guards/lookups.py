@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, split_over, whole
+from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, integers, split_over, whole
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 
@@ -19,11 +19,14 @@ def guard_lookup(lookup: Instance) -> tuple[Split, ...] | None:
   over (None, 'a'), ids over (None, 'a'). Tests: `test_lookup_with_table_and_ids_over_the_same_axis`,
   `test_lookup_with_ids_that_are_split_twice`, `test_lookup_of_slices_that_are_split_unevenly`. What is looked up may be
   split too, as the rows of an embedding, but over no axis of ids or rows: `jnp.diagonal(x)`. Test: `test_diagonal`.
+  What is read in its whole size is not looked up, though ids may say where it begins.
   """
-  table, ids, rows = lookup.compatible
-  numbers = stablehlo.GatherDimensionNumbers(lookup.site.op.attributes['dimension_numbers'])
-  looked_up = [dim for dim in numbers.start_index_map if axes_of([table[dim]]) & axes_of((*ids, *rows))]
-  return if_changed(lookup, (whole(table, looked_up), ids, rows))
+  op, (table, ids, rows) = lookup.site.op, lookup.compatible
+  numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
+  is_read_whole = [n == size for n, size in zip(integers(op, 'slice_sizes'), lookup.site.shapes[0])]
+  looked_up = [dim for dim in numbers.start_index_map if not is_read_whole[dim]]
+  conflicting = [dim for dim in looked_up if axes_of([table[dim]]) & axes_of((*ids, *rows))]
+  return if_changed(lookup, (whole(table, conflicting), ids, rows))
 
 
 def keeps_ids(lookup: Instance) -> bool:
