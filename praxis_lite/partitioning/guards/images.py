@@ -6,7 +6,7 @@ import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
 from praxis_lite.partitioning.guards.arrays import integer, integers, joined, padding, unused, whole
-from praxis_lite.partitioning.guards.products import Names, local
+from praxis_lite.partitioning.guards.products import Names, is_nearly_local
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 CONVOLUTION = 'stablehlo.convolution'
@@ -24,7 +24,13 @@ def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
   if integer(op, 'batch_group_count') > 1 or integer(op, 'feature_group_count') > 1:
     return _over_rows(convolution, numbers)
-  return local(convolution, _names(convolution, numbers))
+  names = _names(convolution, numbers)
+  if is_nearly_local(names, convolution.splits):
+    return convolution.splits
+  return tuple(
+    whole(split, [dim for dim, name in enumerate(array) if name is None])
+    for array, split in zip(names, convolution.compatible)
+  )
 
 
 def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Names:
