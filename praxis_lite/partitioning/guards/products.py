@@ -29,8 +29,7 @@ def guard_product(product: Instance) -> tuple[Split, ...]:
   y = einsum('hge,egfj->jfh', x, w) on 2 x 2 x 2 x 2 was wrong, x over ('a', 'c', 'd'), w over ('d', None, 'c', 'b').
   Test: `test_gradient_of_a_product_of_which_one_operand_is_gathered`.
   """
-  nearly_local = is_nearly_local(_names(product.site.op), product.splits)
-  return product.splits if nearly_local and len(product.site.mesh) < 4 else product.compatible
+  return product.splits if is_nearly_local(product, _names(product.site.op)) else product.compatible
 
 
 def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
@@ -39,7 +38,7 @@ def guard_transpose(transpose: Instance) -> tuple[Split, ...]:
   return transpose.compatible
 
 
-def is_nearly_local(names: Names, splits: Sequence[Split]) -> bool:
+def is_nearly_local(operation: Instance, names: Names) -> bool:
   """Whether an operation needs no communication but sums, once one of its arrays is split less: an operand is gathered
   first, or the result is split further, by one axis.
 
@@ -47,6 +46,9 @@ def is_nearly_local(names: Names, splits: Sequence[Split]) -> bool:
   names. Those without a name are whole. Where a result is split further by several axes, XLA permutes some of it: on a
   mesh a 2 x b 2 x c 3, x over (None, 'a'), w over ('a', None), y over ('a', ('c', 'b')).
   """
+  splits = operation.splits
+  if len(operation.site.mesh) > 3:  # There an operand that is gathered was wrong: see `guard_product`.
+    return False
   if any(name is None and axes for array, split in zip(names, splits) for name, axes in zip(array, split)):
     return False
   return any(_is_local_but(i, names, splits) for i in range(len(splits)))
