@@ -53,7 +53,7 @@ from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_se
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
 from praxis_lite.files import local_path
-from praxis_lite.hosts.distributed import by_host, told_by_all
+from praxis_lite.hosts.processes import gather_texts, join_by_host
 from praxis_lite.jax_internals import unless_unknown
 from praxis_lite.jax_internals.processes import service_client
 from praxis_lite.partitioning.layout import StateLayout
@@ -168,7 +168,7 @@ class Checkpointer:
       if self._is_broken:
         self._remove_incomplete()
         self._retention.wait()  # There may be no room beside it.
-      if failed := by_host(told_by_all(self._reason_against_files())):
+      if failed := join_by_host(gather_texts(self._reason_against_files())):
         raise CheckpointError(failed)
       if self._is_broken:
         self._mend()
@@ -381,8 +381,8 @@ class Checkpointer:
         # Who trains may have removed it before it was locked, or where there are no locks.
         is_gone = step is None and number not in steps_in(self.directory)
         error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
-      of_all = told_by_all(said)
-      damage = by_host(of_all)
+      of_all = gather_texts(said)
+      damage = join_by_host(of_all)
       if not damage:
         return out
       if _GONE in of_all:
@@ -398,7 +398,7 @@ class Checkpointer:
     if not self._read_only:
       if jax.process_index() == 0:
         aside = f', and is kept in {set_aside(Path(self.folder(step)))}'
-      told_by_all('')  # Waits for the first process.
+      gather_texts('')  # Waits for the first process.
       self._manager.reload()
     else:
       self._damaged.add(step)

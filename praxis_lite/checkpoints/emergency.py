@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
 from praxis_lite.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, user_path
-from praxis_lite.hosts.distributed import by_host, told_by_all
+from praxis_lite.hosts.processes import gather_texts, join_by_host
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
 
@@ -201,19 +201,19 @@ class EmergencyCopies:
         copies[step] = copy
     if not self._folders:
       return None, ''
-    told = told_by_all(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
+    told = gather_texts(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
     whole = [{int(step): save for step, _, save in (word.partition(':') for word in of.split())} for of in told]
     newest = max((step for of in whole for step in of), default=0)
     # Parts that processes have of one step are of one copy if they were made of the same save.
     step = max((step for step in whole[0] if all(of.get(step) == whole[0][step] for of in whole)), default=0)
-    why = told_by_all('; '.join(dict.fromkeys(unfit)))
+    why = gather_texts('; '.join(dict.fromkeys(unfit)))
     if newest > step:
       missing = f'no copy of step {newest}'
       why = [reason or (missing if newest not in of else '') for reason, of in zip(why, whole)]
       if not any(why):
         why[0] = f'those of step {newest} on the hosts are of different copies'
     self._remove(lambda other: other != step)
-    return copies.get(step), f'emergency copies that are not used: {by_host(why)}' if any(why) else ''
+    return copies.get(step), f'emergency copies that are not used: {join_by_host(why)}' if any(why) else ''
 
   def write(
     self,
@@ -256,7 +256,7 @@ class EmergencyCopies:
     if self._writing is None:
       return ''
     self.close()
-    step, failed = self._step, by_host(told_by_all(self._error))
+    step, failed = self._step, join_by_host(gather_texts(self._error))
     self._remove(lambda other: other == step if failed else other < step)
     before, self._told = self._told, failed
     if failed == before:

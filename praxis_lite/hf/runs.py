@@ -31,7 +31,7 @@ from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
 from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, stored_dtypes, streamed_variables
 from praxis_lite.hf.tensors import pieces
 from praxis_lite.hf.writer import MAX_FILE_BYTES, write_checkpoint
-from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.inputs import HfTokenizer, SentencePieceTokenizer, TextInput
 from praxis_lite.inputs.hf_tokenizer import TOKENIZER_FILE
 from praxis_lite.learning import Learner, LinearWarmupCosine

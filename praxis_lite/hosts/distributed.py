@@ -1,4 +1,4 @@
-"""The processes of a run on several hosts: how they join, and what they tell each other."""
+"""How the processes of a run on several hosts join."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import os
 import socket
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.hosts.clusters import Job, find_job, resolved
 from praxis_lite.hosts.devices import backends_have_started
 from praxis_lite.hosts.rendezvous import meet
 from praxis_lite.hosts.watchdog import HANG_TIMEOUT_S, watch_hosts
-
-# Bytes that a process tells all others at once.
-_MOST_TOLD = 400
 
 
 def initialize_distributed(
@@ -71,36 +66,3 @@ def _print_job(job: Job, address: str) -> None:
   """Prints the first line of the log of a run on several hosts: who they are, and what said so."""
   if job.process_id == 0:
     print(f'{job.num_processes} processes, found by {job.found_by}; process 0 is at {address}', flush=True)
-
-
-def is_primary_process() -> bool:
-  """Whether this process is the one that writes logs and summaries."""
-  return jax.process_index() == 0
-
-
-def decided_by_primary_process(value: bool) -> bool:
-  """Returns the value of process 0 in every process; all of them must call this."""
-  return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
-
-
-def told_by_all(text: str) -> list[str]:
-  """Returns the texts of all processes, by their index, in every process; all of them must call this.
-
-  At most 400 bytes of each text are sent.
-  """
-  if jax.process_count() == 1:
-    return [text]
-  told = np.frombuffer(text.encode()[:_MOST_TOLD].ljust(_MOST_TOLD, b'\0'), np.uint8)
-  of_all = np.asarray(multihost_utils.process_allgather(told))
-  return [bytes(row).rstrip(b'\0').decode(errors='ignore') for row in of_all]
-
-
-def by_host(texts: list[str]) -> str:
-  """Returns in one the texts of `told_by_all` that are not empty; of several hosts, with those that say so."""
-  hosts: dict[str, list[str]] = {}
-  for i, text in enumerate(texts):
-    if text:
-      hosts.setdefault(text, []).append(str(i))
-  if len(texts) == 1:
-    return texts[0]
-  return '; '.join(f'host {", ".join(those)}: {text}' for text, those in hosts.items())

@@ -118,8 +118,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     devices = jax.devices('cpu')
     if len(devices) < count:
       raise ConfigError(
-        f'topology {topology.name}: there are {len(devices)} CPU devices; call simulate_cpu_devices({count}) of '
-        'praxis_lite.hosts.distributed before anything uses a device'
+        f'topology {topology.name}: there are {len(devices)} CPU devices; call '
+        f'praxis_lite.simulate_cpu_devices({count}) before anything uses a device'
       )
     return devices[:count]
   for name, value in _ENVIRONMENT.items():

@@ -23,8 +23,8 @@ from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import user_path
 from praxis_lite.foreign_text import printable
-from praxis_lite.hosts.distributed import is_primary_process
 from praxis_lite.hosts.preemption import preemptible
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.hosts.stop_signals import StopSignals
 from praxis_lite.hosts.watchdog import meet_others
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S

@@ -15,7 +15,7 @@ from praxis_lite.checkpoints import OnDamage, Step
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.foreign_text import printable
-from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.records.metrics import HostMetrics
 from praxis_lite.records.run_config import build_datasets, job_directory
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program

@@ -27,7 +27,7 @@ from praxis_lite.checkpoints.remote import RemoteCheckpoint, RemoteRun
 from praxis_lite.checkpoints.retention import RemovedError, step_folder, steps_to_remove
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.files import read_plain
-from praxis_lite.hosts.distributed import by_host, is_primary_process, told_by_all
+from praxis_lite.hosts.processes import gather_texts, is_primary_process, join_by_host
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.inputs.patient_thread import PatientThread
 from praxis_lite.records.metrics import DeviceMetrics
@@ -87,7 +87,7 @@ class Mirror(Hook):
       except UserError as caught:
         error = caught
     meet_others()
-    told = by_host(told_by_all('' if error is None else str(error)))
+    told = join_by_host(gather_texts('' if error is None else str(error)))
     if error is not None or told:
       raise error or ConfigError(told)
 

@@ -23,7 +23,7 @@ from praxis_lite.call import Summary
 from praxis_lite.checkpoints import eval_variables
 from praxis_lite.checkpoints.contents import records_of
 from praxis_lite.files import KnownFolder
-from praxis_lite.hosts.distributed import decided_by_primary_process, is_primary_process
+from praxis_lite.hosts.processes import broadcast_decision, is_primary_process
 from praxis_lite.hosts.stop_signals import StopSignals
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.inputs import BaseInput, PrefetchIterator
@@ -232,7 +232,7 @@ class Programs:
     self._writer = writer
     self._stop = stop
     # Only process 0 has read the files; all must run the same programs.
-    self._done_at = {p.split: first_step for p in programs if decided_by_primary_process(writer.was_written(p.split))}
+    self._done_at = {p.split: first_step for p in programs if broadcast_decision(writer.was_written(p.split))}
     self.metrics: dict[str, HostMetrics] = {
       r.split: r.metrics for r in results if r.step == first_step and r.split in self._done_at
     }

@@ -23,7 +23,7 @@ from praxis_lite.decoding import Bucket
 from praxis_lite.errors import ConfigError, DataError, UserError, did_you_mean
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.foreign_text import printable
-from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.inputs import ArrayInput, BaseInput, BaseTokenizer
 from praxis_lite.inputs.rows import Rows, canonical_rows
 from praxis_lite.models import BaseModel, LanguageModel

@@ -29,7 +29,7 @@ from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
 from praxis_lite.files import KnownFolder, parse_json, read_plain, replace_file
-from praxis_lite.hosts.distributed import is_primary_process
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.task import LossSpikeParams, SingleTask
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'

@@ -458,7 +458,7 @@ def _mesh(sizes: Mapping[str, int]) -> Mesh:
   if needed > len(devices):
     raise ConfigError(
       f'verify needs {needed} CPU devices, and there are {len(devices)}; call '
-      f'praxis_lite.hosts.distributed.simulate_cpu_devices({needed}) before anything that uses a device'
+      f'praxis_lite.simulate_cpu_devices({needed}) before anything that uses a device'
     )
   return create_device_mesh(tuple(sizes.values()), None, tuple(sizes), devices[:needed])
 

@@ -69,8 +69,8 @@ def test_array_records(tmp_path):
     again.set_state(next_state)
     assert batches(again) == expected[4 * start :]
   hosts = [array_records(tmp_path, on_bad_record='skip', num_hosts=2, host_index=h) for h in (0, 1)]
-  by_host = [np.array(batches(h)).reshape(-1, 2, 2) for h in hosts]
-  assert np.concatenate(by_host, 1).reshape(-1, 2).tolist() == [list(row) for row in expected]
+  join_by_host = [np.array(batches(h)).reshape(-1, 2, 2) for h in hosts]
+  assert np.concatenate(join_by_host, 1).reshape(-1, 2).tolist() == [list(row) for row in expected]
   shuffled = array_records(tmp_path, on_bad_record='skip', shuffle=True, seed=1)
   assert sorted(batches(shuffled)) == sorted(expected)
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from praxis_lite.errors import UserError
-from praxis_lite.hosts.distributed import told_by_all
+from praxis_lite.hosts.processes import gather_texts
 
 _DELETED = ' (deleted)'  # How Linux ends the path of an open directory that was deleted.
 _RESCUED = '.rescued'
@@ -61,7 +61,7 @@ class HeldDirectory:
   def check(self) -> None:
     """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""
     lost = self.why_lost()
-    told = told_by_all('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
+    told = gather_texts('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
     first = next(filter(None, told), None)
     if first is not None:
       moved_to, _, message = first.partition('\n')

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from praxis_lite.errors import UserError
-from praxis_lite.hosts.distributed import is_primary_process, told_by_all
+from praxis_lite.hosts.processes import gather_texts, is_primary_process
 from praxis_lite.hosts.watchdog import doing
 from praxis_lite.records.run_config import is_due
 from praxis_lite.runtime.hooks import Run
@@ -139,7 +139,7 @@ class Duties:
         name = str(rescue_directory(lost, self._job.directory, make))
       except (UserError, OSError) as error:
         error_of_first = str(error)
-    told, error_of_first = told_by_all(name)[0], told_by_all(error_of_first)[0]
+    told, error_of_first = gather_texts(name)[0], gather_texts(error_of_first)[0]
     try:
       if not told:
         raise UserError(error_of_first)

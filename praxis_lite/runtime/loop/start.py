@@ -12,7 +12,7 @@ import jax
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.checkpoints.emergency import EmergencyCopies, EmergencyCopy
 from praxis_lite.errors import CheckpointError
-from praxis_lite.hosts.distributed import by_host, told_by_all
+from praxis_lite.hosts.processes import gather_texts, join_by_host
 from praxis_lite.hosts.watchdog import watched_by_others
 from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.records.goodput import Goodput
@@ -102,7 +102,7 @@ def _changed_data(job: Job, saved: Progress, data: Manifest | None, options: Tra
   Raises:
     CheckpointError: they have changed, and it is not.
   """
-  changed = by_host(told_by_all(job.train_input.changes_since(saved.data, data)))
+  changed = join_by_host(gather_texts(job.train_input.changes_since(saved.data, data)))
   if not changed:
     return ''
   if options.accept_changed_data:
