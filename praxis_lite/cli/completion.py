@@ -6,6 +6,7 @@ waits for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from absl import flags
@@ -108,9 +109,8 @@ def _bare_words(command: Command) -> Sequence[str]:
   return _SHELLS if command.name == 'completion' else ()
 
 
-def _run(values: flags.FlagValues) -> int:
+def _run(commands: Mapping[str, Command], values: flags.FlagValues) -> int:
   from praxis_lite import registry
-  from praxis_lite.cli.main import COMMANDS
 
   if values.shell == 'names':
     print('\n'.join(registry.names_in_sources()))
@@ -118,7 +118,7 @@ def _run(values: flags.FlagValues) -> int:
   if not values.shell:
     raise UserError('name a shell, as in praxis-lite completion bash')
   check_choice('shell', values.shell, _SHELLS)
-  print(script(values.shell, COMMANDS), end='')
+  print(script(values.shell, commands), end='')
   return 0
 
 
@@ -129,13 +129,15 @@ def _flags() -> flags.FlagValues:
   return values
 
 
-COMMAND = Command(
-  'completion',
-  'print a script for completion in bash or zsh',
-  'print a script by which bash or zsh completes commands, flags and names of experiments. For each new shell: '
-  'eval "$(praxis-lite completion bash)" in ~/.bashrc, or with zsh in ~/.zshrc, after compinit.',
-  'praxis-lite completion bash',
-  _flags(),
-  _run,
-  bare='shell',
-)
+def make_command(commands: Mapping[str, Command]) -> Command:
+  """Returns the command that completes `commands`."""
+  return Command(
+    'completion',
+    'print a script for completion in bash or zsh',
+    'print a script by which bash or zsh completes commands, flags and names of experiments. For each new shell: '
+    'eval "$(praxis-lite completion bash)" in ~/.bashrc, or with zsh in ~/.zshrc, after compinit.',
+    'praxis-lite completion bash',
+    _flags(),
+    functools.partial(_run, commands),
+    bare='shell',
+  )

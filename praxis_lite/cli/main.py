@@ -62,9 +62,10 @@ _MODULES = (
     import_hf,
     export_hf,
   ),
-  *(checkpoints, completion),
+  checkpoints,
 )
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
+COMMANDS['completion'] = completion.make_command(COMMANDS)
 
 # They lock the directory of a run, and handle signals, as Linux and macOS do.
 _NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'launch', 'eval', 'decode')

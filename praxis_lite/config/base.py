@@ -35,6 +35,10 @@ from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
 T = TypeVar('T')
 
+# Each is called with a Configurable class, the values of its fields and its path before an object of it is built, and
+# raises ConfigError. Files above this one, which know configs as values, add theirs.
+field_checks: list[Callable[[type[Configurable], dict[str | int, Any], str], None]] = []
+
 
 class Config(fdl.Config[T], Generic[T]):
   """The arguments of a future call of a class or function, editable as attributes.
@@ -154,9 +158,8 @@ def build_at(path: str, config: Config[T], /, **fields: object) -> T:
     owner = '' if where == name else f' (a field of {name})'
     raise ConfigError(f'{where}.{missing[0]}: a value is required and none is set{owner}')
   if keep_nested:
-    from praxis_lite.config.values import check_types  # It knows configs as values, so it is above this file.
-
-    check_types(build, values, where)
+    for check in field_checks:
+      check(build, values, where)
   arguments = dict(config.__arguments__, **fields)
   convert = _copy_nested if keep_nested else functools.partial(map_nested, Config.instantiate)
   positional = [convert(arguments[i]) for i in sorted(k for k in arguments if isinstance(k, int))]

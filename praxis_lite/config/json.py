@@ -34,7 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.config import REQUIRED, Config, Configurable, target
+from praxis_lite.config.base import Config, target
+from praxis_lite.config.configurable import REQUIRED, Configurable
 from praxis_lite.config.references import is_named, reference
 from praxis_lite.config.text import as_config_error, child_path
 from praxis_lite.config.trusted import UntrustedError, import_trusted

@@ -25,8 +25,16 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from praxis_lite.config import REQUIRED, Config, config_values, field_names, field_type_hints, target
-from praxis_lite.config.base import shown_key, unknown_field
+from praxis_lite.config.base import (
+  Config,
+  config_values,
+  field_names,
+  field_type_hints,
+  shown_key,
+  target,
+  unknown_field,
+)
+from praxis_lite.config.configurable import REQUIRED
 from praxis_lite.config.text import as_config_error, child_path, fields_of, to_text
 from praxis_lite.config.values import Text, describe, fit, members_of
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean

@@ -24,7 +24,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from praxis_lite.config import REQUIRED, Config, config_values, target
+from praxis_lite.config.base import Config, config_values, target
+from praxis_lite.config.configurable import REQUIRED
 from praxis_lite.config.references import dotted_name, is_named
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets

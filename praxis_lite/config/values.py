@@ -24,7 +24,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from praxis_lite.config import REQUIRED, Config, Configurable, field_type_hints, target
+from praxis_lite.config.base import Config, field_checks, field_type_hints, target
+from praxis_lite.config.configurable import REQUIRED, Configurable
 from praxis_lite.config.references import import_reference, is_named, looks_like_reference
 from praxis_lite.config.text import format_value
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
@@ -114,6 +115,9 @@ def check_types(cls: type[Configurable], values: Mapping[str | int, object], pat
       elif inspect.isfunction(value):
         given = f'{given}; a function of the step belongs in a field that takes one, such as learner.schedule'
       raise ConfigError(f'{path}.{name}: expected {mismatch}, got {given}') from None
+
+
+field_checks.append(check_types)
 
 
 def _given(value: object) -> str:

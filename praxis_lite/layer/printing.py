@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from praxis_lite.trees import NestedDict, leaves
 from praxis_lite.weights import WeightHParams
 
-if TYPE_CHECKING:
-  from praxis_lite.layer import Layer
+
+class Printed(Protocol):
+  """What is printed of a layer."""
+
+  _weights: dict[str, WeightHParams]
+
+  def children(self) -> Iterator[tuple[str, Printed]]: ...
 
 
-def tree_lines(layer: Layer, name: str, tree: NestedDict) -> Iterator[str]:
+def tree_lines(layer: Printed, name: str, tree: NestedDict) -> Iterator[str]:
   """Yields the lines of `str(layer)`, which is called `name`.
 
   `tree` declares the layer's variables, stacked as in the layer that is printed.

@@ -5,16 +5,30 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
 from praxis_lite import call
 from praxis_lite.errors import ConfigError, DataError, UserError
 from praxis_lite.mistakes import explained, returned_nothing, whose
+from praxis_lite.trees import Path
+from praxis_lite.weights import WeightHParams
 
-if TYPE_CHECKING:
-  from praxis_lite.layer import Layer
+
+class Scoped(Protocol):
+  """What a method's scope needs of the layer."""
+
+  name: str
+  _weights: dict[str, WeightHParams]
+
+  @property
+  def path_name(self) -> str: ...
+
+  @property
+  def path(self) -> Path: ...
+
+  def _shard_input(self, x: Any) -> Any: ...
 
 
 def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,8 +36,8 @@ def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
   first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
 
   @functools.wraps(method)
-  def scoped(self: Layer, *args: Any, **kwargs: Any) -> Any:
-    frame = call.frame_holding(self._path)
+  def scoped(self: Scoped, *args: Any, **kwargs: Any) -> Any:
+    frame = call.frame_holding(self.path)
     if frame is None or frame.active is self:
       return method(self, *args, **kwargs)
     if args:
