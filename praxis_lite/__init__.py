@@ -6,9 +6,9 @@ line starts at once.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from praxis_lite.importing import lazy_names
 from praxis_lite.jax_internals.flags import add_needed_flags
 
 if TYPE_CHECKING:
@@ -23,24 +23,19 @@ if TYPE_CHECKING:
   from praxis_lite.training import partition_spmd_model, unpadded
   from praxis_lite.weights import WeightHParams, WeightInit
 
-_EXPORTS = {
-  'config': ('REQUIRED', 'Config', 'template'),
-  'experiment': ('BaseExperiment',),
-  'layer': ('ActivationSplit', 'Layer', 'SplitMapping', 'WeightSplit'),
-  'learning': ('Learner',),
-  'models': ('BaseModel',),
-  'runtime': ('open_run', 'simulate_cpu_devices'),
-  'task': ('SingleTask',),
-  'training': ('partition_spmd_model', 'unpadded'),
-  'weights': ('WeightHParams', 'WeightInit'),
-}
+__getattr__ = lazy_names(
+  __name__,
+  {
+    'praxis_lite.config': 'REQUIRED Config template',
+    'praxis_lite.experiment': 'BaseExperiment',
+    'praxis_lite.layer': 'ActivationSplit Layer SplitMapping WeightSplit',
+    'praxis_lite.learning': 'Learner',
+    'praxis_lite.models': 'BaseModel',
+    'praxis_lite.runtime': 'open_run simulate_cpu_devices',
+    'praxis_lite.task': 'SingleTask',
+    'praxis_lite.training': 'partition_spmd_model unpadded',
+    'praxis_lite.weights': 'WeightHParams WeightInit',
+  },
+)
 
-
-add_needed_flags()  # Here, as XLA reads its flags once, when JAX starts.
-
-
-def __getattr__(name: str) -> Any:
-  for module, names in _EXPORTS.items():
-    if name in names:
-      return getattr(importlib.import_module(f'{__name__}.{module}'), name)
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+add_needed_flags()  # Here, because XLA reads its flags once, when JAX starts.

@@ -1,4 +1,7 @@
-"""Importing modules that a user names: what goes wrong becomes one line that says what was raised and where."""
+"""Importing late: modules that a user names, and names that a package loads when they are first used.
+
+What goes wrong in a user's module becomes one line that says what was raised and where.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import importlib
 import linecache
 import os
 import traceback
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 from praxis_lite.errors import UserError, did_you_mean
 
@@ -28,6 +33,23 @@ def import_module(name: str) -> ModuleType:
     if isinstance(error, ModuleNotFoundError) and f'{name}.'.startswith(f'{error.name}.'):
       raise MissingModuleError(f'there is no module {error.name!r}') from error
     raise import_failure(name, error) from error
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+  """Returns the `__getattr__` of a package that loads names when they are first used.
+
+  Args:
+    package: its name.
+    modules: by the full name of a module, the names that it defines, with spaces between them.
+  """
+  homes = {name: module for module, names in modules.items() for name in names.split()}
+
+  def get(name: str) -> Any:
+    if name not in homes:
+      raise AttributeError(f'module {package!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(homes[name]), name)
+
+  return get
 
 
 def import_failure(name: str, error: Exception) -> UserError:

@@ -1,11 +1,33 @@
 """Running an experiment: start-up, the training loop, records, summaries, evaluation and decoding."""
 
-from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
-from praxis_lite.hosts.devices import simulate_cpu_devices
-from praxis_lite.hosts.distributed import initialize_distributed
-from praxis_lite.runtime.executor import TrainResult, run_train
-from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.inference import run_decode, run_eval
-from praxis_lite.runtime.nonfinite import NonFiniteError
-from praxis_lite.runtime.run import SavedRun, open_run
-from praxis_lite.runtime.trained import TrainedModel
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from praxis_lite.importing import lazy_names
+
+if TYPE_CHECKING:
+  from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
+  from praxis_lite.hosts.devices import simulate_cpu_devices
+  from praxis_lite.hosts.distributed import initialize_distributed
+  from praxis_lite.runtime.executor import TrainResult, run_train
+  from praxis_lite.runtime.hooks import Hook, Run
+  from praxis_lite.runtime.inference import run_decode, run_eval
+  from praxis_lite.runtime.nonfinite import NonFiniteError
+  from praxis_lite.runtime.run import SavedRun, open_run
+  from praxis_lite.runtime.trained import TrainedModel
+
+__getattr__ = lazy_names(
+  __name__,
+  {
+    'praxis_lite.hosts.compilation_cache': 'set_up_compilation_cache',
+    'praxis_lite.hosts.devices': 'simulate_cpu_devices',
+    'praxis_lite.hosts.distributed': 'initialize_distributed',
+    'praxis_lite.runtime.executor': 'TrainResult run_train',
+    'praxis_lite.runtime.hooks': 'Hook Run',
+    'praxis_lite.runtime.inference': 'run_decode run_eval',
+    'praxis_lite.runtime.nonfinite': 'NonFiniteError',
+    'praxis_lite.runtime.run': 'SavedRun open_run',
+    'praxis_lite.runtime.trained': 'TrainedModel',
+  },
+)

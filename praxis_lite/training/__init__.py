@@ -1,12 +1,31 @@
 """Training a task on a mesh: its state, its steps, and the two ways a step runs."""
 
-from praxis_lite.training.microbatches import accumulate_gradients, sync_gradients
-from praxis_lite.training.partitioned_step import PartitionedStep
-from praxis_lite.training.partitioned_task import (
-  PartitionedModel,
-  PartitionedTask,
-  get_partitioned_spmd_model_decode_fn,
-  partition_spmd_model,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from praxis_lite.importing import lazy_names
+
+if TYPE_CHECKING:
+  from praxis_lite.training.microbatches import accumulate_gradients, sync_gradients
+  from praxis_lite.training.partitioned_step import PartitionedStep
+  from praxis_lite.training.partitioned_task import (
+    PartitionedModel,
+    PartitionedTask,
+    get_partitioned_spmd_model_decode_fn,
+    partition_spmd_model,
+  )
+  from praxis_lite.training.state import TrainState, initialize_partitioned_model_states, unpadded
+  from praxis_lite.training.steps import decode_step, eval_step_single_learner, train_step_single_learner
+
+__getattr__ = lazy_names(
+  __name__,
+  {
+    'praxis_lite.training.microbatches': 'accumulate_gradients sync_gradients',
+    'praxis_lite.training.partitioned_step': 'PartitionedStep',
+    'praxis_lite.training.partitioned_task': 'PartitionedModel PartitionedTask '
+    'get_partitioned_spmd_model_decode_fn partition_spmd_model',
+    'praxis_lite.training.state': 'TrainState initialize_partitioned_model_states unpadded',
+    'praxis_lite.training.steps': 'decode_step eval_step_single_learner train_step_single_learner',
+  },
 )
-from praxis_lite.training.state import TrainState, initialize_partitioned_model_states, unpadded
-from praxis_lite.training.steps import decode_step, eval_step_single_learner, train_step_single_learner
