@@ -6,7 +6,7 @@ import functools
 import math
 import signal
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -32,26 +32,16 @@ def _run(values: flags.FlagValues) -> int:
 
   from praxis_lite.hosts.distributed import initialize_distributed
   from praxis_lite.runtime.executor import run_train
+  from praxis_lite.runtime.loop.options import TrainOptions
 
   hosts = values.coordinator_address, values.num_processes, values.process_id
   initialize_distributed(*hosts, hang_timeout_s=values.hang_timeout_s)
-  result = run_train(
-    config,
-    job_log_dir,
-    seed=values.seed if values['seed'].present else None,
-    restore_input=values.restore_input,
-    accept_changed_data=values.accept_changed_data,
-    verify_numerics=values.verify_numerics,
-    advise=_warnings,
-    profile_steps=profile_steps,
-    on_damage=values.on_damage,
-    debug_nans=values.debug_nans,
-    check_determinism=values.check_determinism,
-    grace_s=values.grace_s,
-    preemption_notice=values.preemption_notice,
-    elastic=values.elastic,
-    input_timeout_s=values.input_timeout_s,
-  )
+  options: dict[str, Any] = {name: values[name].value for name in TrainOptions.names() if name in values}
+  del options['devices']  # The flag of this name counts simulated devices.
+  if not values['seed'].present:
+    del options['seed']
+  options |= {'profile_steps': profile_steps, 'advise': _warnings}
+  result = run_train(config, job_log_dir, TrainOptions(**options))
   # As shells report a process that a signal has ended, so that `train && eval` goes no further.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
 

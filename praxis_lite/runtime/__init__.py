@@ -13,6 +13,7 @@ if TYPE_CHECKING:
   from praxis_lite.runtime.executor import TrainResult, run_train
   from praxis_lite.runtime.hooks import Hook, Run
   from praxis_lite.runtime.inference import run_decode, run_eval
+  from praxis_lite.runtime.loop.options import TrainOptions
   from praxis_lite.runtime.nonfinite import NonFiniteError
   from praxis_lite.runtime.run import SavedRun, open_run
   from praxis_lite.runtime.trained import TrainedModel
@@ -26,6 +27,7 @@ __getattr__ = lazy_names(
     'praxis_lite.runtime.executor': 'TrainResult run_train',
     'praxis_lite.runtime.hooks': 'Hook Run',
     'praxis_lite.runtime.inference': 'run_decode run_eval',
+    'praxis_lite.runtime.loop.options': 'TrainOptions',
     'praxis_lite.runtime.nonfinite': 'NonFiniteError',
     'praxis_lite.runtime.run': 'SavedRun open_run',
     'praxis_lite.runtime.trained': 'TrainedModel',

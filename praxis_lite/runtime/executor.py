@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from praxis_lite.checkpoints import OnDamage
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import user_path
@@ -27,12 +26,11 @@ from praxis_lite.hosts.preemption import preemptible
 from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.hosts.stop_signals import StopSignals
 from praxis_lite.hosts.watchdog import meet_others
-from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.records.metrics import HostMetrics, SummaryWriter, read_results
 from praxis_lite.records.record import write_record
 from praxis_lite.records.run_config import held_for_training, job_directory
 from praxis_lite.runtime.console import make_console
-from praxis_lite.runtime.hooks import Hook, Hooks, Run
+from praxis_lite.runtime.hooks import Hooks, Run
 from praxis_lite.runtime.improvement import own_hooks
 from praxis_lite.runtime.loop.directory import HeldDirectory, LostDirectoryError
 from praxis_lite.runtime.loop.duties import Duties
@@ -75,54 +73,25 @@ class TrainResult(NamedTuple):
 
 
 def run_train(
-  config: ExperimentConfig,
-  job_log_dir: str | Path,
-  *,
-  devices: Sequence[jax.Device] | None = None,
-  seed: int | None = None,
-  restore_input: bool = True,
-  verify_numerics: bool = False,
-  advise: Advice | None = None,
-  hooks: Sequence[Hook] = (),
-  profile_steps: tuple[int, int] | None = None,
-  on_damage: OnDamage = 'previous',
-  debug_nans: bool = False,
-  check_determinism: int | None = None,
-  grace_s: float | None = None,
-  preemption_notice: str | None = None,
-  elastic: bool = False,
-  input_timeout_s: float = READ_TIMEOUT_S,
-  accept_changed_data: bool = False,
+  config: ExperimentConfig, job_log_dir: str | Path, options: TrainOptions | None = None, **changes: Any
 ) -> TrainResult:
-  """Trains, or continues where an earlier run in the same directory stopped; of a finished one, returns the result.
+  """Trains, or continues where an earlier run in the same directory stopped; for a finished run, returns its result.
 
   Args:
     config: configs of the task and its datasets, exactly one of them with `is_training=True`.
     job_log_dir: directory of checkpoints, summaries and decoded outputs.
-    devices: the devices to build the mesh from; all by default.
-    seed: seed of the initial values and of all random numbers in training; None: the one that the run records, or 0.
-    restore_input: False starts the training data from its beginning instead of the saved position, for changed data.
-    verify_numerics: compare the gradients of the first step with another computation of them, before it is taken.
-    advise: returns warnings about the task, to print before anything is compiled.
-    hooks: are called after steps, evaluations and checkpoints; see `praxis_lite.runtime.hooks`.
-    profile_steps: the first and the last step of a trace for TensorBoard.
-    on_damage: where the newest checkpoint is damaged: 'previous' keeps it aside and continues from the one before,
-      'fail' raises.
-    debug_nans: wait for each step, and after one that is not finite end with an error that names the layer.
-    check_determinism: run each step whose number is a multiple of this twice, and compare the results bit by bit.
-    grace_s, preemption_notice: see `praxis_lite.hosts.preemption`.
-    elastic: with fewer devices than the mesh has, go on with a smaller one; see `praxis_lite.runtime.elastic`.
-    input_timeout_s: seconds to wait for a batch; then its reader hangs, and the run is saved and ends.
-    accept_changed_data: go on at the saved position though files of the training data have changed since; by default
-      that is an error.
+    options: how to train; see `TrainOptions`, which documents each option. None means all defaults.
+    **changes: single options by their names, as in `run_train(config, job_log_dir, seed=3)`; they replace those in
+      `options`.
 
   Raises:
-    DeterminismError: a step that was run twice has given different bits; nothing is saved after it.
-    UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, what could not
-      be written until then: the last checkpoint, or metrics.
-    HungInputError: no batch has come for `input_timeout_s`; the state is saved.
+    TypeError: there is no option of such a name.
+    DeterminismError: a step that was run twice gave different bits; nothing is saved after it.
+    UserError: the config, the data, the directory or the checkpoint in it is not usable; or, at the end, something
+      could not be written: the last checkpoint, or metrics.
+    HungInputError: no batch came for `input_timeout_s`; the state is saved.
     NumericsError: the gradients of the first step are wrong on these devices; nothing was trained.
-    LossSpikeError: the loss has jumped and `task.train.loss_spike` is set to raise, or the run has gone back too often.
+    LossSpikeError: the loss jumped and `task.train.loss_spike` is set to raise, or the run went back too often.
     NonFiniteError: a step was not finite and the learner is set to raise, and nothing is saved after that step; or more
       steps in a row than `max_skipped_steps`, or all steps, were not finite, and the last one is saved.
     Exception: what a hook raised, with a note that names the hook; the state has been saved. With several processes,
@@ -131,23 +100,7 @@ def run_train(
   if not isinstance(config, ExperimentConfig):
     experiment = config.__name__ if isinstance(config, type) else 'MyExperiment'
     raise ConfigError(f'run_train(config, job_log_dir): expected configure({experiment}), got {type(config).__name__}')
-  options = TrainOptions(
-    devices=devices,
-    seed=seed,
-    restore_input=restore_input,
-    verify_numerics=verify_numerics,
-    advise=advise,
-    hooks=hooks,
-    profile_steps=profile_steps,
-    on_damage=on_damage,
-    debug_nans=debug_nans,
-    check_determinism=check_determinism,
-    grace_s=grace_s,
-    preemption_notice=preemption_notice,
-    elastic=elastic,
-    input_timeout_s=input_timeout_s,
-    accept_changed_data=accept_changed_data,
-  )
+  options = (options or TrainOptions()).replace(changes)
   while True:
     try:
       return _attempt(config, job_log_dir, options)

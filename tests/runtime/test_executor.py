@@ -16,7 +16,7 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.config import config_values
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
 from praxis_lite.records.record import read_record
-from praxis_lite.runtime import NonFiniteError, run_decode, run_eval, run_train
+from praxis_lite.runtime import NonFiniteError, TrainOptions, run_decode, run_eval, run_train
 from praxis_lite.runtime.loop import steps as loop_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
@@ -206,6 +206,19 @@ def test_an_experiment_in_place_of_its_config(tmp_path):
   with pytest.raises(ConfigError, match=r'expected configure\(BreakingInput\), got ABCMeta'):
     run_train(BreakingInput, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
+
+
+def test_options_are_given_as_one_object_or_by_name(tmp_path, capsys):
+  options = TrainOptions(seed=3, debug_nans=True)
+  run_train(tiny_run(num_train_steps=1), tmp_path / 'one', options)
+  assert read_record(tmp_path / 'one').seed == 3
+  run_train(tiny_run(num_train_steps=1), tmp_path / 'both', options, seed=4)
+  assert read_record(tmp_path / 'both').seed == 4 and options.seed == 3
+  with pytest.raises(TypeError, match=r"no option 'check_determinisim'\. Did you mean 'check_determinism'\?"):
+    run_train(tiny_run(), tmp_path / 'none', options, check_determinisim=3)
+  with pytest.raises(ConfigError, match='check_determinism = 0: expected a number of steps, at least 1'):
+    TrainOptions(check_determinism=0)
+  assert not (tmp_path / 'none').exists()
 
 
 def test_when_the_data_is_over_the_run_ends_with_a_checkpoint(tmp_path, capsys):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.rows import Struct
@@ -72,7 +73,8 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
   task_p, fit = fitted(config.task, num_devices) if options.elastic else (config.task, '')
   task = task_p.instantiate()
   check_intervals(task.train)
-  options.check(task)
+  if options.debug_nans and task.learner.on_nonfinite == 'ignore':
+    raise ConfigError("task.train.learner.on_nonfinite = 'ignore' changes the state that debug_nans looks at")
   tasks = TaskOnMesh(task, task.create_mesh(options.devices))
   check_all_take_part(tasks.mesh)
   keys = run_keys(seed, tasks.mesh)
