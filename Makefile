@@ -1,5 +1,6 @@
 # `make demo` trains the default experiment; `make test` runs the tests, and `make test-fast` those that take no seconds
-# each, for the inner loop; `make site` builds the documentation in site/. All set up .venv first.
+# each, for the inner loop; `make site` builds the documentation in site/; `make release` builds a release and tries it.
+# All set up .venv first.
 # Nothing is assumed but make, Python 3.11 or newer (PYTHON=... picks one) and a package index.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ RUN_DIR ?= runs/demo
 # A worker runs whole files, so that what the tests of a file share is computed once; conftest.py gives the order.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast lint types site clean
+.PHONY: demo test test-fast lint types site release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/praxis-lite train --exp=lm.StdlibLm --job_log_dir=$(RUN_DIR)
@@ -34,8 +35,11 @@ site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "To read it with search: $(BIN)/python -m http.server --directory site"
 
+release: $(VENV)/.installed-dev
+	tools/release.sh
+
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf $(VENV) runs site dist build
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

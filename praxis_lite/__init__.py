@@ -12,16 +12,34 @@ from praxis_lite.importing import lazy_names
 from praxis_lite.jax_internals.flags import add_needed_flags
 
 if TYPE_CHECKING:
-  from praxis_lite import registry
-  from praxis_lite.config import REQUIRED, Config, template
-  from praxis_lite.experiment import BaseExperiment
-  from praxis_lite.layer import ActivationSplit, Layer, SplitMapping, WeightSplit
-  from praxis_lite.learning import Learner
-  from praxis_lite.models import BaseModel
-  from praxis_lite.runtime import open_run, simulate_cpu_devices
-  from praxis_lite.task import SingleTask
-  from praxis_lite.training import partition_spmd_model, unpadded
-  from praxis_lite.weights import WeightHParams, WeightInit
+  from praxis_lite import registry as registry
+  from praxis_lite.config import (
+    REQUIRED as REQUIRED,
+    Config as Config,
+    template as template,
+  )
+  from praxis_lite.experiment import BaseExperiment as BaseExperiment
+  from praxis_lite.layer import (
+    ActivationSplit as ActivationSplit,
+    Layer as Layer,
+    SplitMapping as SplitMapping,
+    WeightSplit as WeightSplit,
+  )
+  from praxis_lite.learning import Learner as Learner
+  from praxis_lite.models import BaseModel as BaseModel
+  from praxis_lite.runtime import (
+    open_run as open_run,
+    simulate_cpu_devices as simulate_cpu_devices,
+  )
+  from praxis_lite.task import SingleTask as SingleTask
+  from praxis_lite.training import (
+    partition_spmd_model as partition_spmd_model,
+    unpadded as unpadded,
+  )
+  from praxis_lite.weights import (
+    WeightHParams as WeightHParams,
+    WeightInit as WeightInit,
+  )
 
 __getattr__ = lazy_names(
   __name__,

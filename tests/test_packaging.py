@@ -144,3 +144,32 @@ def test_in_a_checkout_no_experiment_is_imported_twice():
     *(f'{s} praxis_lite.experiments.lm praxis_lite.tasks.language_modelling' for s in spellings),
     f'[] {len(names) - 1} experiments.lm',
   ]
+
+
+USER_PROJECT = """
+from praxis_lite import Config, Layer, SingleTask, registry
+from praxis_lite.layers import Linear
+
+config = Config(Linear, input_dims=2, output_dims=3)
+layer: Linear = config.instantiate()
+task: Config[SingleTask] = Config(SingleTask)
+wrong: int = Config(Linear).instantiate()
+
+
+class Twice(Layer):
+  dims: int = 2
+
+  def setup(self) -> None:
+    self.create_child('first', Config(Linear, input_dims=self.dims, output_dims=self.dims))
+"""
+
+
+def test_the_types_of_the_wheel_reach_the_project_of_a_user(wheel, tmp_path):
+  assert (wheel / 'praxis_lite' / 'py.typed').exists()
+  (tmp_path / 'mine.py').write_text(USER_PROJECT)
+  env = os.environ | {'MYPYPATH': str(wheel), 'MYPY_CACHE_DIR': str(tmp_path / 'cache')}
+  # Errors of the package itself are those of `make types`.
+  command = [sys.executable, '-m', 'mypy', '--strict', '--follow-imports=silent', 'mine.py']
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+  errors = [line for line in done.stdout.splitlines() if ': error:' in line]
+  assert len(errors) == 1 and errors[0].startswith('mine.py:8:') and '"Linear"' in errors[0], done.stdout + done.stderr

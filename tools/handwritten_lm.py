@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Primitive
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 Arrays = dict[str, jax.Array]

@@ -9,3 +9,13 @@ from praxis_lite.checkpoints.checkpointer import (
   restore_variables,
   saved_steps,
 )
+
+__all__ = [
+  'BestCheckpoint',
+  'Checkpointer',
+  'OnDamage',
+  'Step',
+  'eval_variables',
+  'restore_variables',
+  'saved_steps',
+]

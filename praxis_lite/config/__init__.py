@@ -14,3 +14,18 @@ from praxis_lite.config.base import (
   template,
 )
 from praxis_lite.config.configurable import REQUIRED, Configurable
+
+__all__ = [
+  'REQUIRED',
+  'Config',
+  'Configurable',
+  'build_at',
+  'config_values',
+  'field_names',
+  'field_type_hints',
+  'instantiate',
+  'map_nested',
+  'nested_configs',
+  'target',
+  'template',
+]

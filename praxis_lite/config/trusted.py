@@ -27,7 +27,7 @@ from types import FunctionType, ModuleType
 
 import numpy as np
 
-from praxis_lite.config.base import Configurable
+from praxis_lite.config.configurable import Configurable
 from praxis_lite.config.references import is_named
 from praxis_lite.errors import ConfigError, UserError, did_you_mean
 from praxis_lite.importing import import_module

@@ -2,3 +2,13 @@
 
 from praxis_lite.decoding.buckets import Bucket, chunk_of
 from praxis_lite.decoding.sampler import Decoded, ExtendStep, Sampler, prompt_step, sample_tokens
+
+__all__ = [
+  'Bucket',
+  'Decoded',
+  'ExtendStep',
+  'Sampler',
+  'chunk_of',
+  'prompt_step',
+  'sample_tokens',
+]

@@ -12,3 +12,24 @@ from praxis_lite.explain.explanation import (
 from praxis_lite.explain.report import explain, explain_task, parameter_table
 from praxis_lite.explain.summary import summarize
 from praxis_lite.explain.visualize import draw_sharding, visualize_sharding
+
+__all__ = [
+  'Dimension',
+  'Explanation',
+  'Kind',
+  'Limits',
+  'Problem',
+  'Severity',
+  'ShardingReport',
+  'check',
+  'draw_sharding',
+  'explain',
+  'explain_task',
+  'format_parameter_table',
+  'format_problems',
+  'format_report',
+  'has_errors',
+  'parameter_table',
+  'summarize',
+  'visualize_sharding',
+]

@@ -220,7 +220,7 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
       else:
         why = f'unlike its variable {name}, which is {tuple(variable_specs[owner])}'
       dims = dimensions(struct.shape, Placement(specs[path], (why,) * len(struct.shape)), sizes)
-      dtype = np.dtype(struct.dtype) if not jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended) else np.dtype('u4')
+      dtype = np.dtype(struct.dtype) if not jax.numpy.issubdtype(struct.dtype, jax.dtypes.extended) else np.dtype('u4')
       found.append(Explanation(path_name((part, *path)), Kind.SLOT, dims, dtype, sizes, remarks, owner=name))
   return found
 

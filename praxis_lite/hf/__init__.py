@@ -2,3 +2,11 @@
 
 from praxis_lite.hf.models import ImportedModel, read_model, write_model
 from praxis_lite.hf.runs import export_run, import_run
+
+__all__ = [
+  'ImportedModel',
+  'export_run',
+  'import_run',
+  'read_model',
+  'write_model',
+]

@@ -10,9 +10,9 @@ import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.hosts.clusters import Job, find_job, resolved
-from praxis_lite.hosts.devices import backends_have_started
 from praxis_lite.hosts.rendezvous import meet
 from praxis_lite.hosts.watchdog import HANG_TIMEOUT_S, watch_hosts
+from praxis_lite.jax_internals.devices import backends_have_started
 
 
 def initialize_distributed(

@@ -18,3 +18,32 @@ from praxis_lite.inputs.tables import Column, TableInput
 from praxis_lite.inputs.text import TextInput, stdlib_files
 from praxis_lite.inputs.tfdata import TFDataInput, TFRecordInput, write_tfrecords
 from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer, CharTokenizer, SentencePieceTokenizer
+
+__all__ = [
+  'ArrayInput',
+  'ArrayRecordInput',
+  'BaseInput',
+  'BaseTokenizer',
+  'ByteTokenizer',
+  'CharTokenizer',
+  'Column',
+  'ConstantFeature',
+  'Feature',
+  'GrainInput',
+  'HfTokenizer',
+  'MixtureInput',
+  'PrefetchIterator',
+  'RandomAccessInput',
+  'RandomFeature',
+  'SentencePieceTokenizer',
+  'SyntheticClassifierInput',
+  'SyntheticInput',
+  'SyntheticLMInput',
+  'TFDataInput',
+  'TFRecordInput',
+  'TableInput',
+  'TextInput',
+  'stdlib_files',
+  'write_array_records',
+  'write_tfrecords',
+]

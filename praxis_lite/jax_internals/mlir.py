@@ -7,8 +7,7 @@ run_passes             a pipeline of passes, by name
 from __future__ import annotations
 
 from jaxlib.mlir import ir as ir
-from jaxlib.mlir.dialects import sdy as sdy
-from jaxlib.mlir.dialects import stablehlo as stablehlo
+from jaxlib.mlir.dialects import sdy as sdy, stablehlo as stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
 from praxis_lite.jax_internals import UnknownJax, reading

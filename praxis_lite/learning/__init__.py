@@ -13,3 +13,18 @@ from praxis_lite.learning.schedules import (
   PiecewiseConstant,
   Transformer,
 )
+
+__all__ = [
+  'BaseSchedule',
+  'Constant',
+  'Cosine',
+  'Exponential',
+  'Learner',
+  'LearnerUpdate',
+  'Linear',
+  'LinearWarmupCosine',
+  'LinearWarmupExponentialDecay',
+  'LinearWarmupSqrtDecay',
+  'PiecewiseConstant',
+  'Transformer',
+]

@@ -5,3 +5,14 @@ from praxis_lite.models.classifier import ClassificationModel
 from praxis_lite.models.language_model import LanguageModel
 from praxis_lite.models.lm_configs import set_pipeline, set_sharding, transformer_lm
 from praxis_lite.weighted import WeightedScalars, weighted_mean
+
+__all__ = [
+  'BaseModel',
+  'ClassificationModel',
+  'LanguageModel',
+  'WeightedScalars',
+  'set_pipeline',
+  'set_sharding',
+  'transformer_lm',
+  'weighted_mean',
+]

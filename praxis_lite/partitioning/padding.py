@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax import lax
-from jax import numpy as jnp
+from jax import lax, numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from praxis_lite.errors import ShardingError, did_you_mean

@@ -11,3 +11,30 @@ from praxis_lite.plan.snapshot import Snapshot, differences, snapshot_of
 from praxis_lite.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.plan.topology import Topology, parse_topology
 from praxis_lite.plan.why_text import format_why
+
+__all__ = [
+  'TARGETS',
+  'Cause',
+  'Communication',
+  'Cost',
+  'Efficiency',
+  'Memory',
+  'Operation',
+  'Plan',
+  'Ranked',
+  'Reason',
+  'Snapshot',
+  'Target',
+  'Topology',
+  'calibrate',
+  'calibrated',
+  'calibration_file',
+  'differences',
+  'format_plan',
+  'format_search',
+  'format_why',
+  'parse_topology',
+  'plan',
+  'search',
+  'snapshot_of',
+]

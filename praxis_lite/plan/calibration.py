@@ -30,8 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from praxis_lite.accelerators import accelerator_of
 from praxis_lite.errors import ConfigError, UserError

@@ -170,14 +170,14 @@ def bytes_on_each(tree: Any) -> int:
   total = 0
   for struct in jax.tree.leaves(tree):
     if not is_on_host(struct.sharding):
-      itemsize = 4 if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended) else struct.dtype.itemsize
+      itemsize = 4 if jax.numpy.issubdtype(struct.dtype, jax.dtypes.extended) else struct.dtype.itemsize
       total += math.prod(struct.sharding.shard_shape(struct.shape)) * itemsize
   return total
 
 
 def _hlo_name(dtype: Any) -> str:
   """'bf16' of bfloat16, 's32' of int32."""
-  if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+  if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
     return 'key'
   return dtype.name.replace('float', 'f').replace('uint', 'u').replace('int', 's')
 

@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING
 from praxis_lite.importing import lazy_names
 
 if TYPE_CHECKING:
-  from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
-  from praxis_lite.hosts.devices import simulate_cpu_devices
-  from praxis_lite.hosts.distributed import initialize_distributed
-  from praxis_lite.runtime.executor import TrainResult, run_train
-  from praxis_lite.runtime.hooks import Hook, Run
-  from praxis_lite.runtime.inference import run_decode, run_eval
-  from praxis_lite.runtime.loop.options import TrainOptions
-  from praxis_lite.runtime.nonfinite import NonFiniteError
-  from praxis_lite.runtime.run import SavedRun, open_run
-  from praxis_lite.runtime.trained import TrainedModel
+  from praxis_lite.hosts.compilation_cache import set_up_compilation_cache as set_up_compilation_cache
+  from praxis_lite.hosts.devices import simulate_cpu_devices as simulate_cpu_devices
+  from praxis_lite.hosts.distributed import initialize_distributed as initialize_distributed
+  from praxis_lite.runtime.executor import (
+    TrainResult as TrainResult,
+    run_train as run_train,
+  )
+  from praxis_lite.runtime.hooks import (
+    Hook as Hook,
+    Run as Run,
+  )
+  from praxis_lite.runtime.inference import (
+    run_decode as run_decode,
+    run_eval as run_eval,
+  )
+  from praxis_lite.runtime.loop.options import TrainOptions as TrainOptions
+  from praxis_lite.runtime.nonfinite import NonFiniteError as NonFiniteError
+  from praxis_lite.runtime.run import (
+    SavedRun as SavedRun,
+    open_run as open_run,
+  )
+  from praxis_lite.runtime.trained import TrainedModel as TrainedModel
 
 __getattr__ = lazy_names(
   __name__,

@@ -13,3 +13,23 @@ from praxis_lite.t5x.meshes import (
 )
 from praxis_lite.t5x.moe import MoePjitPartitioner, data_partition_spec
 from praxis_lite.t5x.partitioners import BasePartitioner, BasePjitPartitioner, PjitPartitioner, PjittedFnWithContext
+
+__all__ = [
+  'AxisNames',
+  'BasePartitioner',
+  'BasePjitPartitioner',
+  'DataLayout',
+  'LocalChunkInfo',
+  'LocalChunker',
+  'MoePjitPartitioner',
+  'PjitPartitioner',
+  'PjittedFnWithContext',
+  'bounds_from_last_device',
+  'data_partition_spec',
+  'default_mesh',
+  'default_moe_mesh',
+  'get_coords',
+  'get_cpu_mesh',
+  'get_gpu_mesh',
+  'get_mesh',
+]

@@ -7,16 +7,27 @@ from typing import TYPE_CHECKING
 from praxis_lite.importing import lazy_names
 
 if TYPE_CHECKING:
-  from praxis_lite.training.microbatches import accumulate_gradients, sync_gradients
-  from praxis_lite.training.partitioned_step import PartitionedStep
-  from praxis_lite.training.partitioned_task import (
-    PartitionedModel,
-    PartitionedTask,
-    get_partitioned_spmd_model_decode_fn,
-    partition_spmd_model,
+  from praxis_lite.training.microbatches import (
+    accumulate_gradients as accumulate_gradients,
+    sync_gradients as sync_gradients,
   )
-  from praxis_lite.training.state import TrainState, initialize_partitioned_model_states, unpadded
-  from praxis_lite.training.steps import decode_step, eval_step_single_learner, train_step_single_learner
+  from praxis_lite.training.partitioned_step import PartitionedStep as PartitionedStep
+  from praxis_lite.training.partitioned_task import (
+    PartitionedModel as PartitionedModel,
+    PartitionedTask as PartitionedTask,
+    get_partitioned_spmd_model_decode_fn as get_partitioned_spmd_model_decode_fn,
+    partition_spmd_model as partition_spmd_model,
+  )
+  from praxis_lite.training.state import (
+    TrainState as TrainState,
+    initialize_partitioned_model_states as initialize_partitioned_model_states,
+    unpadded as unpadded,
+  )
+  from praxis_lite.training.steps import (
+    decode_step as decode_step,
+    eval_step_single_learner as eval_step_single_learner,
+    train_step_single_learner as train_step_single_learner,
+  )
 
 __getattr__ = lazy_names(
   __name__,

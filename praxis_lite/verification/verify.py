@@ -466,7 +466,7 @@ def _mesh(sizes: Mapping[str, int]) -> Mesh:
 def _check_memory(small: SmallTask) -> None:
   """Raises ConfigError if the state does not fit into memory as often as it has to: split, whole, while it changes."""
   shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
-  state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
+  state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended))
   needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   if needed > there:
     raise ConfigError(

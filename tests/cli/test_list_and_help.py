@@ -9,8 +9,7 @@ import pytest
 
 from praxis_lite import registry
 from praxis_lite.cli import list_experiments
-from praxis_lite.cli.main import COMMANDS as ALL
-from praxis_lite.cli.main import main
+from praxis_lite.cli.main import COMMANDS as ALL, main
 
 COMMANDS = sorted(ALL)
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from praxis_lite.config import REQUIRED, Config, Configurable, target, template
 from praxis_lite.config.json import from_json, to_json

@@ -28,8 +28,7 @@ from praxis_lite.partitioning import (
 from praxis_lite.partitioning.mesh import create_device_mesh
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.t5x.axis_names import AxisNames, override_axis_names
-from praxis_lite.t5x.moe import infer_state_filter
-from praxis_lite.t5x.moe import standard_logical_axis_rules as moe_logical_axis_rules
+from praxis_lite.t5x.moe import infer_state_filter, standard_logical_axis_rules as moe_logical_axis_rules
 
 NAMES = ('replica', 'data', 'mdl')
 MESH = {'data': 8, 'model': 4}

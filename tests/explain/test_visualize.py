@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.explain import draw_sharding, visualize_sharding

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from praxis_lite.inputs.packing import best_fit_rows, concat_documents, pack_documents
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokens

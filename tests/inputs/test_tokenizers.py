@@ -5,8 +5,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, DataError

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from praxis_lite.jax_internals import UnknownJax
 from praxis_lite.jax_internals.programs import (

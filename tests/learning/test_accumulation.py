@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.hlo import collectives

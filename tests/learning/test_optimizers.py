@@ -15,8 +15,7 @@ from small_trees import LAYERS, declarations, restacked, unrolled, values, weigh
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning import Learner
-from praxis_lite.learning import optimizer as optimizer_module
+from praxis_lite.learning import Learner, optimizer as optimizer_module
 
 pytestmark = pytest.mark.slow
 

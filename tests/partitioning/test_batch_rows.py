@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from praxis_lite.partitioning import batch_rows as rows_module
 from praxis_lite.partitioning.batch import put_on_mesh

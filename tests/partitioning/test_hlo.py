@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from praxis_lite.partitioning.hlo import Collective, assert_collectives, collectives
 from praxis_lite.partitioning.mesh import create_device_mesh

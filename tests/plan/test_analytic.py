@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from small_lm import LAYERS, MULTIPLIED, D, small_lm
 
 from praxis_lite.layers.dot_product import dot_product_attention

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from small_lm import ALL, ATTENTION_FLOPS, LAYERS, LENGTH, MATRICES, MULTIPLIED, ROWS, TOKENS, VOCAB, D, small_lm
 
 from praxis_lite.cli.main import main

@@ -17,10 +17,10 @@ from praxis_lite.inputs import (
   TableInput,
   TextInput,
   TFRecordInput,
+  manifest as manifests,
   write_array_records,
   write_tfrecords,
 )
-from praxis_lite.inputs import manifest as manifests
 from praxis_lite.inputs.manifest import changes, manifest_of
 from praxis_lite.runtime import run_train
 

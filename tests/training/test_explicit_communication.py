@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 from explicit_models import FSDP, LAYERS, VOCAB, lm_batch, lm_task, partitioned
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from praxis_lite.config import Config
 from praxis_lite.layer import Layer

@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 from explicit_models import class_batch, partitioned, train
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from praxis_lite.call import Summary
 from praxis_lite.config import Config

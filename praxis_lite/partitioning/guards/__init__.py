@@ -17,3 +17,9 @@ GPU, with Shardy and without.
 """
 
 from praxis_lite.partitioning.guards.guard import Guarded, GuardedJit, guard
+
+__all__ = [
+  'Guarded',
+  'GuardedJit',
+  'guard',
+]
