@@ -5,6 +5,7 @@ lower_scan_as_loop          JAX's own rule of `scan`, as if it were not unrolled
 sharding_rule_attribute     a rule of `custom_partitioning`, as an attribute
 without_cudnn               lets fused attention of GPUs be traced where there is no cuDNN
 used_inputs                 of which inputs the outputs of a program depend
+export_changed              exports what was made of a lowered program
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
-from praxis_lite.jax_internals import reading
+from praxis_lite.errors import first_line
+from praxis_lite.jax_internals import UnknownJax, reading
 from praxis_lite.jax_internals.mlir import ir
 
 # Takes the context of the lowering, the operands, and the parameters of the operation; returns the results.
@@ -101,6 +104,57 @@ def used_inputs(program: Any) -> list[bool]:
 
     _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     return [bool(is_used) for is_used in used]
+
+
+def export_changed(
+  jitted: jax.stages.Wrapped,
+  change: Callable[[jax.stages.Lowered], object],
+  platforms: Sequence[str],
+  args: Sequence[object],
+) -> jax.export.Exported:
+  """Exports a jitted function for arguments of these shapes, after its lowered program was changed in place.
+
+  Raises:
+    UnknownJax: JAX exports in another way than by tracing what it is given, and lowering that.
+  """
+  changing = _ChangingJit(jitted, change)
+  try:
+    exported = jax.export.export(changing, platforms=platforms)(*args)
+  except Exception as error:
+    if changing.has_changed:
+      raise
+    jax.export.export(jitted, platforms=platforms)(*args)  # Raises what the function itself raises.
+    raise UnknownJax(f'export of a program: {type(error).__name__}: {first_line(error)}') from error
+  if not changing.has_changed:
+    raise UnknownJax('export of a program: it is lowered in another way')
+  return exported
+
+
+class _ChangingJit:
+  """A jitted function whose lowered program is changed; what JAX asks of one that it exports."""
+
+  def __init__(self, jitted: Any, change: Callable[[jax.stages.Lowered], object]):
+    self._jitted = jitted
+    self._change = change
+    self._traced: Any = None
+    self.has_changed = False
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._jitted(*args, **kwargs)
+
+  def trace(self, *args: Any, **kwargs: Any) -> Any:
+    self._traced = self._jitted.trace(*args, **kwargs)
+    return self
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    lowered = (self._traced or self._jitted).lower(*args, **kwargs)
+    self._change(lowered)
+    self.has_changed = True
+    return lowered
+
+  def __getattr__(self, name: str) -> Any:
+    """What is asked of the traced function."""
+    return getattr(self.__dict__.get('_traced') or self._jitted, name)
 
 
 def _no_devices_needed() -> contextlib.AbstractContextManager[None]:

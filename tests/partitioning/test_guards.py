@@ -587,6 +587,24 @@ def test_slices_of_slices(guarded, dtype):
   assert np.array_equal(found, [2, 3]) == (guarded or JAX >= (0, 12))
 
 
+@pytest.mark.parametrize('before', ['called', 'lowered', 'compiled'])
+def test_a_function_that_was_jitted_before_is_guarded(before):
+  """JAX keeps what it has lowered and compiled for a function, and compiles it once."""
+
+  def read(x, begin):
+    return jax.lax.dynamic_slice(jax.lax.dynamic_slice(x, (begin,), (4,)), (begin - 2,), (2,))
+
+  args = np.arange(5, dtype=np.float32), np.int32(3)
+  plain = jax.jit(read)
+  if before == 'called':
+    plain(*args)
+  else:
+    lowered = plain.lower(*args)
+    if before == 'compiled':
+      lowered.compile()
+  np.testing.assert_array_equal(guards.GuardedJit(read)(*args), [2, 3])
+
+
 def test_starts_that_the_type_of_an_id_cannot_hold_are_not_clamped():
   x = np.arange(300, dtype=np.float32)
   found, _ = run(lambda x, begin: jax.lax.dynamic_slice(x, (begin,), (4,)), (x, np.int8(127)))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
+from praxis_lite.partitioning.guards.arrays import zeros
 from praxis_lite.partitioning.propagation import operations
 
 
@@ -26,7 +27,13 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
     dilation = [1] * len(padding)
     if 'lhs_dilation' in convolution.attributes:
       dilation = [*ir.DenseI64ArrayAttr(convolution.attributes['lhs_dilation'])]
-    crops = [dim for dim, edges in enumerate(padding) if dilation[dim] == 1 and min(edges) < 0]
+    numbers = stablehlo.ConvDimensionNumbers(convolution.attributes['dimension_numbers'])
+    image = convolution.operands[0].type
+    crops = [
+      dim
+      for dim, edges in enumerate(padding)
+      if dilation[dim] == 1 and min(edges) < 0 and not image.is_dynamic_dim(numbers.input_spatial_dimensions[dim])
+    ]
     if crops:
       padding[crops] = _crop(convolution, {dim: (int(padding[dim][0]), int(padding[dim][1])) for dim in crops})
       convolution.attributes['padding'] = ir.DenseIntElementsAttr.get(padding)  # type: ignore[call-overload]
@@ -49,5 +56,10 @@ def _crop(convolution: ir.Operation, padding: Mapping[int, tuple[int, int]]) -> 
       left.append((0, end[dim] + low + high))
       end[dim] = 0
   with ir.InsertionPoint(convolution), convolution.location:
-    convolution.operands[0] = stablehlo.slice(image, begin, end, [1] * len(begin))
+    if image.type.has_static_shape:
+      convolution.operands[0] = stablehlo.slice(image, begin, end, [1] * len(begin))
+    else:  # As in an exported program for any batch size: a slice says where dimensions end.
+      cut = [0 if image.type.is_dynamic_dim(dim) else end[dim] - n for dim, n in enumerate(image.type.shape)]
+      zero = zeros(ir.RankedTensorType.get([], image.type.element_type))
+      convolution.operands[0] = stablehlo.pad(image, zero, [-n for n in begin], cut, [0] * len(begin))
   return left

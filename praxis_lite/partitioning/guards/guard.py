@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.export
 
 from praxis_lite.errors import ShardingError
 from praxis_lite.jax_internals import reading, tell_once, unless_unknown
 from praxis_lite.jax_internals.flags import jaxlib_release
+from praxis_lite.jax_internals.lowering import export_changed
 from praxis_lite.partitioning.guards import images, lapack, lookups, products, results, transforms
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.crops import crop_before_convolutions
@@ -24,6 +27,7 @@ _NOT_GUARDED = (
   'guards are not applied, so a step on several devices may be computed wrongly; `praxis-lite verify` compares it with '
   'one device'
 )
+_NOT_GUARDED_EXPORT = 'guards are not applied to what is exported, so on CPUs it may be computed wrongly'
 
 
 # The releases of JAX for which tests and enumerations have shown what the guards do.
@@ -139,6 +143,23 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     return guarded
 
 
+def guarded_export(fn: Callable[..., object], platforms: Sequence[str]) -> Callable[..., jax.export.Exported]:
+  """`jax.export.export` of a function, with the guards that a program of one device needs, of any batch size too.
+
+  Args:
+    fn: the function; not one that was jitted before.
+    platforms: as for `jax.export.export`.
+  """
+  jitted = jax.jit(fn)
+  plain = jax.export.export(jitted, platforms=platforms)
+
+  def exported(*args: Any) -> jax.export.Exported:
+    found = unless_unknown(_NOT_GUARDED_EXPORT, lambda: export_changed(jitted, guard, platforms, args), None)
+    return plain(*args) if found is None else found
+
+  return exported
+
+
 class GuardedJit(Generic[T]):
   """`jax.jit` with guards, for a training loop of your own; the steps of a `PartitionedTask` have them anyway.
 
@@ -147,7 +168,12 @@ class GuardedJit(Generic[T]):
   """
 
   def __init__(self, fn: Callable[..., T], *, static_argnums: int | Sequence[int] = (), **options: Any):
-    self.jitted = jax.jit(fn, static_argnums=static_argnums, **options)
+    # A function of its own: what `jax.jit` has lowered for `fn` itself, and compiled, JAX would not compile again.
+    @functools.wraps(fn)
+    def own(*args: Any, **kwargs: Any) -> T:
+      return fn(*args, **kwargs)
+
+    self.jitted = jax.jit(own, static_argnums=static_argnums, **options)
     self._static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
     self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 

@@ -59,7 +59,7 @@ def call_one_matrix_at_a_time(
   sites = {instance.site.op: instance.site for instance in instances}
   for instance in instances:
     splits.setdefault(instance.site.op, set()).add(instance.splits)
-  calls = [op for op in operations(module, {CALL}) if is_lapack(op) and math.prod(_batch_shape(op)) > 1]
+  calls = [op for op in operations(module, {CALL}) if is_lapack(op) and _num_matrices(op) > 1]
   if num_devices == 1 and _num_runs(module, {*calls}) < 2:
     return []
   replaced = []
@@ -82,6 +82,11 @@ def _batch_shape(call: ir.Operation) -> tuple[int, ...]:
   if _FRONTEND in call.attributes and 'num_batch_dims' in (given := ir.DictAttr(call.attributes[_FRONTEND])):
     number = int(ir.StringAttr(given['num_batch_dims']).value)
   return (*call.operands[0].type.shape[:number],)
+
+
+def _num_matrices(call: ir.Operation) -> int:
+  """How many a call has; 0 where that is not known, as in an exported program for any batch size."""
+  return math.prod(max(n, 0) for n in _batch_shape(call))
 
 
 def _num_runs(root: ir.Operation, calls: set[ir.Operation]) -> int:

@@ -9,6 +9,7 @@ from praxis_lite.partitioning.guards.arrays import GATHER, IDS, filled, integers
 from praxis_lite.partitioning.propagation import operations
 
 SLICE = 'stablehlo.dynamic_slice'
+_ANY = 2**64  # More than an id can be.
 
 
 def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
@@ -30,7 +31,8 @@ def clamp_starts(module: ir.Operation) -> list[ir.Operation]:
       numbers = stablehlo.GatherDimensionNumbers(op.attributes['dimension_numbers'])
       looked_up = numbers.start_index_map
       if {*partial} & {*looked_up}:
-        last = [table[dim] - sizes[dim] for dim in looked_up]
+        dynamic = op.operands[0].type.is_dynamic_dim  # As in an exported program for any batch size.
+        last = [_ANY if dynamic(dim) else table[dim] - sizes[dim] for dim in looked_up]
         clamped = [_clamp_start(op, IDS, last, numbers.index_vector_dim)]
     if any(clamped):
       changed.append(op)
@@ -53,8 +55,19 @@ def _clamp_start(op: ir.Operation, number: int, last: Sequence[int], vector: int
       of_vector = ir.RankedTensorType.get([len(last)], dtype)
       values = [ir.IntegerAttr.get(dtype, min(n, most)) for n in last]
       ends = stablehlo.ConstantOp(ir.DenseElementsAttr.get(values, of_vector)).result
-      end = stablehlo.BroadcastInDimOp(of_type, ends, [vector]).result
-    start = filled(scalar, 0) if end.type.rank == 0 else filled(of_type, 0)
+      end = _broadcast(ends, begin, vector)
+    start = filled(scalar, 0)
+    if end.type.rank:
+      start = _broadcast(start, begin)
     clamped = stablehlo.ClampOp(start, begin, end).result
     op.operands[number] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
   return True
+
+
+def _broadcast(value: ir.Value, like: ir.Value, *dims: int) -> ir.Value:
+  """A value repeated to the shape of another one, whose dimensions `dims` it has."""
+  if like.type.has_static_shape:
+    return stablehlo.BroadcastInDimOp(like.type, value, [*dims]).result
+  one = ir.RankedTensorType.get([1], ir.IntegerType.get_signless(32))
+  sizes = [stablehlo.ReshapeOp(one, stablehlo.get_dimension_size(like, dim)).result for dim in range(like.type.rank)]
+  return stablehlo.DynamicBroadcastInDimOp(like.type, value, stablehlo.concatenate(sizes, 0), [*dims]).result
