@@ -1,7 +1,8 @@
 """Exporting a trained model: programs and variables that run without praxis_lite.
 
     OUT/README.md              what is in it, and how it is loaded and called
-        signature.json         the names, shapes and dtypes of inputs, outputs and variables
+        load.py                loads it, after it has checked that all files are of this export: `exported.py`
+        signature.json         the names, shapes and dtypes of inputs, outputs and variables; digests of all files
         variables.npz          the variables, by path            } for JAX
         <program>.stablehlo    each program, by `jax.export`     }
         saved_model/           the same programs as signatures of a TensorFlow SavedModel, which needs no JAX
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -36,6 +38,8 @@ from praxis_lite.inputs.tfdata import import_tensorflow
 from praxis_lite.jax_internals import unless_unknown
 from praxis_lite.jax_internals.lowering import used_inputs
 from praxis_lite.models.base import BaseModel
+from praxis_lite.partitioning.guards.guard import guarded_export
+from praxis_lite.runtime import exported
 from praxis_lite.trees import NestedDict, inserted, leaves, leaves_by_path, path_name
 
 KINDS = ('forward', 'decode')
@@ -150,13 +154,14 @@ def export_model(
       written = Path(name, 'export')
       written.mkdir()
       if 'stablehlo' in settings.formats:
-        np.savez(written / 'variables.npz', **flat)
+        np.savez(written / exported.VARIABLES, **flat)
         for program in programs:
-          (written / f'{program.name}.stablehlo').write_bytes(program.exported.serialize())
+          (written / f'{program.name}{exported.PROGRAM}').write_bytes(program.exported.serialize())
       if 'saved_model' in settings.formats:
-        _write_saved_model(written / 'saved_model', programs, flat)
-      signature = _signature(programs, flat, about)
-      (written / 'signature.json').write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
+        _write_saved_model(written / exported.SAVED_MODEL, programs, flat)
+      signature = exported.sealed(_signature(programs, flat, about), written)
+      (written / exported.SIGNATURE).write_text(json.dumps(signature, indent=2) + '\n', encoding='utf-8')
+      shutil.copyfile(exported.__file__, written / 'load.py')
       (written / 'README.md').write_text(_readme(programs, settings), encoding='utf-8')
       if out.exists():
         out.rmdir()
@@ -255,7 +260,7 @@ def _exported(
   function.__name__ = name
   try:
     inputs = _used(function, shapes, inputs) if only_used else inputs
-    exported = export.export(jax.jit(function), platforms=settings.platforms)(shapes, inputs)
+    program = guarded_export(function, settings.platforms)(shapes, inputs)
   except Exception as error:
     if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
       raise
@@ -264,7 +269,7 @@ def _exported(
       f'task.model: its {name} cannot be exported for any batch size on {", ".join(settings.platforms)} ({reason}); '
       'choose a size, such as batch_size=8, or fewer platforms'
     ) from error
-  return _Program(name, inputs, exported)
+  return _Program(name, inputs, program)
 
 
 def _traces_with_rows(function: Function, variables: Arrays, inputs: Arrays) -> bool:
@@ -388,6 +393,9 @@ _README_HEAD = """# An exported model
 
 {what}, as programs of one device for these platforms: {platforms}.
 `signature.json` says the same in JSON. A size `batch` may be any.
+
+`load.py` checks that the files are whole and of one export, and loads them. A server that loads them itself does not:
+run `python load.py` before.
 """
 
 _README_DECODE = """## The loop
@@ -401,18 +409,15 @@ one), and with the caches that the call before returned.
 _README_JAX = """## With JAX
 
 ```python
-import json
-
-import jax
 import numpy as np
+from load import load_for_jax
 
-signature = json.load(open('signature.json'))
-stored = np.load('variables.npz')
-# NumPy does not know bfloat16 and similar types by name.
-variables = {{n: stored[n].view(jax.numpy.dtype(v['dtype'])) for n, v in signature['variables'].items()}}
-program = jax.export.deserialize(open('{name}.stablehlo', 'rb').read())
-outputs = program.call(variables, {{{inputs}}})
+programs = load_for_jax('.')
+outputs = programs['{name}']({{{inputs}}})
 ```
+
+The same without `load.py`: `jax.export.deserialize` reads `{name}.stablehlo`. Its `call` takes the variables, a dict of
+arrays in the dtypes of `signature.json` (NumPy does not know bfloat16, and stores its bytes), and the inputs.
 """
 
 _README_TF = """## With TensorFlow
@@ -420,8 +425,9 @@ _README_TF = """## With TensorFlow
 ```python
 import numpy as np
 import tensorflow as tf
+from load import load_for_tensorflow
 
-model = tf.saved_model.load('saved_model')
+model = load_for_tensorflow('.')
 inputs = {{{inputs}}}
 outputs = model.signatures['{name}'](**{{name: tf.constant(x) for name, x in inputs.items()}})
 ```
