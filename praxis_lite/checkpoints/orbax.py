@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import glob
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from praxis_lite.errors import CheckpointError
+
+# Seconds until a folder that one host has made is seen by another, as on a network file system.
+_TO_BE_SEEN = 10.0
 
 
 @functools.cache
@@ -46,6 +52,7 @@ def orbax_checkpoint() -> ModuleType:
   if waiting := getattr(future, '_SignalingThread', None):
     waiting.daemon = True
   _take_folders_literally()
+  _make_folders_of_metadata()
   plain = tensorstore_utils.ArrayWriteSpec.json.fget
   tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: with_checksums(plain(spec)))
   return orbax.checkpoint
@@ -69,6 +76,34 @@ def _take_folders_literally() -> None:
     return (path_class(path) for path in glob.glob(os.path.join(glob.escape(name), pattern)))
 
   path_class.glob = found
+
+
+def _make_folders_of_metadata() -> None:
+  """Lets each process make the folder for what it says of its arrays, in that of the checkpoint, which is there.
+
+  Orbax lets the others wait for ten minutes until the first one has made it. Where the run was moved since, they would
+  do so in vain.
+  """
+  import jax
+  from orbax.checkpoint._src.metadata import array_metadata_store
+
+  async def make(store: object, folder: os.PathLike[str]) -> None:
+    await asyncio.to_thread(_make_below, Path(folder), 0.0 if jax.process_index() == 0 else _TO_BE_SEEN)
+
+  if hasattr(array_metadata_store.Store, '_maybe_create_base_dir'):
+    array_metadata_store.Store._maybe_create_base_dir = make
+
+
+def _make_below(folder: Path, seconds: float) -> None:
+  """Makes a folder in another one, which it awaits for some time; raises OSError if it cannot be made."""
+  end = time.monotonic() + seconds
+  while True:
+    try:
+      return folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+      if time.monotonic() >= end:
+        raise
+      time.sleep(0.05)
 
 
 def check_folder_is_found(folder: str) -> None:

@@ -9,12 +9,14 @@ import copy
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
 from praxis_lite.cli import train
 from praxis_lite.cli.command import Command, configured_experiment
 from praxis_lite.errors import UserError
+from praxis_lite.files import local_path
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -36,7 +38,17 @@ def _run(values: flags.FlagValues) -> int:
     grace_s=values.end_within_s,
     stop_s=values.stop_within_s,
     backoff_s=values.backoff_s,
+    directory=_directory(values.train[1:]),
   ).run()
+
+
+def _directory(arguments: Sequence[str]) -> Path | None:
+  """Returns the directory of a run that is trained with these; None where `train` will say what is wrong with them."""
+  try:
+    name = _train_flags(arguments).job_log_dir
+    return local_path(name).absolute() if name else None
+  except (flags.Error, UserError):
+    return None
 
 
 def _print_jobset(values: flags.FlagValues) -> None:

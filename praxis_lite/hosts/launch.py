@@ -5,6 +5,8 @@
     wait         1 s, 2 s, 4 s, ...     at most 60 s; SIGINT or SIGTERM ends it
     attempt 1    all of them again, from the last checkpoint
 
+A job whose run directory was moved or deleted is not started again: it would begin anew.
+
 A host that was the first to end in two attempts one after the other is taken for gone: with `min_processes` the job
 goes on without it.
 
@@ -23,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
@@ -71,6 +74,33 @@ class _Limit(NamedTuple):
     return f'{self.seconds:g} s{f" of {self.after}" if self.after else ""}'
 
 
+class _RunDirectory:
+  """The directory of a run, known once there is something in it: an empty one may be made anew. None: not known."""
+
+  def __init__(self, path: Path | None):
+    self.path = path
+    self._about: os.stat_result | None = None
+
+  def look(self) -> None:
+    """Remembers which it is, unless that is known."""
+    if self.path is not None and self._about is None:
+      with contextlib.suppress(OSError):
+        about = os.stat(self.path)
+        if os.listdir(self.path):
+          self._about = about
+
+  def is_lost(self) -> bool:
+    """Whether it is not where it was; False too where its storage cannot be reached."""
+    if self.path is None or self._about is None:
+      return False
+    try:
+      return not os.path.samestat(os.stat(self.path), self._about)
+    except (FileNotFoundError, NotADirectoryError):
+      return True
+    except OSError:
+      return False
+
+
 class Launcher:
   """Runs a command in several processes.
 
@@ -82,6 +112,7 @@ class Launcher:
     grace_s: seconds that the others have to end by themselves once one has ended.
     stop_s: seconds that all have to save and end after SIGINT or SIGTERM.
     backoff_s: seconds before the first restart; doubled for each further one.
+    directory: of the run; None if that is not known.
     write: receives each line of output, with the name of its host before it.
   """
 
@@ -95,6 +126,7 @@ class Launcher:
     grace_s: float = 30.0,
     stop_s: float = 600.0,
     backoff_s: float = 1.0,
+    directory: Path | None = None,
     write: Callable[[str], object] = lambda line: print(line, end='', flush=True),
   ):
     self._command = list(command)
@@ -104,6 +136,7 @@ class Launcher:
     self._grace = grace_s
     self._stop = stop_s
     self._backoff = backoff_s
+    self._directory = _RunDirectory(directory)
     self._output = write
     self._lock = threading.Lock()
     self._running: list[subprocess.Popen[bytes]] = []
@@ -121,6 +154,12 @@ class Launcher:
         if last.code == 0 or self._signals or not is_restartable(last.code):
           return last.code
         gone = f'host {last.host} of {count} was lost ({describe(last.code)})'
+        if self._directory.is_lost():
+          self._say(
+            f'error: {gone}, and job_log_dir {self._directory.path} is not where it was: started again, the run would '
+            'begin anew; to go on, train where its checkpoints are'
+          )
+          return UserError.exit_code
         if restarts == self._max_restarts:
           self._say(f'{gone}; {restarts} restarts are all that --max_restarts allows')
           return last.code
@@ -173,6 +212,7 @@ class Launcher:
     stop_limit = _Limit()
     while len(ended) < len(self._running):
       time.sleep(_POLL)
+      self._directory.look()
       if passed < len(self._signals):  # To the ones too that did not exist when it came.
         passed = len(self._signals)
         name = signal.Signals(self._signals[-1]).name

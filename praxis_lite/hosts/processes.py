@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# How many bytes of a text each process sends to the others.
+# How many bytes of a text each process sends to the others, by default.
 _TEXT_BYTES = 400
 
 
@@ -20,14 +20,14 @@ def broadcast_decision(value: bool) -> bool:
   return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
-def gather_texts(text: str) -> list[str]:
+def gather_texts(text: str, most: int = _TEXT_BYTES) -> list[str]:
   """Returns the texts of all processes, by their index, in every process; all of them must call this.
 
-  At most 400 bytes of each text are sent.
+  At most `most` bytes of each text are sent; all processes call this with the same number.
   """
   if jax.process_count() == 1:
     return [text]
-  sent = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b'\0'), np.uint8)
+  sent = np.frombuffer(text.encode()[:most].ljust(most, b'\0'), np.uint8)
   received = np.asarray(multihost_utils.process_allgather(sent))
   return [bytes(row).rstrip(b'\0').decode(errors='ignore') for row in received]
 

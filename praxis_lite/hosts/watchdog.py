@@ -28,14 +28,14 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 import jax
 
-from praxis_lite.errors import LostHostError, first_line
+from praxis_lite.errors import LostHostError, UserError, first_line
 from praxis_lite.jax_internals import unless_unknown
 from praxis_lite.jax_internals.processes import BUILDING_FILES, Client, service_client
 
@@ -65,6 +65,7 @@ class _Host:
   at: str = ''
   idle: float = 0.0
   state: str = ''  # '', 'running', 'left', or why it has failed
+  is_ending: bool = False  # It has said why it failed, and cleaned up.
 
   def __str__(self) -> str:
     return f'{self.name}, which was in {self.doing}{f" ({self.at})" if self.at else ""}'
@@ -91,10 +92,12 @@ class Watchdog:
     self._main = threading.main_thread().ident
     self._doing, self._progress = 'start-up', now
     self._state = ''
+    self._is_ending = False
     self._meetings = 0
     self._suspects = False
     self._ending = threading.Lock()
     self.directory: Path | None = None
+    self._why_lost: Callable[[], UserError | None] = lambda: None
     self.preempted_since: float | None = None
     self._is_over = threading.Event()
     self._threads = [
@@ -111,12 +114,17 @@ class Watchdog:
     self._doing, self._progress = what, time.monotonic()
 
   @contextlib.contextmanager
-  def running(self, directory: Path) -> Iterator[None]:
+  def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
     """Watches progress inside the block too, not life alone; an error in it is reported to the other hosts.
 
     An error that another host has caused waits for the watchdog to say which: the process ends here.
+
+    Args:
+      directory: of the run.
+      why_lost: returns the error that says that the directory is not where it was; None if it is. A run without it is
+        not to be started again: it would begin anew.
     """
-    self.directory, self._state = directory, 'running'
+    self.directory, self._state, self._why_lost = directory, 'running', why_lost
     self.doing('start-up')
     try:
       yield
@@ -140,15 +148,25 @@ class Watchdog:
     """Ends a process that has failed at once, unless all others have left: JAX would wait for them until a timeout."""
     if self._state in ('', 'running'):
       self._state = f'exit code {code}'
-    deadline = time.monotonic() + 10 * self._interval
+    self._is_ending = True
+    start = time.monotonic()
     others = [host for i, host in enumerate(self._hosts) if i != self._index]
-    while time.monotonic() < deadline and any(host.state in ('', 'running') for host in others):
+    while any(self._is_awaited(host, start) for host in others):
       time.sleep(self._interval / 4)
     if any(host.state != 'left' for host in others):
       sys.stdout.flush()
       sys.stderr.flush()
-      time.sleep(2 * self._interval)  # The others read why.
+      time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
       os._exit(code)
+
+  def _is_awaited(self, host: _Host, since: float) -> bool:
+    """Whether this process, which ends, lets another one end before it: one that does not know yet that this one does,
+    or that ends too, and would be aborted in the middle if JAX's service, which is in host 0, ended before."""
+    now = time.monotonic()
+    if host.state in ('', 'running'):
+      return now - since < 10 * self._interval
+    is_alive = host.state != 'left' and not host.is_ending and now - host.heard < 10 * self._interval
+    return self._index == 0 and is_alive and now - since < 60 * self._interval
 
   # ---- beat
 
@@ -163,6 +181,7 @@ class Watchdog:
         'at': self._look_at_main_thread(),
         'idle': round(time.monotonic() - self._progress, 1),
         'state': self._state,
+        'ending': self._is_ending,
       }
       with contextlib.suppress(Exception):  # The service does not answer; `_watch` looks at how long.
         self._client.key_value_set(f'{_KEY}/{self._index}', json.dumps(beat), allow_overwrite=True)
@@ -179,7 +198,7 @@ class Watchdog:
       if said['beat'] != host.beat:
         host.heard = time.monotonic()
         host.beat, host.doing, host.at = said['beat'], said['doing'], said['at']
-        host.idle, host.state = said['idle'], said['state']
+        host.idle, host.state, host.is_ending = said['idle'], said['state'], said['ending']
 
   def _look_at_main_thread(self) -> str:
     """Returns where the main thread is, as file:line function; notes it as progress while it builds a program."""
@@ -233,8 +252,12 @@ class Watchdog:
     self._state = f'it gave up, because {reason}'
     mine = self._hosts[self._index].name
     _write(f'{mine}, in {self._doing}: {reason}\n')
-    where = dump_stacks(self.directory, self._index)
-    _write(f'{mine}: {where}exit code {code}: started again, the run continues from its last checkpoint\n')
+    if lost := self._why_lost():
+      code = lost.exit_code
+      _write(f'error: {lost}; it continues there from its last checkpoint\n')
+    else:
+      where = dump_stacks(self.directory, self._index)
+      _write(f'{mine}: {where}exit code {code}: started again, the run continues from its last checkpoint\n')
     time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
     os._exit(code)
 
@@ -289,9 +312,11 @@ def meet_others() -> None:
     watchdog.meet()
 
 
-def watched_by_others(directory: Path) -> contextlib.AbstractContextManager[None]:
+def watched_by_others(
+  directory: Path, why_lost: Callable[[], UserError | None] = lambda: None
+) -> contextlib.AbstractContextManager[None]:
   """Returns a context manager for a run in a directory: see `Watchdog.running`. Alone, it does nothing."""
-  return _watchdogs[0].running(directory) if _watchdogs else contextlib.nullcontext()
+  return _watchdogs[0].running(directory, why_lost) if _watchdogs else contextlib.nullcontext()
 
 
 def dump_stacks(directory: Path | None, index: int) -> str:

@@ -129,7 +129,7 @@ def _attempt(config: ExperimentConfig, job_log_dir: str | Path, options: TrainOp
     mirror.fetch(options.on_damage)
     watch = opened(Watch(directory))
     job = build_job(config, directory, options, startup)
-    start = opened(starting_point(job, options, startup, watch.goodput))
+    start = opened(starting_point(job, options, startup, watch.goodput, held))
     first_step, total = start.step, job.settings.num_train_steps
 
     # ---- what it says, and to whom

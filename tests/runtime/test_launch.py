@@ -96,6 +96,27 @@ def test_a_host_that_is_lost_twice_is_left_out_down_to_the_smallest_number():
   assert 'twice, so the job goes on with 1 processes' in job.text and 'host 0: alone' in job.text
 
 
+@pytest.mark.parametrize('fate', ['moved', 'deleted', 'never filled'])
+def test_a_job_whose_directory_is_not_where_it_was_is_not_started_again(fate, tmp_path):
+  """Started again, it would begin anew there. An empty directory is removed by a run that has written nothing."""
+  directory = tmp_path / 'run'
+  job = python(
+    'import os, pathlib, shutil, sys, time\n'
+    f'run, fate = pathlib.Path({str(directory)!r}), {fate!r}\n'
+    'run.mkdir(exist_ok=True)\n'
+    'if fate != "never filled": (run / "run.json").touch()\n'
+    'time.sleep(0.5)\n'  # The launcher looks each 0.05 s.
+    'run.rename(run.with_name("moved")) if fate == "moved" else shutil.rmtree(run)\n'
+    'sys.exit(75)',
+    processes=1,
+    max_restarts=2,
+    directory=directory,
+  )
+  assert job.run() == (75 if fate == 'never filled' else 2)
+  told = f'launch: error: host 0 of 1 was lost (exit code 75), and job_log_dir {directory} is not where it was: '
+  assert (job.text.count(told), job.text.count('restart ')) == ((0, 2) if fate == 'never filled' else (1, 0))
+
+
 def test_a_signal_is_passed_on_once_and_nothing_is_started_again():
   job = python(
     'import os, signal, sys, time\n'
@@ -230,20 +251,23 @@ def test_what_cannot_be_launched_is_a_mistake(arguments, devices, message):
 LOOP = """
 import os, sys, time, pathlib
 import jax, numpy as np
+from praxis_lite.errors import UserError
 from praxis_lite.hosts.devices import simulate_cpu_devices
 from praxis_lite.hosts.distributed import initialize_distributed
 from praxis_lite.hosts.watchdog import doing, watched_by_others
 simulate_cpu_devices(1)
 job = initialize_distributed(hang_timeout_s=float(sys.argv[2]))
 from jax.experimental import multihost_utils
-with watched_by_others(pathlib.Path(sys.argv[1])):
+def why_lost():
+  return UserError('job_log_dir was moved') if 'lost' in sys.argv else None
+with watched_by_others(pathlib.Path(sys.argv[1]), why_lost):
   for step in range(10_000):
     doing(f'step {step}')
     time.sleep(0.05)
     multihost_utils.process_allgather(np.ones(1))
     if step == 25:  # After a beat that says so.
       print('going', flush=True)
-    if step == 30 and sys.argv[3:] == [str(job.process_id)]:
+    if step == 30 and sys.argv[3:4] == [str(job.process_id)]:
       doing('a hang')
       while True:
         time.sleep(0.01)
@@ -251,9 +275,9 @@ with watched_by_others(pathlib.Path(sys.argv[1])):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault', ['stopped', 'hangs'])
+@pytest.mark.parametrize('fault', ['stopped', 'hangs', 'hangs, and the directory is lost'])
 def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing(fault, tmp_path, monkeypatch):
-  hangs = ['1'] if fault == 'hangs' else []
+  hangs = {'stopped': [], 'hangs': ['1']}.get(fault, ['1', 'lost'])
   job = Watched([sys.executable, '-c', LOOP, str(tmp_path), '5', *hangs], 2, max_restarts=0, grace_s=60)
   if fault == 'stopped':
     monkeypatch.setattr(launch, '_AFTER_NOTICED', 1.0)
@@ -264,6 +288,10 @@ def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing
     assert 'which was in step' in job.text and 'has shown no sign of life for 5 s' in job.text
     stacks = (tmp_path / 'stacks' / 'host_1.txt').read_text()
     assert 'process_allgather' in stacks
+  elif 'lost' in fault:
+    assert code == 2 and 'no host has got any further for 5 s' in job.text
+    assert 'error: job_log_dir was moved; it continues there from its last checkpoint' in job.text
+    assert 'Thread' not in job.text and not any(tmp_path.iterdir())
   else:
     assert code == 75 and 'no host has got any further for 5 s' in job.text
     assert 'which was in a hang' in job.text

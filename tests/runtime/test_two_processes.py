@@ -53,6 +53,32 @@ result = run_train(config, sys.argv[3])
 print('ended by', result.ended_by, result.step, flush=True)
 """
 
+# The second process moves the directory while a checkpoint is written, where the first has made a folder for both.
+MOVED = """
+import os, sys, time
+from praxis_lite.errors import UserError
+from praxis_lite.runtime import initialize_distributed, run_train
+initialize_distributed(sys.argv[1], 2, int(sys.argv[2]), hang_timeout_s=30)
+from tiny_runs import tiny_run
+from praxis_lite.checkpoints import orbax
+orbax._TO_BE_SEEN = 1.0
+orbax.orbax_checkpoint()
+from orbax.checkpoint._src.metadata.array_metadata_store import Store
+if sys.argv[2] == '1':
+  write = Store.write
+  async def moved(store, *, checkpoint_dir, **more):
+    if '/6.' in str(checkpoint_dir):
+      while not os.path.exists(checkpoint_dir / 'array_metadatas'):
+        time.sleep(0.01)
+      os.rename(sys.argv[3], sys.argv[3] + ' moved')
+    await write(store, checkpoint_dir=checkpoint_dir, **more)
+  Store.write = moved
+try:
+  run_train(tiny_run(4, noise=0.0), sys.argv[3])
+except UserError as error:
+  sys.exit(f'error: {error}')
+"""
+
 
 # Without noise: with two processes the rows that fill up the mesh lie between the others, which then draw other noise.
 
@@ -152,3 +178,21 @@ def test_processes_that_share_rows_train_evaluate_and_decode_as_one_device_does(
     for name in ('two', 'one')
   ]
   np.testing.assert_allclose(*decoded, rtol=1e-5)
+
+
+def test_a_directory_that_is_moved_while_both_write_ends_both_in_one_line_with_the_state_saved_there(
+  tmp_path, run_python
+):
+  directory, moved = tmp_path / 'two', tmp_path / 'two moved'
+  for process in start_both(run_python, directory, run=MOVED):
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    (told,) = [line for line in err.splitlines() if 'error: ' in line]
+    assert f'job_log_dir {directory} was moved to {moved} while it trained; step ' in told
+    assert told.endswith(f'of 20 is saved in {moved}: to go on, train with --job_log_dir={moved}')
+    assert 'Traceback' not in err and 'Thread' not in err
+  step = int(told.partition('; step ')[2].partition(' ')[0])
+  assert not directory.exists() and Checkpointer(moved, read_only=True).latest_step() == step >= 6
+  steps = [json.loads(line)['step'] for line in (moved / 'metrics.jsonl').read_text().splitlines()]
+  assert [*dict.fromkeys(steps)] == [*range(1, step + 1)]
+  assert run_train(tiny_run(4, noise=0.0), moved).step == 20

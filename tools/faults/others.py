@@ -156,6 +156,16 @@ def foreign_lock(lab: Lab) -> None:
 
 def directory_moved(lab: Lab) -> None:
   """run directory moved or deleted while it trains"""
+  _moved(lab)
+
+
+def directory_of_hosts_moved(lab: Lab) -> None:
+  """run directory of two hosts moved or deleted while it trains"""
+  lab.hosts = 2
+  _moved(lab)
+
+
+def _moved(lab: Lab) -> None:
   step, is_deleted = int(lab.rng.integers(1, NUM_STEPS - 1)), bool(lab.rng.random() < 0.4)
   lab.seen.where = f'step {step}, {"deleted" if is_deleted else "moved"}'
   run = lab.start()
@@ -252,6 +262,7 @@ FAULTS_OF_OTHERS = {
   host_stopped_when_ended: 3,
   foreign_lock: 3,
   directory_moved: 4,
+  directory_of_hosts_moved: 3,
   odd_path: 4,
   metrics_no_file: 2,
   metrics_emptied: 3,

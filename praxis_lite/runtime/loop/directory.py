@@ -19,6 +19,13 @@ from praxis_lite.hosts.processes import gather_texts
 
 _DELETED = ' (deleted)'  # How Linux ends the path of an open directory that was deleted.
 _RESCUED = '.rescued'
+# Bytes of what processes tell each other of a directory that was lost: three paths, and some words.
+_PATH_BYTES = 16_384
+
+
+def gather_paths(text: str) -> list[str]:
+  """Returns the texts of all processes as `gather_texts` does, however long the paths in them are."""
+  return gather_texts(text, _PATH_BYTES)
 
 
 class LostDirectoryError(UserError):
@@ -61,11 +68,11 @@ class HeldDirectory:
   def check(self) -> None:
     """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""
     lost = self.why_lost()
-    told = gather_texts('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
-    first = next(filter(None, told), None)
-    if first is not None:
-      moved_to, _, message = first.partition('\n')
-      raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
+    if not any(gather_texts('' if lost is None else 'lost')):
+      return
+    told = gather_paths('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
+    moved_to, _, message = next(filter(None, told)).partition('\n')
+    raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
 
   def why_lost(self) -> LostDirectoryError | None:
     """Returns the error that says that the directory is not where it was; None if it is, or that cannot be known."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 
 from praxis_lite.errors import UserError
-from praxis_lite.hosts.processes import gather_texts, is_primary_process
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.hosts.watchdog import doing
 from praxis_lite.records.run_config import is_due
 from praxis_lite.runtime.hooks import Run
-from praxis_lite.runtime.loop.directory import HeldDirectory, LostDirectoryError, rescue_directory
+from praxis_lite.runtime.loop.directory import HeldDirectory, LostDirectoryError, gather_paths, rescue_directory
 from praxis_lite.runtime.loop.feed import Feed
 from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.loop.observers import Observers
@@ -125,12 +125,13 @@ class Duties:
     """
     self._saving.abandon(self._job.directory)
     lost = self._directory.why_lost() or lost  # What is in its place may have been made by the save that was ended.
+    unwritten = ''
     try:
       if lost.moved_to is not None:
         self._observers.log.move(lost.moved_to)
       self._observers.log.drain()  # The lines of the last steps.
-    except OSError as error:
-      return f'{lost}; step {run.step} could not be saved: {error}'
+    except OSError as error:  # In the process that writes metrics alone: the others save the state with it.
+      unwritten = f'; the metrics of its last steps could not be written: {error}'
     except (GoBack, LossSpikeError, NonFiniteError) as error:
       return f'{lost}; step {run.step} is not saved: {error.trouble.what if isinstance(error, GoBack) else error}'
     name = error_of_first = ''
@@ -139,7 +140,7 @@ class Duties:
         name = str(rescue_directory(lost, self._job.directory, make))
       except (UserError, OSError) as error:
         error_of_first = str(error)
-    told, error_of_first = gather_texts(name)[0], gather_texts(error_of_first)[0]
+    told, error_of_first = gather_paths(name)[0], gather_paths(error_of_first)[0]
     try:
       if not told:
         raise UserError(error_of_first)
@@ -150,7 +151,7 @@ class Duties:
     without = '' if lost.moved_to else ', with its config and without metrics'
     return (
       f'{lost}; step {run.step} of {run.total_steps} is saved in {directory}{without}: to go on, train with '
-      f'--job_log_dir={directory}'
+      f'--job_log_dir={directory}{unwritten}'
     )
 
   def _position(self, run: Run) -> tuple[int, TrainState, InputState, Json]:

@@ -15,6 +15,7 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.errors import CheckpointError
+from praxis_lite.hosts.processes import gather_texts
 from praxis_lite.records.record import has_record
 from praxis_lite.training.state import TrainState
 
@@ -94,6 +95,7 @@ class Saving:
     """Ends what is being saved in the directory of a run that is not there any more, and removes what that has made."""
     with contextlib.suppress(CheckpointError):
       self._checkpointer.wait_until_complete()
+    gather_texts('')  # None writes any more.
     folder = Path(self._checkpointer.directory)
     if jax.process_index() == 0 and not has_record(directory):  # Another run may be there by now.
       with contextlib.suppress(OSError):
@@ -102,6 +104,7 @@ class Saving:
             shutil.rmtree(made, ignore_errors=True)
         folder.rmdir()
         directory.rmdir()
+    gather_texts('')  # All look at what is left.
 
   def save_elsewhere(self, directory: Path, step: int, state: TrainState, input_state: Json, progress: Json) -> None:
     """Saves in another directory, where no checkpoint is removed; raises CheckpointError if that fails."""

@@ -18,6 +18,7 @@ from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.records.goodput import Goodput
 from praxis_lite.records.record import changes_named
 from praxis_lite.runtime.init_from import WarmStart
+from praxis_lite.runtime.loop.directory import HeldDirectory
 from praxis_lite.runtime.loop.job import Job
 from praxis_lite.runtime.loop.options import TrainOptions
 from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress
@@ -53,7 +54,9 @@ class Start(NamedTuple):
 
 
 @contextlib.contextmanager
-def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodput: Goodput) -> Iterator[Start]:
+def starting_point(
+  job: Job, options: TrainOptions, startup: StartupTimes, goodput: Goodput, held: HeldDirectory
+) -> Iterator[Start]:
   """Yields where a run starts, the first of these that applies; checkpoints and copies are open meanwhile.
 
     1. emergency copies that are newer than its checkpoints: the state, and the input after the batch of that step
@@ -74,7 +77,8 @@ def starting_point(job: Job, options: TrainOptions, startup: StartupTimes, goodp
     is_restored = copy is not None or (newest is not None and not is_imported)
     warm_start = None if is_restored else _warm_start(job, is_imported)
     startup.mark('trace')
-    with contextlib.closing(_checkpointer(job, options.on_damage)) as checkpointer, watched_by_others(job.directory):
+    watched = watched_by_others(job.directory, held.why_lost)
+    with contextlib.closing(_checkpointer(job, options.on_damage)) as checkpointer, watched:
       if is_restored:
         with changes_named(job.directory, job.config), goodput.doing('restoring'):
           state, input_state, progress = _restored(job, copy, checkpointer)
