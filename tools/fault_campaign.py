@@ -187,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--faults', type=int, default=300, help='how many')
+  parser.add_argument('--first', type=int, default=0, help='the number of the first one')
   parser.add_argument('--only', type=int, help='the fault of this number alone')
   parser.add_argument('--kind', help='only faults whose name contains this')
   parser.add_argument('--jobs', type=int, default=2, help='how many at once')
@@ -194,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--folder', help='where to work; a new one by default')
   values = parser.parse_args(argv)
   faults = [f for f in FAULTS if values.kind is None or values.kind in (f.__doc__ or '')]
-  numbers = range(values.faults) if values.only is None else [values.only]
+  numbers = range(values.first, values.first + values.faults) if values.only is None else [values.only]
   folder = Path(values.folder or tempfile.mkdtemp(prefix='faults-'))
   folder.mkdir(parents=True, exist_ok=True)
   start, before = time.monotonic(), _cpu_seconds()

@@ -16,6 +16,9 @@ from pathlib import Path
 from praxis_lite.jax_internals.flags import with_flags
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / 'tests'))
+from warm_python import WarmPopen  # noqa: E402
+
 EXPERIMENT = Path(__file__).parent / 'experiment.py'
 _STEP = re.compile(r'(?:host \d+: )?step (\d+)/\d+ loss ')
 _RESTORED = re.compile(r'(?:host \d+: )?restored step (\d+) of ')
@@ -44,12 +47,26 @@ def environment(cache: Path, devices: int = 2) -> dict[str, str]:
   }
 
 
+# `python -m praxis_lite` in a process that has imported it, where what Python imports when it starts comes late.
+_WARM = """
+import runpy, sys
+runpy.run_path({inside!r})
+sys.argv[0] = 'praxis-lite'
+runpy.run_module('praxis_lite', run_name='__main__')
+"""
+
+
 class Training:
-  """A process of `praxis-lite train`, or of `launch`, and what it has printed."""
+  """A process of `praxis-lite train`, or of `launch`, and what it has printed.
+
+  It is forked from one that has made the imports, but where a fault is to happen while it makes them.
+  """
 
   def __init__(self, command: Sequence[str], env: Mapping[str, str]):
-    self.process = subprocess.Popen(
-      [sys.executable, '-m', 'praxis_lite', *command],
+    is_cold = env.get('FAULTS_SIGNAL', '').startswith('import:')
+    warm = _WARM.format(inside=str(Path(__file__).parent / 'inside' / 'sitecustomize.py'))
+    self.process = (subprocess.Popen if is_cold else WarmPopen)(
+      [sys.executable, *(('-m', 'praxis_lite') if is_cold else ('-c', warm)), *command],
       env=dict(env),
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
