@@ -36,7 +36,7 @@ from praxis_lite.hosts.clusters import LAUNCHER
 _POLL = 0.05
 _LONGEST_WAIT = 60.0
 # Seconds between the first process that ends because it has noticed that another one was lost, and the last.
-_AFTER_NOTICED = 10.0
+_AFTER_NOTICED = 20.0
 # Seconds to end after a second signal, which ends a process at once.
 _AFTER_SECOND_SIGNAL = 10.0
 # Seconds for the system to end a process that was killed. One that waits for storage may never end.

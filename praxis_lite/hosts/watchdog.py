@@ -225,7 +225,8 @@ class Watchdog:
           host.heard = now
       last = now
       if self._state in ('', 'running') and (reason := self._trouble(now)):
-        self.give_up(reason)
+        is_told = any(host.state not in ('', 'running', 'left') for host in self._hosts)
+        self.give_up(reason, needs_stacks=not is_told)
 
   def _trouble(self, now: float) -> str:
     """Returns what is wrong with another host, or with all; '' if nothing is."""
@@ -243,20 +244,23 @@ class Watchdog:
       return f'no host has got any further for {self._timeout:.0f} s: {last}'
     return ''
 
-  def give_up(self, reason: str) -> NoReturn:
-    """Says why, tells the other hosts, writes the stacks of all threads, and ends the process, to be started again."""
+  def give_up(self, reason: str, *, needs_stacks: bool = True) -> NoReturn:
+    """Says why, tells the other hosts, writes the stacks of all threads, and ends the process, to be started again.
+
+    Where another host has said why it ended, stacks say nothing: `needs_stacks` is False.
+    """
     if not self._ending.acquire(blocking=False):
       time.sleep(20 * self._interval)  # Another thread is at it, and will end this one.
       os._exit(LostHostError.exit_code)
     code = LostHostError.exit_code
-    self._state = f'it gave up, because {reason}'
+    self._state, self._is_ending = f'it gave up, because {reason}', True
     mine = self._hosts[self._index].name
     _write(f'{mine}, in {self._doing}: {reason}\n')
     if lost := self._why_lost():
       code = lost.exit_code
       _write(f'error: {lost}; it continues there from its last checkpoint\n')
     else:
-      where = dump_stacks(self.directory, self._index)
+      where = dump_stacks(self.directory, self._index) if needs_stacks else ''
       _write(f'{mine}: {where}exit code {code}: started again, the run continues from its last checkpoint\n')
     time.sleep((4 if self._index == 0 else 2) * self._interval)  # The others read why, from the service of host 0.
     os._exit(code)

@@ -21,6 +21,7 @@ from warm_python import WarmPopen
 from praxis_lite.errors import UserError
 from praxis_lite.hosts import launch
 from praxis_lite.hosts.launch import Ended, Launcher, launched_command, the_verdict
+from praxis_lite.records.run_config import held_for_training
 from praxis_lite.runtime import run_train
 
 HERE = pathlib.Path(__file__).parent
@@ -297,6 +298,21 @@ def test_a_stopped_or_hanging_host_is_named_by_the_others_with_what_it_was_doing
     assert 'which was in a hang' in job.text
     # The one that hangs is alive, and writes what it was doing itself.
     assert 'in <module>' in (tmp_path / 'stacks' / 'host_1.txt').read_text()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_one_host_finds_ends_the_job_and_is_not_tried_again(tmp_path, monkeypatch):
+  """Another run trains in its directory, which host 0 alone looks at."""
+  env = {'TOTAL_DEVICES': '2', 'XLA_FLAGS': xla_flags(1), 'JAX_PLATFORMS': 'cpu'}
+  env['PYTHONPATH'] = os.pathsep.join([str(HERE), os.environ.get('PYTHONPATH', '')])
+  for name, value in env.items():
+    monkeypatch.setenv(name, value)
+  train = ['train', f'--exp={HERE / "tiny_hosts.py"}:TinyHosts', '--noverify', f'--job_log_dir={tmp_path}']
+  job = Watched(launched_command([*train, '--hang_timeout_s=60'], devices=1, elastic=False), 2, max_restarts=1)
+  with held_for_training(tmp_path):
+    assert job.run() == 2
+  assert job.text.count('error: another run is training in job_log_dir') == 1
+  assert 'restart' not in job.text and 'is killed' not in job.text and 'Thread' not in job.text
 
 
 @pytest.mark.slow
