@@ -6,11 +6,13 @@ Where a file is expected, anyone may have put a named pipe, whose opening waits 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -151,6 +153,33 @@ def read_plain(path: str | os.PathLike[str]) -> bytes:
   """Returns the content of a file; raises OSError as `open_plain`."""
   with open_plain(path) as file:
     return file.read()
+
+
+def check_plain_below(folder: str | os.PathLike[str]) -> None:
+  """Checks that there is nothing but files and folders below a folder, for libraries that open what they find.
+
+  Raises:
+    OSError: there is something else, such as a named pipe, or it cannot be read; `strerror` says what.
+  """
+  waiting = [os.fspath(folder)]
+  while waiting:
+    with os.scandir(waiting.pop()) as entries:
+      for entry in entries:
+        if entry.is_dir():
+          if not entry.is_symlink():
+            waiting.append(entry.path)
+        elif not entry.is_file() and (kind := kind_of_other(entry.path)):
+          raise OSError(errno.EINVAL, f'it is {kind}, not a file', entry.path)
+
+
+def remove_all(path: Path) -> None:
+  """Removes a folder with all below it, or whatever else is there, as far as that is possible; never waits."""
+  # Where it is no folder, `shutil.rmtree` opens it first: a named pipe would be waited for.
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path, ignore_errors=True)
+  else:
+    with contextlib.suppress(OSError):
+      path.unlink()
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -52,7 +52,7 @@ from praxis_lite.checkpoints.save_barrier import SaveBarrier
 from praxis_lite.checkpoints.seal import SEAL, check_records, check_seal, new_seal, seal_array
 from praxis_lite.checkpoints.streamed import stored_arrays
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.files import local_path
+from praxis_lite.files import check_plain_below, local_path
 from praxis_lite.hosts.processes import gather_texts, join_by_host
 from praxis_lite.jax_internals import unless_unknown
 from praxis_lite.jax_internals.processes import service_client
@@ -409,6 +409,7 @@ class Checkpointer:
 
   def _read_arrays(self, step: int, args: ocp.args.PyTreeRestore) -> Any:
     try:
+      check_plain_below(os.path.join(self.folder(step), 'state'))
       out = self._manager.restore(step, args=orbax_checkpoint().args.Composite(state=args))['state']
       if isinstance(out, Exception):
         raise out

@@ -36,7 +36,7 @@ from jax.experimental import multihost_utils
 
 from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
 from praxis_lite.errors import CheckpointError, UserError, first_line
-from praxis_lite.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, user_path
+from praxis_lite.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, remove_all, user_path
 from praxis_lite.hosts.processes import gather_texts, join_by_host
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import leaves_by_path, map_with_path, path_name
@@ -172,7 +172,7 @@ class EmergencyCopies:
       _make(folder, 2 * _num_bytes(shapes))
       for other in folder.parent.iterdir():
         if other != folder:
-          shutil.rmtree(other, ignore_errors=True)
+          remove_all(other)
     self._job_log_dir = KnownFolder(job_log_dir) if directories else None
     self._writing: threading.Thread | None = None
     self._step, self._error, self._told = 0, '', ''  # Of the last copy: why it failed here; what was said of it.
@@ -269,7 +269,7 @@ class EmergencyCopies:
     """Removes all copies, once the last checkpoint of the run is complete."""
     self.settle()
     for home in self._homes:
-      shutil.rmtree(home, ignore_errors=True)
+      remove_all(home)
 
   def close(self) -> None:
     """Waits until this process writes nothing any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import glob
 import logging
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from praxis_lite.errors import CheckpointError
+from praxis_lite.files import kind_of_other
 
 # Seconds until a folder that one host has made is seen by another, as on a network file system.
 _TO_BE_SEEN = 10.0
@@ -53,6 +55,7 @@ def orbax_checkpoint() -> ModuleType:
     waiting.daemon = True
   _take_folders_literally()
   _make_folders_of_metadata()
+  _read_nothing_but_files()
   plain = tensorstore_utils.ArrayWriteSpec.json.fget
   tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: with_checksums(plain(spec)))
   return orbax.checkpoint
@@ -92,6 +95,24 @@ def _make_folders_of_metadata() -> None:
 
   if hasattr(array_metadata_store.Store, '_maybe_create_base_dir'):
     array_metadata_store.Store._maybe_create_base_dir = make
+
+
+def _read_nothing_but_files() -> None:
+  """Makes Orbax's paths refuse what is no file in the place of one: a named pipe would be waited for without end.
+
+  Orbax reads what each checkpoint says of its time as soon as it is shown their folder.
+  """
+  from etils import epath
+
+  path_class = type(epath.Path(os.sep))
+  theirs = path_class.read_text
+
+  def read(path: Any, encoding: str | None = None) -> str:
+    if kind := kind_of_other(path):
+      raise OSError(errno.EINVAL, f'it is {kind}, not a file', os.fspath(path))
+    return str(theirs(path, encoding))
+
+  path_class.read_text = read
 
 
 def _make_below(folder: Path, seconds: float) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from praxis_lite.checkpoints.object_store import FileSum, ObjectStore, StoreErro
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
 from praxis_lite.checkpoints.seal import check_seal, check_seal_of
 from praxis_lite.errors import CheckpointError
-from praxis_lite.files import parse_json, read_plain
+from praxis_lite.files import parse_json, read_plain, remove_all
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
 # Of the directory of a run, what is of one machine alone.
@@ -116,7 +115,7 @@ class RemoteCheckpoint:
     """
     target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
-    shutil.rmtree(partial, ignore_errors=True)  # What a process that was killed has left.
+    remove_all(partial)  # What a process that was killed has left.
 
     def get(name: str) -> None:
       self._store.get(self._name(name), partial / name)
@@ -130,7 +129,7 @@ class RemoteCheckpoint:
     except OSError as error:
       raise CheckpointError(f'writing {target} failed: {error.strerror or error}') from None
     finally:
-      shutil.rmtree(partial, ignore_errors=True)
+      remove_all(partial)
     return target
 
   def _record(self, item: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.errors import CheckpointError
+from praxis_lite.files import remove_all
 
 _INCOMPLETE = '.orbax-checkpoint-tmp'  # What Orbax calls a folder that it writes.
 _REMOVED = '.removed'
@@ -73,10 +73,18 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
 
   Raises:
     RemovedError: it is not there any more.
-    CheckpointError: another process has locked it for itself, and does not release it.
+    CheckpointError: another process has locked it for itself, and does not release it; or it cannot be opened.
   """
   try:
-    with _locked(folder, shared=True):
+    with contextlib.ExitStack() as to_release:
+      try:
+        to_release.enter_context(_locked(folder, shared=True))
+      except FileNotFoundError:
+        raise
+      except OSError as error:  # Such as a symbolic link to itself.
+        from praxis_lite.checkpoints.failures import unreadable  # It imports JAX.
+
+        raise unreadable(folder, error) from error
       yield
   except FileNotFoundError:
     raise RemovedError(f'{folder} was removed before it was read') from None
@@ -158,7 +166,7 @@ def _remove_folders(folders: Iterable[Path]) -> None:
   def remove() -> None:
     with contextlib.suppress(IndexError):
       while True:
-        shutil.rmtree(waiting.popleft(), ignore_errors=True)
+        remove_all(waiting.popleft())
 
   helpers = [threading.Thread(target=remove) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
   with contextlib.suppress(RuntimeError):  # While the interpreter ends, it starts no thread: this one does it all.

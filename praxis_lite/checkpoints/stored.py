@@ -19,11 +19,12 @@ import numpy as np
 from praxis_lite.checkpoints.best import BEST, BestRecord
 from praxis_lite.checkpoints.checkpointer import Checkpointer, saved_steps
 from praxis_lite.checkpoints.contents import Record, read_record
+from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, is_set_aside, step_folder, steps_in
 from praxis_lite.checkpoints.seal import check_records, check_seal
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays, whole
 from praxis_lite.errors import CheckpointError
-from praxis_lite.files import local_path
+from praxis_lite.files import local_path, remove_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import inserted
 
@@ -72,7 +73,11 @@ class StoredCheckpoint:
   def damage(self) -> dict[str, str]:
     """Reads all of it; returns the names of the parts that are damaged, and how, so {} if it is whole."""
     damaged: dict[str, str] = {}
-    with being_read(self.folder):
+    with contextlib.ExitStack() as to_release:
+      try:
+        to_release.enter_context(being_read(self.folder))
+      except DamagedError as error:
+        return {'folder': str(error)}
       for item in ('about', 'inputs'):
         with _collected(damaged, item):
           read_record(self.folder, item)
@@ -123,7 +128,7 @@ class StoredCheckpoint:
       target.parent.mkdir(parents=True, exist_ok=True)
       if optimizer:
         partial = target.with_name(f'{self.step}.copying')
-        shutil.rmtree(partial, ignore_errors=True)  # What a copy that was killed has left.
+        remove_all(partial)  # What a copy that was killed has left.
         with being_read(self.folder):
           shutil.copytree(self.folder, partial)
         partial.rename(target)

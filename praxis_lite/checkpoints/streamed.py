@@ -21,7 +21,7 @@ import numpy as np
 
 from praxis_lite.checkpoints.failures import first_line
 from praxis_lite.errors import CheckpointError
-from praxis_lite.files import read_plain
+from praxis_lite.files import check_plain_below, read_plain
 
 if TYPE_CHECKING:
   import tensorstore as ts
@@ -125,6 +125,7 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
     return {name: future.result() for name, future in futures.items()}
 
   try:
+    check_plain_below(folder)
     about = json.loads(read_plain(Path(folder, '_METADATA')))
     driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # Those without checksums, of earlier versions.
     stores = opened(ts.Context())

@@ -71,6 +71,7 @@ def _newest(directory: str, step: int | None) -> StoredCheckpoint:
 
 
 def _list(values: flags.FlagValues) -> int:
+  from praxis_lite.checkpoints.failures import DamagedError
   from praxis_lite.checkpoints.retention import RemovedError
 
   rows = [('step', 'age', 'size', 'mesh', 'state')]
@@ -78,8 +79,13 @@ def _list(values: flags.FlagValues) -> int:
     best = _best_step(directory)
     for checkpoint in _found(directory, values.step):
       name = str(checkpoint.folder) if len(values.dirs) > 1 else PurePath(checkpoint.folder).name
-      with contextlib.suppress(RemovedError), _kept(checkpoint):  # A run that trains may remove it at any time.
-        rows.append((name, *_described(checkpoint, is_best=checkpoint.step == best)))
+      try:
+        with _kept(checkpoint):
+          rows.append((name, *_described(checkpoint, is_best=checkpoint.step == best)))
+      except RemovedError:  # A run that trains may remove it at any time.
+        continue
+      except DamagedError:  # It cannot even be opened.
+        rows.append((name, '-', '-', '-', 'damaged'))
   _print_columns(rows)
   return 0
 

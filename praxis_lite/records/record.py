@@ -154,6 +154,9 @@ def write_record(
     command: the command line; None uses that of this process.
     keeps_record: leave a record that there is as it is, and say how the config differs from it.
 
+  Raises:
+    UserError: they cannot be written.
+
   Returns:
     Lines to print: how the config and the seed differ from those recorded before; empty if they do not.
   """
@@ -187,8 +190,11 @@ def write_record(
     'lost': lost,
     'config': encoded,
   }
-  replace_file(directory / _TEXT, text)
-  replace_file(directory / _RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')
+  for name, content in ((_TEXT, text), (_RECORD, json.dumps(record, indent=1, allow_nan=False) + '\n')):
+    try:
+      replace_file(directory / name, content)
+    except OSError as error:
+      raise UserError(f'{directory / name} cannot be written: {error.strerror or error}') from error
   return _lines_about(told)
 
 

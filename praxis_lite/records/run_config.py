@@ -15,11 +15,12 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.text import to_text
 from praxis_lite.errors import ConfigError, DataError, UserError, located
 from praxis_lite.experiment import ExperimentConfig
-from praxis_lite.files import local_path
+from praxis_lite.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
 from praxis_lite.inputs.patient_thread import call_in_time
 from praxis_lite.models.base import BaseModel
@@ -192,6 +193,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
     nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     reason = f'{nearest} is a file' if nearest.is_file() else error.strerror or str(error)
     raise UserError(f'job_log_dir {path} is not writable: {reason}') from None
+  _check_checkpoints(path / CHECKPOINTS)
   try:
     yield path
   except BaseException:
@@ -199,6 +201,20 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
       for folder in created:
         folder.rmdir()
     raise
+
+
+def _check_checkpoints(folder: Path) -> None:
+  """Raises UserError if no checkpoint could be saved in a folder, which need not be there: runs find it late."""
+  try:
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except FileNotFoundError:
+    if os.path.lexists(folder):
+      raise UserError(f'{folder} is a symbolic link to what is not there; remove it, or make that') from None
+  except OSError as error:
+    what = 'a file' if folder.is_file() else kind_of_other(folder)
+    reason = error.strerror or str(error) if what in ('', 'a directory') else f'{what} is in its place'
+    raise UserError(f'no checkpoint could be saved in {folder}: {reason}') from None
 
 
 @contextlib.contextmanager
@@ -213,7 +229,7 @@ def held_for_training(path: Path) -> Iterator[None]:
     return
   import fcntl
 
-  directory = os.open(path, os.O_RDONLY)
+  directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   try:
     for seconds in (*_WAITS, None):
       try:
@@ -245,7 +261,7 @@ def is_held(path: Path) -> bool:
   import fcntl
 
   try:
-    directory = os.open(path, os.O_RDONLY)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   except OSError:
     return False
   try:

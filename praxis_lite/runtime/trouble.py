@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from praxis_lite.checkpoints import saved_steps
 from praxis_lite.checkpoints.emergency import forget_copies
 from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
-from praxis_lite.files import KnownFolder, parse_json, read_plain, replace_file
+from praxis_lite.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
 from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.task import LossSpikeParams, SingleTask
 
@@ -257,7 +256,7 @@ def go_back(directory: Path, trouble: Trouble, max_rollbacks: int) -> Trouble:
     forget_copies(directory)
     for step in steps:
       if step >= trouble.first:
-        shutil.rmtree(take_away(step_folder(directory, step)), ignore_errors=True)
+        remove_all(take_away(step_folder(directory, step)))
     _record(directory, trouble)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices('praxis_lite: went back')

@@ -12,10 +12,11 @@ import time
 
 import numpy as np
 import pytest
+from small_states import layout_on, random_state
 from tiny_runs import tiny_run
 
 from praxis_lite import native_log
-from praxis_lite.checkpoints import retention, saved_steps
+from praxis_lite.checkpoints import Checkpointer, retention, saved_steps
 from praxis_lite.checkpoints.retention import Retention, being_read
 from praxis_lite.cli.main import main
 from praxis_lite.config import Config
@@ -30,7 +31,9 @@ from praxis_lite.plan.compilers import CompileError
 from praxis_lite.records.heartbeat import read_heartbeats
 from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.records.record import read_record
+from praxis_lite.records.run_config import job_directory
 from praxis_lite.runtime import mirror, open_run, run_train, sweep
+from praxis_lite.runtime.loop.directory import HeldDirectory
 
 
 def ends(call, seconds=20.0):
@@ -106,6 +109,96 @@ def test_other_files_of_a_run_may_be_anything(kind, tmp_path):
   put(tmp_path / 'checkpoints' / '7', kind)
   with contextlib.suppress(NotADirectoryError), ends(lambda: being_read(tmp_path / 'checkpoints' / '7')):
     pass
+
+
+@pytest.mark.parametrize('name', ['3.orbax-checkpoint-tmp', '3.a1b2c3d4.removed'])
+def test_what_is_left_to_remove_may_be_anything(name, tmp_path):
+  left = put(tmp_path / 'checkpoints' / name, 'a named pipe')
+  ends(lambda: Checkpointer(tmp_path).close())
+  assert not any(left.parent.iterdir())
+
+
+def test_a_link_to_itself_in_the_place_of_a_checkpoint_is_damage(tmp_path, capsys):
+  layout = layout_on(1)
+  with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+    checkpointer.save(1, random_state(layout, seed=1, step=1), layout.true_shapes, None)
+  folder = tmp_path / 'checkpoints'
+  (folder / '2').symlink_to(folder / '2')
+  assert main(['checkpoints', 'list', str(tmp_path)]) == 0
+  assert capsys.readouterr().out.splitlines()[-1].split() == ['2', '-', '-', '-', 'damaged']
+  assert main(['checkpoints', 'verify', str(tmp_path)]) == 1
+  told = capsys.readouterr().out
+  assert f'{folder}/1: whole' in told and f'{folder}/2: damaged' in told
+  assert 'folder: ' in told and 'Too many levels of symbolic links' in told
+  with contextlib.closing(Checkpointer(tmp_path, on_damage='previous')) as checkpointer:
+    assert int(checkpointer.restore(*layout).step) == 1
+
+
+@pytest.mark.parametrize('command', ['status', 'runs', 'show', 'list', 'verify', 'train', 'eval'])
+def test_a_named_pipe_in_the_place_of_a_run_is_refused(command, tmp_path, capsys):
+  path = put(tmp_path / 'run', 'a named pipe')
+  arguments = {'status': [path], 'runs': [path], 'list': [path], 'verify': [path]}.get(command)
+  words = ['checkpoints', command] if command in ('list', 'verify') else [command]
+  code = ends(lambda: main([*words, *map(str, arguments or [f'--job_log_dir={path}'])]))
+  told = capsys.readouterr()
+  assert code in (1, 2) and 'Traceback' not in told.err and len((told.err + told.out).splitlines()) == 1
+
+
+@pytest.mark.parametrize('name', ['run.json', 'config.txt'])
+def test_a_directory_in_the_place_of_a_record_is_refused_in_one_line(name, tmp_path):
+  put(tmp_path / name, 'a directory')
+  with pytest.raises(UserError, match=rf'^{tmp_path / name} cannot be written: Is a directory$'):
+    run_train(tiny_run(1), tmp_path)
+
+
+def test_errors_of_the_system_about_files_of_a_run_are_mistakes_and_others_are_not(tmp_path):
+  for inside, files in ((True, (tmp_path / 'a' / 'b',)), (True, ('/tmp/x', str(tmp_path / 'b'))), (False, ('/etc/x',))):
+    error = OSError(21, 'Is a directory', str(files[0]), None, *map(str, files[1:]))
+    with pytest.raises(UserError if inside else OSError, match='Is a directory') as raised, HeldDirectory(tmp_path):
+      raise error
+    assert inside == (str(raised.value) == f'{files[-1]}: Is a directory')
+  with pytest.raises(OSError, match='No space'), HeldDirectory(tmp_path):
+    raise OSError(28, 'No space left on device')
+
+
+def test_a_named_pipe_in_the_place_of_any_file_of_a_checkpoint_is_damage(tmp_path):
+  layout = layout_on(2, rows=99)  # Chunks of more than 1 kB are in files of their own.
+  checkpointer = Checkpointer(tmp_path)
+  for step in (1, 2):
+    checkpointer.save(step, random_state(layout, seed=step, step=step), layout.true_shapes, {'position': step})
+  checkpointer.close()
+  newest, unread = tmp_path / 'checkpoints' / '2', []
+  for path in sorted(path for path in newest.rglob('*') if path.is_file()):
+    kept = path.rename(tmp_path / 'kept')
+    os.mkfifo(path)
+    with contextlib.closing(ends(lambda: Checkpointer(tmp_path, read_only=True, on_damage='previous'))) as reading:
+      state = ends(lambda reading=reading: reading.restore(*layout))
+      if int(state.step) == 2:
+        unread.append(path.name)
+    whole = ends(lambda: main(['checkpoints', 'verify', str(tmp_path)]))
+    assert (int(state.step), whole) in ((1, 1), (2, 0)), path
+    path.unlink()
+    kept.rename(path)
+  assert {*unread} <= {'_CHECKPOINT_METADATA', 'commit_success.txt'}
+
+
+@pytest.mark.parametrize('kind', ['a named pipe', 'a file', 'a link', 'a link to itself', 'read-only'])
+def test_what_no_checkpoint_can_be_saved_in_is_known_before_a_run_begins(kind, tmp_path):
+  """It would train, and say at its end that nothing is saved."""
+  folder = tmp_path / 'checkpoints'
+  if kind == 'a file':
+    folder.touch()
+  elif kind.startswith('a link'):
+    folder.symlink_to(folder if 'itself' in kind else tmp_path / 'elsewhere')
+  elif kind == 'read-only':
+    folder.mkdir(mode=0o500)
+  else:
+    put(folder, kind)
+  if kind == 'read-only' and os.access(folder, os.W_OK):
+    pytest.skip('root may write anywhere')
+  with pytest.raises(UserError, match=rf'{folder}(:| is a symbolic link)') as error, job_directory(tmp_path):
+    pass
+  assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize('pattern', ['', '*', 'b.txt'])

@@ -43,7 +43,8 @@ class LostDirectoryError(UserError):
 class HeldDirectory:
   """Knows a directory, which exists, whatever happens to its name; a context manager.
 
-  An error of the system that ends the block, where the directory was lost, becomes a LostDirectoryError.
+  An error of the system that ends the block, where the directory was lost, becomes a LostDirectoryError; one about a
+  file in it, such as one that is a directory, a UserError.
 
   Args:
     path: of the directory, absolute.
@@ -59,11 +60,21 @@ class HeldDirectory:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-    lost = self.why_lost() if isinstance(error, OSError) else None
+    of_system = any(isinstance(e, OSError) for e in (error, error and error.__cause__))
+    lost = self.why_lost() if of_system and not isinstance(error, LostDirectoryError) else None
     if self._handle is not None:
       os.close(self._handle)
     if lost is not None:  # It is why something could not be read or written.
       raise lost from error
+    if isinstance(error, OSError) and (file := self._file_of(error)) is not None:
+      raise UserError(f'{file}: {error.strerror or error}') from error
+
+  def _file_of(self, error: OSError) -> Path | None:
+    """Returns the file in the directory that an error is about; None if it is about none there."""
+    for name in (error.filename2, error.filename):  # The second one is what another was to replace.
+      if isinstance(name, str | bytes) and self._path in Path(os.fsdecode(name)).parents:
+        return Path(os.fsdecode(name))
+    return None
 
   def check(self) -> None:
     """Raises LostDirectoryError if the directory is not where it was. With several processes, each calls this."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from praxis_lite.checkpoints import Checkpointer
 from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.checkpoints.failures import PartedError
 from praxis_lite.errors import CheckpointError
+from praxis_lite.files import remove_all
 from praxis_lite.hosts.processes import gather_texts
 from praxis_lite.records.record import has_record
 from praxis_lite.training.state import TrainState
@@ -101,7 +101,7 @@ class Saving:
       with contextlib.suppress(OSError):
         for made in folder.iterdir():
           if made.name.split('.')[0] == str(self._step):
-            shutil.rmtree(made, ignore_errors=True)
+            remove_all(made)
         folder.rmdir()
         directory.rmdir()
     gather_texts('')  # All look at what is left.
