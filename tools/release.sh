@@ -28,7 +28,7 @@ export JAX_PLATFORMS=cpu
 [[ $("$praxis" --version) == "praxis_lite $version" ]] || { echo 'the wheel has another version' >&2; exit 1; }
 "$praxis" list > list.txt && grep -q lm.StdlibLm list.txt
 "$praxis" show --exp=lm_sizes.Llama8B > show.txt && grep -q softmax show.txt
-"$praxis" train --exp=lm.StdlibLmTiny --devices=4 --set task.ici_mesh_shape=4 --job_log_dir=run
+"$praxis" train --exp=lm.StdlibLmTiny --devices=4 --set 'task.ici_mesh_shape=(4,)' --job_log_dir=run
 "$praxis" decode --job_log_dir=run --prompt='def ' --max_tokens=4
 cat > user.py <<'PY'
 from praxis_lite import Config, Layer
