@@ -3,12 +3,14 @@
   python tools/enumerate_splits.py --minutes=20                       some cases of each kind on each mesh
   python tools/enumerate_splits.py --kinds=products --cases=100000    more of them
   python tools/enumerate_splits.py --unguarded                        without the guards: what they are there for
+  python tools/enumerate_splits.py --class --meshes=2x2x3             every case of what guards leave as it is
 
 For each kind of operation, each of its programs and each mesh, all splits are run with which the operation is local to
-each device, those that differ in one array, and others, at most `--cases` of each. The guards leave those of the class
-that was shown right as they are, and put others into canonical form; all are compared with NumPy, on each device.
-Counts are added to a file, so that a run that was stopped goes on where it was. The exit code is 1 if any case was not
-right.
+each device, those that differ in one array, and others, at most `--cases` of each. With `--class` these are all splits
+of products and convolutions that the guards leave as they are, or `--cases` of them, drawn at random. The guards leave
+those of the class that was shown right as they are, and put others into canonical form; all are compared with NumPy,
+on each device. Counts are added to a file, so that a run that was stopped goes on where it was. The exit code is 1 if
+any case was not right.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import pathlib
+import random
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -28,7 +31,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 
-from tools.splits.assign import Splits, all_of, axes_of_mesh, shown
+from tools.splits.assign import Dims, Splits, all_of, axes_of_mesh, left_as_stated, shown
 from tools.splits.batches import Found
 from tools.splits.kinds import KINDS
 from tools.splits.workers import Worker
@@ -38,33 +41,46 @@ MESHES = (
   *((2, 2, 2), (2, 2, 3), (2, 3, 2), (3, 2, 2), (2, 2, 5), (2, 4, 2), (2, 3, 3), (2, 3, 4), (2, 2, 2, 2), (2, 2, 2, 3)),
 )
 _BATCH = 200
+_CASES = 200
+# The kinds for which the guards leave the class of `is_nearly_local` as it is.
+_OF_A_CLASS = ('products', 'convolutions')
 Counts = collections.Counter[str]
 
 
 def enumerate_splits(options: argparse.Namespace, done: Collection[str]) -> Iterator[tuple[str, Counts, list[str]]]:
   """For each batch that is not done: its name, how many of its cases ended how, and those that were not right."""
   until = time.monotonic() + 60 * options.minutes
-  kinds = options.kinds.split(',') if options.kinds else KINDS
-  programs = {kind: [*KINDS[kind]()] for kind in kinds}
+  kinds = options.kinds.split(',') if options.kinds else _OF_A_CLASS if options.all_of_class else KINDS
+  programs = {kind: [one for one in enumerate(KINDS[kind]()) if options.program in one[1].name] for kind in kinds}
   meshes = [tuple(map(int, mesh.split('x'))) for mesh in options.meshes.split(',')] if options.meshes else MESHES
   for mesh in meshes:
     worker = Worker(mesh)
-    for kind, number, program in ((kind, i, one) for kind, every in programs.items() for i, one in enumerate(every)):
-      cases = [*all_of(axes_of_mesh(mesh), program.dims, options.cases)]
+    for kind, number, program in ((kind, i, one) for kind, every in programs.items() for i, one in every):
+      cases, which = _cases(mesh, program.dims, options)
       for first in range(0, len(cases), _BATCH):
-        name = (
-          f'jax {jax.__version__}, mesh {"x".join(map(str, mesh))}, {kind} {program.name}, {options.cases}, {first}'
-        )
+        name = f'jax {jax.__version__}, mesh {"x".join(map(str, mesh))}, {kind} {program.name}, {which}, {first}'
         if name not in done and time.monotonic() < until:
           batch = cases[first : first + _BATCH]
           yield name, *_summary(kind, batch, worker.run(kind, number, batch, not options.unguarded))
     worker.close()
 
 
+def _cases(mesh: Sequence[int], dims: Dims, options: argparse.Namespace) -> tuple[list[Splits], str]:
+  """The cases of a program on a mesh, and a name for them."""
+  if not options.all_of_class:
+    most = _CASES if options.cases is None else options.cases
+    return [*all_of(axes_of_mesh(mesh), dims, most)], f'{most}'
+  every = left_as_stated(mesh, dims)
+  if options.cases is None or options.cases >= len(every):
+    return every, 'all of the class'
+  return random.Random(0).sample(every, options.cases), f'{options.cases} of {len(every)} of the class'
+
+
 def _summary(kind: str, cases: Sequence[Splits], found: Sequence[Found]) -> tuple[Counts, list[str]]:
   counts: Counts = collections.Counter()
   for one in found:
-    counts[f'{kind} {"put into canonical form" if one.guarded else "in the class"} {one.outcome}'] += 1
+    otherwise = '' if one.is_reached else 'split otherwise than stated, '
+    counts[f'{kind} {otherwise}{"put into canonical form" if one.guarded else "in the class"} {one.outcome}'] += 1
   return counts, [f'{one.outcome}: {shown(splits)}' for splits, one in zip(cases, found) if one.outcome != 'right']
 
 
@@ -72,8 +88,14 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--kinds', help=f'of {",".join(KINDS)}; default: all')
   parser.add_argument('--meshes', help='such as 2x2x3,4; default: 22 meshes of 2 to 24 devices')
+  parser.add_argument('--program', default='', help='only programs with this in their names, such as "bv,vc->bc b=3"')
   parser.add_argument(
-    '--cases', type=int, default=200, help='at most as many local splits, others in one array, others'
+    '--class', dest='all_of_class', action='store_true', help='all splits that the guards leave as they are'
+  )
+  parser.add_argument(
+    '--cases',
+    type=int,
+    help=f'at most as many local splits, others in one array, others; default: {_CASES}, and all with --class',
   )
   parser.add_argument('--minutes', type=float, default=math.inf, help='no batch begins after them')
   parser.add_argument('--unguarded', action='store_true', help='what plain JAX does')

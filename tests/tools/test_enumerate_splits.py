@@ -1,13 +1,15 @@
 """A sample of the enumeration: what the guards leave as it is is right, and so is what they put into canonical form."""
 
+import itertools
 import json
 import subprocess
 import sys
 
 import pytest
 
+from praxis_lite.partitioning.guards.products import is_nearly_local
 from praxis_lite.partitioning.propagation import Axis
-from tools.splits.assign import all_of, arrangements, axes_of_mesh, local
+from tools.splits.assign import all_of, arrangements, axes_of_mesh, left_as_stated, local, ways_to_part
 from tools.splits.batches import run
 from tools.splits.kinds import KINDS
 
@@ -22,6 +24,19 @@ def test_assignments():
   assert ((Axis('b', 6),),) in arrangements(axes_of_mesh((2, 6)), 1)  # Parts that follow each other are one.
   assert len(local((A, B, C), (('b', 'v'), ('v', 'c'), ('b', 'c')))) == 106
   assert len([*all_of((A, B, C), (('b',), ('b',)), 1000)]) == 16 * 16
+
+
+@pytest.mark.parametrize('shape', [(2, 2), (2, 3), (4,), (6,)])
+@pytest.mark.parametrize('equation', ['bv,vc->bc', 'v,vc->c', 'b,c->bc'])
+def test_the_class_that_guards_leave_as_it_is_is_whole(equation, shape):
+  """Of all splits of all arrays, those that the guards leave as they are."""
+  dims = tuple(tuple(names) for names in equation.replace('->', ',').split(','))
+  mesh = [Axis(name, size) for name, size in zip('abc', shape)]
+  ways = [itertools.product(*(arrangements(axes, len(names)) for names in dims)) for axes in ways_to_part(shape)]
+  every = {splits for splits in itertools.chain(*ways) if is_nearly_local(splits, dims, mesh)}
+  found = left_as_stated(shape, dims)
+  assert {*found} == every
+  assert len(found) == len(every) > 50
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from praxis_lite.partitioning.guards.arrays import joined
+from praxis_lite.partitioning.guards.products import is_nearly_local
 from praxis_lite.partitioning.propagation import Axis, Split
 
 # The name of each dimension of each array: the operands, then the results. Where the operation is local to each device,
@@ -19,14 +20,16 @@ Splits = tuple[Split, ...]
 
 def axes_of_mesh(shape: Sequence[int]) -> tuple[Axis, ...]:
   """The axes 'a', 'b', ... of a mesh; one of 4 or 6, say, as its parts of 2 and 2, or 2 and 3."""
-  axes = []
+  return ways_to_part(shape)[0]
+
+
+def ways_to_part(shape: Sequence[int]) -> list[tuple[Axis, ...]]:
+  """Every way to take apart each axis of a mesh that is no prime number; one of 6, say, as 2 and 3 or as 3 and 2."""
+  ways: list[list[tuple[Axis, ...]]] = []
   for name, size in zip('abcdef', shape):
-    divisor = next((d for d in range(2, size) if size % d == 0), None)
-    if divisor is None:
-      axes.append(Axis(name, size))
-    else:
-      axes += [Axis(name, divisor), Axis(name, size // divisor, divisor)]
-  return tuple(axes)
+    divisors = [d for d in range(2, size) if size % d == 0]
+    ways.append([(Axis(name, d), Axis(name, size // d, d)) for d in divisors] or [(Axis(name, size),)])
+  return [tuple(itertools.chain(*way)) for way in itertools.product(*ways)]
 
 
 def arrangements(axes: Sequence[Axis], places: int) -> list[Split]:
@@ -65,6 +68,28 @@ def nearly_local(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
 
 def _overlap(axis: Axis, part: Axis) -> bool:
   return axis.name == part.name and part.before <= axis.before < part.before * part.size
+
+
+def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
+  """All splits of a product on a mesh that the guards leave as they are: the class of `is_nearly_local`.
+
+  These are all assignments of axes, and of two parts of an axis, to the dimensions of an operation with which it is
+  local, in all orders where several axes split one dimension; and then all assignments of the axes that are left to
+  one of its arrays. No case is left out for a symmetry: XLA numbers devices in the order of the mesh, so two axes of
+  the same size differ.
+  """
+  mesh = [Axis(name, size) for name, size in zip('abcdef', shape)]
+  found = dict[Splits, None]()
+  for axes in ways_to_part(shape):
+    for splits in local(axes, dims):
+      for i, split in enumerate(splits):
+        used = [part for entry in split for part in entry]
+        free = [axis for axis in axes if not any(_overlap(axis, part) for part in used)]
+        for more in arrangements(free, len(split)):
+          further = (*splits[:i], tuple(joined((*x, *y)) for x, y in zip(split, more)), *splits[i + 1 :])
+          if further not in found and is_nearly_local(further, dims, mesh):
+            found[further] = None
+  return [*found]
 
 
 def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:

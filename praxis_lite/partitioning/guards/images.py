@@ -25,7 +25,7 @@ def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
   if integer(op, 'batch_group_count') > 1 or integer(op, 'feature_group_count') > 1:
     return _over_rows(convolution, numbers)
   names = _names(convolution, numbers)
-  if is_nearly_local(convolution, names):
+  if is_nearly_local(convolution.splits, names, convolution.site.mesh):
     return convolution.splits
   return tuple(
     whole(split, [dim for dim, name in enumerate(array) if name is None])
