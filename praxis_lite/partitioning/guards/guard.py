@@ -122,14 +122,13 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
           after = tuple(((),) * len(shape) for shape in site.shapes)
         site.state(before, after)
         last[site] = after
-      if not found:
+      if found and round_ < _MAX_ROUNDS - 1:
+        continue
+      restricted = _restrict_results(instances)
+      last |= restricted
+      if not found and not restricted:
         _keep(instances)
         break
-    for site, before, _ in instances:
-      if site.op.name == results.RETURN and (after := results.guard_results(site.shapes, before)) != before:
-        for i in (i for i, split in enumerate(after) if split != before[i]):
-          site.restrict(i, before[i], after[i])
-        last[site] = after
     guarded = [
       Guarded(s.op.name.partition('.')[2], s.where, s.shapes, first[s], last.get(s, first[s]), (*s.mended,))
       for s in propagation.sites
@@ -211,6 +210,22 @@ def _to_change(instances: Sequence[Instance]) -> Iterator[tuple[Instance, tuple[
     after = guarded_by and guarded_by(instance)
     if after is not None and after != instance.splits:
       yield instance, after
+
+
+def _restrict_results(instances: Iterable[Instance]) -> dict[Site, tuple[Split, ...]]:
+  """Restricts how results of the program are split; returns how those are split now.
+
+  What is stated there reaches operations before it: on a mesh of four axes, `einsum('gbv,gcv->gbc', x, y)` was split in
+  another way than had been read, and wrong, where a second product was added to it and the sum, which did not divide,
+  was returned. So the program is read again afterwards. Test: `test_sum_of_products_that_is_returned`.
+  """
+  restricted = {}
+  for site, before, _ in instances:
+    if site.op.name == results.RETURN and (after := results.guard_results(site.shapes, before)) != before:
+      for i in (i for i, split in enumerate(after) if split != before[i]):
+        site.restrict(i, before[i], after[i])
+      restricted[site] = after
+  return restricted
 
 
 def _keep(instances: Iterable[Instance]) -> None:
