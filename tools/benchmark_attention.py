@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from praxis_lite.layers.dot_product import AttentionImplementation, dot_product_attention
+from praxis_lite.layers import AttentionSpec, Band, Causal, SlidingWindow, dot_product_attention
+from praxis_lite.layers.attention_spec import AttentionImplementation
 from tools.timing import in_turn, seconds
 
 Step = Callable[[jax.Array, jax.Array, jax.Array], object]
@@ -40,10 +41,9 @@ def reference(causal: bool, window: int | None, backward: bool) -> Step:
 
 def ours(implementation: AttentionImplementation, causal: bool, window: int | None, backward: bool) -> Step:
   """One of the implementations of this package."""
-  return _step(
-    lambda q, k, v: dot_product_attention(q, k, v, causal=causal, window=window, implementation=implementation),
-    backward,
-  )
+  mask = (Causal() if causal else Band()) & (Band() if window is None else SlidingWindow(window))
+  spec = AttentionSpec(implementation=implementation)
+  return _step(lambda q, k, v: dot_product_attention(q, k, v, mask, spec=spec), backward)
 
 
 def _step(attend: Callable[..., jax.Array], backward: bool) -> Step:

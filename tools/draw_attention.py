@@ -11,7 +11,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.layers import Visibility, blocks
+from praxis_lite.layers import AttentionMask, Causal, Segments, SlidingWindow, blocks
 
 BLOCKS, BLOCK, CELL, GAP, HEAD, FOOT = 8, 4, 20, 30, 30, 26
 STYLE = """<style>
@@ -27,12 +27,11 @@ rect { stroke: #ffffff; stroke-width: 2 } .skip { fill: #eaeef2 } .used, .d0 { f
 SEGMENTS = np.repeat([1, 2, 3], [11, 9, 12]).astype(np.int32)[None]
 
 
-def computed(visible: Visibility, segments: np.ndarray | None = None) -> set[tuple[int, int]]:
+def computed(mask: AttentionMask) -> set[tuple[int, int]]:
   """The pairs (block of queries, block of keys) that attention computes under a mask."""
   x, at = jnp.zeros((1, BLOCKS * BLOCK, 1, 1)), blocks.block_indices(BLOCKS * BLOCK, BLOCK)
-  ids = None if segments is None else jnp.asarray(segments)
-  queries = blocks.query_blocks(x, at, 1, segments_BT=ids)
-  pairs = blocks.needed_pairs(visible, queries, blocks.key_blocks(x, x, at, segments_BS=ids))
+  mask = blocks.mask_blocks(mask, BLOCK, BLOCK)
+  pairs = blocks.needed_pairs(mask, blocks.query_blocks(x, at, 1), blocks.key_blocks(x, x, at))
   return {(int(i), int(j)) for i, j in np.asarray(pairs.table)[: int(pairs.used)]}
 
 
@@ -53,11 +52,11 @@ def matrix(x: float, title: str, used: set[tuple[int, int]], devices: int = 0) -
 
 def drawing() -> str:
   """The SVG: a causal mask, a window, packed segments, and who computes what in a ring of four devices."""
-  causal = computed(Visibility(causal=True))
+  causal, ids = computed(Causal()), jnp.asarray(SEGMENTS)
   kinds = [
     ('causal', causal, 0),
-    ('sliding window', computed(Visibility(causal=True, window=5)), 0),
-    ('packed segments', computed(Visibility(causal=True), SEGMENTS), 0),
+    ('sliding window', computed(Causal() & SlidingWindow(5)), 0),
+    ('packed segments', computed(Causal() & Segments(ids, ids)), 0),
     ('ring of 4 devices', causal, 4),
   ]
   step = BLOCKS * CELL + GAP

@@ -2,7 +2,8 @@
 
 from praxis_lite.layers.activations import ACTIVATIONS, get_activation
 from praxis_lite.layers.attention import MultiHeadAttention, Projection
-from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
+from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias, ProbabilityDropout
+from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.dot_product import choose_attention, dot_product_attention
 from praxis_lite.layers.dropout import Dropout
@@ -10,7 +11,22 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.images import Conv2D, ConvNet, GlobalPooling, Mlp, Pooling
 from praxis_lite.layers.linears import Bias, Linear
-from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.masks import (
+  ArrayMask,
+  AttentionMask,
+  Band,
+  Causal,
+  FunctionMask,
+  Known,
+  Paddings,
+  Prefix,
+  Segments,
+  SlidingWindow,
+  Visibility,
+  per_key,
+  per_query,
+  per_row,
+)
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from praxis_lite.layers.pipeline import Pipelined, describe_pipelines

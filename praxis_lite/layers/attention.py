@@ -9,9 +9,6 @@ head.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -20,13 +17,13 @@ from jax.typing import DTypeLike
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, RowSplit, blockwise_attention
-from praxis_lite.layers.context_parallel import context_parallel_attention
+from praxis_lite.layers.attention_mesh import AttentionMesh
+from praxis_lite.layers.attention_spec import AttentionImplementation, AttentionSpec, LogitBias, ProbabilityDropout
+from praxis_lite.layers.blockwise import RowSplit
 from praxis_lite.layers.dot_product import (
   IMPLEMENTATIONS,
   AttentionCase,
   AttentionChoice,
-  AttentionImplementation,
   choose_attention,
   dot_product_attention,
   platform,
@@ -34,13 +31,11 @@ from praxis_lite.layers.dot_product import (
 from praxis_lite.layers.fp8 import MATMULS, matmul
 from praxis_lite.layers.kv_cache import CachedAttention, KVCache
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.layers.masks import Visibility
-from praxis_lite.layers.sequence_parts import CONTEXT_METHODS, ContextMethod, SequenceSplit
-from praxis_lite.partitioning.constraints import is_partly_mapped, manual_axes, unmapped_axes
-from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
+from praxis_lite.layers.masks import AttentionMask, make_mask, to_mask
+from praxis_lite.layers.sequence_parts import ContextMethod, SequenceSplit
 from praxis_lite.weights import DeclaredSplit, SplitDimsMapping, WeightHParams
 
-Heads = tuple[jax.Array, jax.Array, jax.Array]  # Queries [B, T, N, H], keys and values [B, S, K, H].
+QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N, H], [B, S, K, H] and [B, S, K, H].
 
 
 class ProjectionWeightSplit(WeightSplit):
@@ -201,7 +196,8 @@ class MultiHeadAttention(Layer):
     if self.implementation is None:  # As configs recorded by older versions may say.
       self.implementation = 'auto'
     check_choice(f'{self.path_name}.implementation', self.implementation, IMPLEMENTATIONS)
-    self._check_context()
+    self._mesh = self._attention_mesh()
+    self._mesh.check(self.implementation)
     if self.cache_dtype is not None:
       dtype = jnp.dtype(self.cache_dtype)
       if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
@@ -215,28 +211,6 @@ class MultiHeadAttention(Layer):
     if self.use_out_bias is None:
       self.use_out_bias = self.use_bias
     return D, N, self.num_kv_heads, self.dims_per_head
-
-  def _check_context(self) -> None:
-    """Raises ConfigError, or ShardingError, unless the length can be split as `context_axis` says."""
-    check_choice(f'{self.path_name}.context_method', self.context_method, CONTEXT_METHODS)
-    if self.context_axis is None:
-      return
-    field = f'{self.path_name}.context_axis'
-    if self.implementation not in ('auto', 'blockwise'):
-      raise ConfigError(
-        f'{field}: a split sequence is attended to in blocks, and {self.path_name}.implementation is '
-        f"{self.implementation!r}; set it to 'auto' or 'blockwise'"
-      )
-    for name in ('blnh', 'blkh'):
-      mapping = getattr(self.activation_split_dims_mapping, name)
-      if mapping is not None and len(mapping) == 4 and mapping[1] not in (None, self.context_axis):
-        raise ConfigError(
-          f'{self.path_name}.activation_split_dims_mapping.{name}: it splits the length over {mapping[1]!r}, and '
-          f'{field} is {self.context_axis!r}; leave the second entry None'
-        )
-    # Whether the mesh has the axis, and nothing else of the queries is split over it.
-    self._resolve(self._with_context('blnh'), field, rank=4)
-    self._resolve(self._with_context('blkh'), field, rank=4)
 
   # ---------------------------------------------------------------- one pass
 
@@ -270,12 +244,30 @@ class MultiHeadAttention(Layer):
           raise ConfigError(f'{self.path_name}.{field}: cross attention does not support it; leave it unset')
     else:
       kv_BSD, kv_segment_ids = x_BTD, segment_ids
-    if segment_ids is None or kv_segment_ids is None:
-      segment_ids = kv_segment_ids = None
-    visible = Visibility(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
-    split = self._sequence_split()
+    rules = self.attention_mask(
+      segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, segment_pos=segment_pos, prefix_lengths=prefix_lengths
+    )
+    if mask is not None:
+      rules = rules & to_mask(mask)
+    split = self._mesh.sequence_split()
     heads = self._project(x_BTD, kv_BSD, segment_pos, split)
-    return self._attend(heads, visible, segment_pos, mask, self._dropout(x_BTD), split)
+    return self._attend(heads, rules, segment_pos, self._make_dropout(x_BTD), split)
+
+  def attention_mask(
+    self,
+    *,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+  ) -> AttentionMask:
+    """Returns which keys each query attends to. A subclass may add its own: `super().attention_mask(**rows) & ...`.
+
+    In one pass the mask is called with indices in the row, and the arguments are those of `__call__`. In decoding it is
+    called with positions in the sequence, and the only argument is `prefix_lengths`; `segment_ids` is then None, and
+    the mask must have no arrays of queries or keys.
+    """
+    return make_mask(self.causal, self.sliding_window, prefix_lengths, segment_ids, kv_segment_ids)
 
   # ---------------------------------------------------------------- token by token
 
@@ -302,7 +294,8 @@ class MultiHeadAttention(Layer):
       raise ConfigError(f'{self.path_name}: extend_step needs the decode state that init_decode_state allocates')
     heads = self._project(x_BTD, x_BTD, pos_BT)
     cache = KVCache(**{name: self.get_decode_state(name) for name in KVCache._fields})
-    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache, prefix_lengths)
+    mask = self.attention_mask(prefix_lengths=prefix_lengths)
+    context_BTNH, cache = self._cached_attention().extend(*heads, pos_BT, cache, mask)
     self._keep(cache)
     return self._output(context_BTNH)
 
@@ -314,8 +307,7 @@ class MultiHeadAttention(Layer):
       dtype,
       window=self.sliding_window,
       page_size=None if slots_are_split else self.cache_page_size,
-      scale=self.scale,
-      logit_soft_cap=self.logit_soft_cap,
+      spec=self._spec(),
       bias=None if self.relative_bias_tpl is None else self.relative_bias,
     )
 
@@ -332,53 +324,23 @@ class MultiHeadAttention(Layer):
 
   # ---------------------------------------------------------------- parts
 
-  def _with_context(self, field: str) -> SplitDimsMapping:
-    """The activation mapping `field`, of [B, T, ., H], with the length split over `context_axis`."""
-    mapping, path = (
-      getattr(self.activation_split_dims_mapping, field),
-      f'{self.path_name}.activation_split_dims_mapping.{field}',
+  def _attention_mesh(self) -> AttentionMesh:
+    split = self.activation_split_dims_mapping
+    return AttentionMesh(
+      self.path_name,
+      lambda mapping, field: self._resolve(mapping, field, rank=4),
+      self.context_axis,
+      self.context_method,
+      split.blnh,
+      split.blkh,
     )
-    split = DeclaredSplit.of((UNCONSTRAINED,) * 4 if mapping is None else mapping, path)
-    own = DeclaredSplit((self.context_axis,), (f'{self.path_name}.context_axis',))
-    return split[:1].followed_by(own).followed_by(split[2:])
 
-  def _sequence_split(self) -> SequenceSplit | None:
-    """How queries, keys and values are split where `context_axis` splits the length; None where it does not."""
-    field = f'{self.path_name}.context_axis'
-    placement = None if self.context_axis is None else self._resolve(self._with_context('blnh'), field, rank=4)
-    if placement is None:
-      return None
-    batch, axes, heads = (spec_axes(entry) for entry in placement.spec[:3])
-    mesh = jax.sharding.get_abstract_mesh()
-    if math.prod(mesh.shape.get(axis, 1) for axis in axes) == 1:
-      return None
-    if len(axes) != 1:
-      raise ConfigError(f'{field}: {self.context_axis!r} stands for the mesh axes {axes}; it must be one')
-    if manual_axes():
-      raise ConfigError(
-        f"{field}: under partitioning='shard_map' each device has whole sequences; set task.partitioning='auto', or "
-        'leave it None'
-      )
-    others_split = self.activation_split_dims_mapping.blnh is None
-    return SequenceSplit(axes[0], self.context_method, batch, heads, others_split)
-
-  def _row_split(self, heads: Heads) -> RowSplit | None:
-    """How the mesh splits rows and heads; None where it splits something else too, or what does not divide.
-
-    Then what blocks have in common is not known on each device, and none are skipped for their segments.
-    """
-    field, sizes = f'{self.path_name}.activation_split_dims_mapping.blnh', unmapped_axes()
-    placement = self._resolve(self.activation_split_dims_mapping.blnh, field, rank=4)
-    if placement is None or not sizes or manual_axes() or UNCONSTRAINED in tuple(placement.spec):
-      return None
-    batch, length, head, dims = (tuple(a for a in spec_axes(entry) if a in sizes) for entry in placement.spec)
-    rows, kv_heads = heads[1].shape[0], heads[1].shape[2]
-    divide = not any(size % math.prod(sizes[a] for a in axes) for size, axes in ((rows, batch), (kv_heads, head)))
-    return RowSplit(batch, head) if divide and not (length or dims) and {*batch, *head} == {*sizes} else None
+  def _spec(self, implementation: AttentionImplementation = 'auto') -> AttentionSpec:
+    return AttentionSpec(self.scale, self.logit_soft_cap, implementation, self.block_size)
 
   def _project(
     self, x_BTD: jax.Array, kv_BSD: jax.Array, pos_BT: jax.Array | None, split: SequenceSplit | None = None
-  ) -> Heads:
+  ) -> QueryKeyValue:
     """Returns queries, keys and values, normalized and rotated."""
     if self.combine_qkv:
       qkv_BTKJH = self.qkv(x_BTD)
@@ -390,14 +352,14 @@ class MultiHeadAttention(Layer):
       query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
     if self.rotary_tpl is not None:
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
-    blnh, blkh = ('blnh', 'blkh') if split is None else (self._with_context('blnh'), self._with_context('blkh'))
+    blnh, blkh = ('blnh', 'blkh') if split is None else map(self._mesh.with_context, ('blnh', 'blkh'))
     return (
       checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),
       checkpoint_name(self.shard(key_BSKH, blkh), 'key_proj'),
       checkpoint_name(self.shard(value_BSKH, blkh), 'value_proj'),
     )
 
-  def _dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
+  def _make_dropout(self, x_BTD: jax.Array) -> ProbabilityDropout | None:
     if self.dropout_rate == 0 or self.do_eval:
       return None
     shape = (*x_BTD.shape[:2], self.num_heads)
@@ -405,38 +367,26 @@ class MultiHeadAttention(Layer):
 
   def _attend(
     self,
-    heads: Heads,
-    visible: Visibility,
+    heads: QueryKeyValue,
+    mask: AttentionMask,
     pos_BT: jax.Array | None,
-    mask: jax.Array | None,
     dropout: ProbabilityDropout | None,
     split: SequenceSplit | None,
   ) -> jax.Array:
     """Returns the output, [B, T, D]; the relative bias, if there is one, is of keys at the positions of queries."""
-    bias: LogitBias | None = None
+    (B, T, _, _), (_, S, K, _) = heads[0].shape, heads[1].shape
+    name, reason = self._choose(T, S, mask, split is not None)
+    bias: LogitBias | jax.Array | None = None
     if self.relative_bias_tpl is not None:
       bias = LogitBias(self.relative_bias.buckets, self.relative_bias.theta.w, pos_BT, pos_BT)
-    by_rows = visible.segments_BT is not None or visible.prefix_B is not None
-    name, reason = self._choice(heads[0].shape[1], heads[1].shape[1], by_rows, mask is not None, split is not None)
-    options: dict[str, Any] = {'dropout': dropout, 'logit_soft_cap': self.logit_soft_cap}
-    options |= {'scale': self.scale, 'block_size': self.block_size}
-    if split is not None and name == 'blockwise':
-      context_BTNH = context_parallel_attention(*heads, split=split, visible=visible, bias=bias, **options)
-    elif name == 'blockwise' and visible.segments_BT is not None:
-      context_BTNH = blockwise_attention(*heads, split=self._row_split(heads), visible=visible, bias=bias, **options)
-    else:
-      context_BTNH = dot_product_attention(
-        *heads,
-        bias=bias if name == 'blockwise' else self._whole_bias(heads[0].shape[1], pos_BT),
-        mask=mask,
-        causal=visible.causal,
-        window=visible.window,
-        prefix_lengths=visible.prefix_B,
-        segment_ids=visible.segments_BT,
-        kv_segment_ids=visible.key_segments_BS,
-        implementation=name,
-        **options,
-      )
+      if name != 'blockwise':
+        pos_BT = jnp.arange(T)[None] if pos_BT is None else pos_BT
+        bias = self.relative_bias(pos_BT, pos_BT)
+    over: RowSplit | SequenceSplit | None = split
+    if split is None and name == 'blockwise' and mask.arrays('query', 'key'):
+      over = self._mesh.row_split(B, K)
+    spec = self._spec(name)
+    context_BTNH = dot_product_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=over)
     # Blockwise attention tags what it keeps itself; of the fused kernel, see `remat.py`.
     return self._output(context_BTNH, split, remark=f'attention is {name}: {reason}', tagged=name != 'dense')
 
@@ -451,26 +401,20 @@ class MultiHeadAttention(Layer):
       remark: how they were computed.
       tagged: whether they have the tag 'context' already.
     """
-    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._with_context('blnh'), remark=remark)
+    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._mesh.with_context('blnh'), remark=remark)
     if not tagged:
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')
 
-  def _choice(self, query_len: int, key_len: int, by_rows: bool, arrays: bool, split: bool) -> AttentionChoice:
-    """How attention is computed, and why; see `AttentionCase`."""
-    assert self.dims_per_head is not None  # Set once the layer is built.
-    case = AttentionCase(
-      platform(),
-      jnp.dtype(self.fprop_dtype),
-      query_len,
-      key_len,
+  def _choose(self, query_len: int, key_len: int, mask: AttentionMask, split: bool) -> AttentionChoice:
+    """Returns how attention is computed, and why; see `AttentionCase`."""
+    assert self.dims_per_head is not None and self.fprop_dtype is not None  # Set once the layer is built.
+    case = AttentionCase.make(
+      self.fprop_dtype,
+      (query_len, key_len),
       self.dims_per_head,
-      causal=self.causal,
-      window=self.sliding_window is not None,
-      by_rows=by_rows,
-      arrays=arrays,
+      mask,
       split=split,
-      partly_mapped=is_partly_mapped(),
       logit_bias=self.relative_bias_tpl is not None,
       soft_cap=self.logit_soft_cap is not None,
       dropout=self.dropout_rate > 0,
@@ -479,16 +423,11 @@ class MultiHeadAttention(Layer):
 
   def describe(self, length: int, packed: bool) -> str:
     """Returns how sequences of this length are attended to, and why."""
-    name, reason = self._choice(length, length, packed, False, self.context_axis is not None)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if packed else None
+    mask = jax.eval_shape(lambda ids: self.attention_mask(segment_ids=ids, kv_segment_ids=ids, segment_pos=ids), ids)
+    name, reason = self._choose(length, length, mask, self.context_axis is not None)
     over = '' if self.context_axis is None else f', {self.context_method.replace("_", "-")} over {self.context_axis!r}'
     return f'{name} on {platform()}{over}: {reason}'
-
-  def _whole_bias(self, length: int, pos_BT: jax.Array | None) -> jax.Array | None:
-    """Returns the relative bias of all queries and keys, [B, N, T, T] or [1, N, T, T]."""
-    if self.relative_bias_tpl is None:
-      return None
-    pos_BT = jnp.arange(length)[None] if pos_BT is None else pos_BT
-    return self.relative_bias(pos_BT, pos_BT)
 
 
 def describe_attention(model: Layer, length: int, packed: bool) -> list[str]:

@@ -10,9 +10,10 @@ and backward, from the output's gradient do, delta = sum(do * out) and the logar
 
     p = exp(s - lse)     dv_j += p do_i     ds = p (do_i v_j - delta)     dq_i += ds k_j     dk_j += ds q_i
 
-A pair that the rules of a mask empty is not in the table of pairs, so it costs nothing. One that data empties, such as
-segment ids, has no flag there, and a branch leaves it out. Where even the places of the blocks depend on data, as on
-the number of a device, the table does too, and the loop is as long as it says.
+The mask says which pairs of blocks it empties; see `masks.py`. A pair that is empty because of its indices is not in
+the table of pairs, so it costs nothing. One that is empty because of data, such as segment ids, has no flag there, and
+a branch skips it. Where even the indices of the blocks depend on data, as on the number of a device, the table does
+too, and the loop is as long as it says. Without a pair that is partly masked, no mask is computed.
 
 I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G query heads for each, H dims per head.
 """
@@ -20,8 +21,6 @@ I, J numbers of blocks, Q queries and S keys of a block, B batch, K kv heads, G 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.layers.masks import Array, Visibility, combine_masks
+from praxis_lite.layers.masks import Array, AttentionMask, BlockRanges, combine_masks
 from praxis_lite.layers.precision import sum_dtype, widened
 
 T = TypeVar('T')
@@ -67,7 +66,6 @@ class Queries(NamedTuple):
 
   x: jax.Array  # [I, B, K, G, Q, H]
   at: Array  # [I, Q]
-  segments: jax.Array | None = None  # [I, B, Q]
   pos: jax.Array | None = None  # [I, B or 1, Q]; None: the index.
   seeds: jax.Array | None = None  # [I, B, K, G, Q] uint32, of dropout.
 
@@ -78,7 +76,6 @@ class Keys(NamedTuple):
   k: jax.Array  # [J, B, K, S, H]
   v: jax.Array  # [J, B, K, S, H]
   at: Array  # [J, S]
-  segments: jax.Array | None = None  # [J, B, S]
   pos: jax.Array | None = None  # [J, B or 1, S]
 
 
@@ -107,86 +104,86 @@ class Gradients(NamedTuple):
   bias: Any
 
 
-class Pairs(NamedTuple):
-  """A table [P, 2] of pairs (i, j) of blocks, of which the first `used` matter, and of these those with a flag [P]."""
+class BlockPairs(NamedTuple):
+  """Pairs of blocks to compute.
+
+  Attributes:
+    table: [P, 2], pairs (i, j); only the first `used` count.
+    flags: [P], False where data empties a pair of the table; None where no data is known to.
+    masked: whether a pair may be partly masked.
+  """
 
   table: jax.Array
   used: int | jax.Array
   flags: jax.Array | None = None
+  masked: bool = True
 
 
 # ---------------------------------------------------------------- which pairs matter
 
 
-def needed_pairs(visible: Visibility, queries: Queries, keys: Keys, *, by_segments: bool = True) -> Pairs:
+def needed_pairs(mask: AttentionMask, queries: Queries, keys: Keys, *, all_rows: bool = True) -> BlockPairs:
   """Returns the pairs of blocks that the mask does not empty.
 
-  Where the indices are NumPy arrays, the table has the pairs that the rules leave, so that the length of a loop is
-  known; what data empties of these has no flag. Otherwise the table depends on data, and so does the length of a loop.
+  Where the indices are NumPy arrays, so is what the mask knows from them, and the length of the loop is static.
+  Otherwise the table depends on data, and so does the length of the loop.
 
   Args:
-    visible: the mask; its segments are those of `queries` and `keys`.
+    mask: the mask, with its arrays in blocks.
     queries, keys: the blocks.
-    by_segments: whether blocks without a segment in common are skipped; to know it, all rows must be at hand.
+    all_rows: whether all rows are at hand; see `BlockRanges`.
   """
-  static = isinstance(queries.at, np.ndarray) and isinstance(keys.at, np.ndarray)
-  (q_min, q_max), (k_min, k_max) = (_range(index, index >= 0) for index in (queries.at, keys.at))
-  needed = (q_max >= 0)[:, None] & (k_max >= 0)
-  found: list[Array] = []  # What data says.
-  if visible.causal:
-    seen = k_min <= q_max[:, None]
-    if visible.prefix_B is None:
-      needed = needed & seen
-    else:
-      found.append(seen | (k_min < jnp.max(visible.prefix_B, initial=0)))
-  if visible.window is not None:
-    near = q_min[:, None] - k_max < visible.window
-    if not visible.causal or visible.prefix_B is not None:
-      near = near & (k_min - q_max[:, None] < visible.window)
-    needed = needed & near
-  if by_segments and queries.segments is not None and keys.segments is not None:
-    q_low, q_high = queries.segments.min(-1)[:, None], queries.segments.max(-1)[:, None]
-    k_low, k_high = keys.segments.min(-1), keys.segments.max(-1)
-    found.append(jnp.any((q_low <= k_high) & (k_low <= q_high), axis=-1))
-  also = jnp.asarray(functools.reduce(operator.and_, found)) if found else None
-  if static:
-    table = np.argwhere(needed).astype(np.int32)
-    return Pairs(jnp.asarray(table), len(table), None if also is None else also[table[:, 0], table[:, 1]])
-  needed = jnp.asarray(needed) if also is None else needed & also
-  rows, columns = jnp.nonzero(needed, size=needed.size, fill_value=0)
-  return Pairs(jnp.stack([rows, columns], axis=1).astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32))
+  (q_low, q_high), (k_low, k_high) = (_index_range(index) for index in (queries.at, keys.at))
+  at = BlockRanges(q_low[:, None], q_high[:, None], k_low, k_high, all_rows)
+  exists, allowed = (q_high >= 0)[:, None] & (k_high >= 0), mask.some_allowed(at)
+  needed = exists if allowed.by_index is None else exists & allowed.by_index
+  if not isinstance(needed, np.ndarray):
+    needed = jnp.asarray(combine_masks(needed, allowed.by_data))
+    rows, columns = jnp.nonzero(needed, size=needed.size, fill_value=0)
+    return BlockPairs(jnp.stack([rows, columns], axis=1).astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32))
+  table = np.argwhere(needed).astype(np.int32)
+  masked = mask.some_masked(at).by_index
+  flags = None
+  if allowed.by_data is not None:
+    flags = jnp.broadcast_to(allowed.by_data, needed.shape)[table[:, 0], table[:, 1]]
+  return BlockPairs(
+    jnp.asarray(table),
+    len(table),
+    flags,
+    masked is None or bool(np.any(masked & needed)) or bool(np.any(np.asarray(keys.at) < 0)),
+  )
 
 
-def _range(index: Array, real: Array) -> tuple[Array, Array]:
-  """(least, greatest) index of each block; a block of padding has a range that meets no other."""
+def _index_range(index: Array) -> tuple[Array, Array]:
+  """The least and greatest index of each block; a block of padding has a range that meets no other."""
   xp: Any = np if isinstance(index, np.ndarray) else jnp
-  return xp.where(real, index, _NO_KEY).min(axis=-1), xp.where(real, index, -1).max(axis=-1)
+  return xp.where(index >= 0, index, _NO_KEY).min(axis=-1), xp.where(index >= 0, index, -1).max(axis=-1)
 
 
 # ---------------------------------------------------------------- forward
 
 
-def no_sums(shape: tuple[int, ...], dtype: jnp.dtype) -> Sums:
-  """What online softmax starts from, for queries of this shape, [..., B, K, G, Q, H], in the dtype of sums."""
+def zero_sums(shape: tuple[int, ...], dtype: jnp.dtype) -> Sums:
+  """Returns the sums of no keys, for queries of this shape, [..., B, K, G, Q, H], in the dtype of sums."""
   return Sums(jnp.full(shape[:-1], MASKED, dtype), jnp.zeros(shape[:-1], dtype), jnp.zeros(shape, dtype))
 
 
 def add_blocks(
-  formula: Formula, visible: Visibility, bias: Any, queries: Queries, keys: Keys, pairs: Pairs, sums: Sums
+  formula: Formula, mask: AttentionMask, bias: Any, queries: Queries, keys: Keys, pairs: BlockPairs, sums: Sums
 ) -> Sums:
-  """Returns the sums with those of some pairs of blocks."""
+  """Returns the sums with those of some pairs of blocks; the arrays of the mask are in blocks."""
 
   def add(n: jax.Array, sums: Sums) -> Sums:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
-    query, key = _pick(queries, i), _pick(keys, j)
+    query, key, mask_ij = _pick(queries, i), _pick(keys, j), _pick_mask(mask, pairs, i, j)
 
     def attend(old: Sums) -> Sums:
-      logits, _ = _logits(formula, visible, bias, query, key)
+      logits, _ = _compute_logits(formula, mask_ij, bias, query, key)
       return add_keys(old, logits, key.v, _dropout(formula, query, key))
 
-    return _put(sums, _unless_empty(pairs, n, attend, lambda old: old, _pick(sums, i)), i)
+    return _put(sums, _skip_empty(pairs, n, attend, lambda old: old, _pick(sums, i)), i)
 
-  return _over(pairs, add, sums)
+  return _loop_over(pairs, add, sums)
 
 
 def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array | float = 1.0) -> Sums:
@@ -205,7 +202,7 @@ def add_keys(sums: Sums, logits: jax.Array, value: jax.Array, factors: jax.Array
   return Sums(m, total, sums.o * kept[..., None] + _product('BKGQS,BKSH->BKGQH', weights, value))
 
 
-def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:
+def finish_sums(sums: Sums) -> tuple[jax.Array, jax.Array]:
   """Returns (output, lse); a query that has seen no key has output 0."""
   seen = sums.m > 0.5 * MASKED
   l = jnp.where(seen, sums.l, 1.0)  # noqa: E741
@@ -216,42 +213,44 @@ def normalized(sums: Sums) -> tuple[jax.Array, jax.Array]:
 # ---------------------------------------------------------------- backward
 
 
-def no_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:
-  """What gradients are summed from."""
+def zero_gradients(queries: Queries, keys: Keys, bias: Any) -> Gradients:
+  """Returns the gradients before any pair of blocks has been added."""
   x, k, v, bias = jax.tree.map(lambda a: jnp.zeros(a.shape, sum_dtype(a)), (queries.x, keys.k, keys.v, bias))
   return Gradients(x, k, v, bias)
 
 
 def add_gradients(
   formula: Formula,
-  visible: Visibility,
+  mask: AttentionMask,
   bias: Any,
   queries: Queries,
   results: Results,
   keys: Keys,
-  pairs: Pairs,
+  pairs: BlockPairs,
   gradients: Gradients,
 ) -> Gradients:
   """Returns the gradients with those of some pairs of blocks."""
 
   def add(n: jax.Array, sums: Gradients) -> Gradients:
     i, j = pairs.table[n, 0], pairs.table[n, 1]
-    query, key = _pick(queries, i), _pick(keys, j)
+    query, key, mask_ij = _pick(queries, i), _pick(keys, j), _pick_mask(mask, pairs, i, j)
 
     def attend(of: Results, old: Gradients) -> Gradients:
-      added = _gradients(formula, visible, bias, query, key, of)
+      added = _compute_gradients(formula, mask_ij, bias, query, key, of)
       return jax.tree.map(jnp.add, old, added)
 
     old = Gradients(_pick(sums.q, i), _pick(sums.k, j), _pick(sums.v, j), sums.bias)
-    new = _unless_empty(pairs, n, attend, lambda of, old: old, _pick(results, i), old)
+    new = _skip_empty(pairs, n, attend, lambda of, old: old, _pick(results, i), old)
     return Gradients(_put(sums.q, new.q, i), _put(sums.k, new.k, j), _put(sums.v, new.v, j), new.bias)
 
-  return _over(pairs, add, gradients)
+  return _loop_over(pairs, add, gradients)
 
 
-def _gradients(formula: Formula, visible: Visibility, bias: Any, query: Queries, key: Keys, of: Results) -> Gradients:
+def _compute_gradients(
+  formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys, of: Results
+) -> Gradients:
   """Returns what a pair of blocks adds to the gradients of its blocks, and of the parameters of the bias."""
-  logits, slope = _logits(formula, visible, bias, query, key)
+  logits, slope = _compute_logits(formula, mask, bias, query, key)
   probs = jnp.exp(logits - of.lse[..., None])
   kept = _dropout(formula, query, key)
   do = of.do.astype(key.v.dtype)
@@ -265,13 +264,13 @@ def _gradients(formula: Formula, visible: Visibility, bias: Any, query: Queries,
   return Gradients(dq, dk, dv, dbias)
 
 
-def _unless_empty(pairs: Pairs, n: jax.Array, attend: Callable[..., T], leave: Callable[..., T], *args: Any) -> T:
+def _skip_empty(pairs: BlockPairs, n: jax.Array, attend: Callable[..., T], leave: Callable[..., T], *args: Any) -> T:
   """Returns `attend(*args)`, or `leave(*args)` for a pair that data empties."""
   return attend(*args) if pairs.flags is None else jax.lax.cond(pairs.flags[n], attend, leave, *args)
 
 
-def _over(pairs: Pairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
-  """Returns what `add(n, sums)` makes of the sums for all pairs n."""
+def _loop_over(pairs: BlockPairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
+  """Returns the sums after `sums = add(n, sums)` for each pair n."""
 
   def body(n: jax.Array, sums: T) -> T:
     # JAX moves what a scan over layers computes of constants out of that scan: were n known without the sums, the masks
@@ -284,8 +283,13 @@ def _over(pairs: Pairs, add: Callable[[jax.Array, T], T], sums: T) -> T:
 # ---------------------------------------------------------------- one pair of blocks
 
 
-def _logits(
-  formula: Formula, visible: Visibility, bias: Any, query: Queries, key: Keys
+def _pick_mask(mask: AttentionMask, pairs: BlockPairs, i: jax.Array, j: jax.Array) -> AttentionMask | None:
+  """Returns the mask of a pair of blocks; None where no pair is partly masked."""
+  return mask.map_arrays(query=lambda x: _pick(x, i), key=lambda x: _pick(x, j)) if pairs.masked else None
+
+
+def _compute_logits(
+  formula: Formula, mask: AttentionMask | None, bias: Any, query: Queries, key: Keys
 ) -> tuple[jax.Array, jax.Array | float]:
   """Returns float32 logits [B, K, G, Q, S] of a pair of blocks, and their derivative by the scaled products."""
   logits = formula.scale * _product('BKGQH,BKSH->BKGQS', query.x, key.k)
@@ -294,15 +298,16 @@ def _logits(
     capped = jnp.tanh(logits / formula.soft_cap)
     logits, slope = formula.soft_cap * capped, 1.0 - jnp.square(capped)
   if formula.bias is not None:
-    logits += _bias(formula.bias, bias, query, key)
-  here = dataclasses.replace(visible, segments_BT=query.segments, key_segments_BS=key.segments)
-  key_at = jnp.asarray(key.at)
-  mask = combine_masks((key_at >= 0)[None, None], here.allows(jnp.asarray(query.at), key_at))
-  assert mask is not None
-  return jnp.where(mask[:, None, None], logits, MASKED), slope
+    logits += _compute_bias(formula.bias, bias, query, key)
+  if mask is not None:
+    key_at = jnp.asarray(key.at)
+    allowed = combine_masks((key_at >= 0)[None, None], mask.allows(jnp.asarray(query.at), key_at))
+    assert allowed is not None
+    logits = jnp.where(allowed[:, None, None], logits, MASKED)
+  return logits, slope
 
 
-def _bias(fn: OffsetBias, params: Any, query: Queries, key: Keys) -> jax.Array:
+def _compute_bias(fn: OffsetBias, params: Any, query: Queries, key: Keys) -> jax.Array:
   """Returns [B or 1, K, G, Q, S]."""
   query_pos = query.at[None] if query.pos is None else query.pos
   key_pos = key.at[None] if key.pos is None else key.pos
@@ -311,7 +316,7 @@ def _bias(fn: OffsetBias, params: Any, query: Queries, key: Keys) -> jax.Array:
 
 
 def _bias_gradient(fn: OffsetBias, params: Any, query: Queries, key: Keys, dlogits: jax.Array) -> Any:
-  bias, pull = jax.vjp(lambda p: _bias(fn, p, query, key), params)
+  bias, pull = jax.vjp(lambda p: _compute_bias(fn, p, query, key), params)
   if bias.shape[0] == 1:
     dlogits = jnp.sum(dlogits, axis=0, keepdims=True)
   (gradient,) = pull(dlogits)
@@ -378,55 +383,49 @@ def query_blocks(
   index: Array,
   num_kv_heads: int,
   *,
-  segments_BT: jax.Array | None = None,
   pos_BT: jax.Array | None = None,
   seeds_BTN: jax.Array | None = None,
 ) -> Queries:
   """Returns the blocks of queries with these indices [I, Q]."""
   size = index.shape[1]
 
-  def grouped(x_BTN: jax.Array) -> jax.Array:
+  def group(x_BTN: jax.Array) -> jax.Array:
     """[B, T, N, ...] to [I, B, K, G, Q, ...]."""
     x = to_blocks(x_BTN, size)
     x = x.reshape(*x.shape[:3], num_kv_heads, -1, *x.shape[4:])
     return jnp.moveaxis(x, 2, 4)
 
   return Queries(
-    grouped(query_BTNH),
+    group(query_BTNH),
     index,
-    _int_blocks(segments_BT, size),
-    _int_blocks(pos_BT, size),
-    None if seeds_BTN is None else grouped(seeds_BTN),
+    None if pos_BT is None else to_blocks(pos_BT, size, edge=True),
+    None if seeds_BTN is None else group(seeds_BTN),
   )
 
 
-def key_blocks(
-  key_BSKH: jax.Array,
-  value_BSKH: jax.Array,
-  index: Array,
-  *,
-  segments_BS: jax.Array | None = None,
-  pos_BS: jax.Array | None = None,
-) -> Keys:
+def key_blocks(key_BSKH: jax.Array, value_BSKH: jax.Array, index: Array, *, pos_BS: jax.Array | None = None) -> Keys:
   """Returns the blocks of keys and values with these indices [J, S]."""
   size = index.shape[1]
   k, v = (jnp.moveaxis(to_blocks(x, size), 2, 3) for x in (key_BSKH, value_BSKH))
-  return Keys(k, v, index, _int_blocks(segments_BS, size), _int_blocks(pos_BS, size))
+  return Keys(k, v, index, None if pos_BS is None else to_blocks(pos_BS, size, edge=True))
 
 
-def of_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
+def mask_blocks(mask: AttentionMask, query_size: int, key_size: int) -> AttentionMask:
+  """Returns a mask with its arrays in blocks of these sizes, [I, B, Q, ...] and [J, B, S, ...]."""
+  return mask.map_arrays(
+    query=lambda x: to_blocks(x, query_size, edge=True), key=lambda x: to_blocks(x, key_size, edge=True)
+  )
+
+
+def unblock_queries(x_IBKGQ: jax.Array, length: int) -> jax.Array:
   """Returns [B, T, N, ...] of what belongs to queries, [I, B, K, G, Q, ...]."""
   x = jnp.moveaxis(x_IBKGQ, 4, 2)
   return from_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
 
 
-def of_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
+def unblock_keys(x_JBKSH: jax.Array, length: int) -> jax.Array:
   """Returns [B, S, K, H] of what belongs to keys, [J, B, K, S, H]."""
   return from_blocks(jnp.moveaxis(x_JBKSH, 3, 2), length)
-
-
-def _int_blocks(x_BT: jax.Array | None, size: int) -> jax.Array | None:
-  return None if x_BT is None else to_blocks(x_BT, size, edge=True)
 
 
 def block_indices(length: int, size: int) -> np.ndarray:
@@ -435,7 +434,7 @@ def block_indices(length: int, size: int) -> np.ndarray:
   return np.where(index < length, index, -1)
 
 
-def even_size(length: int, largest: int) -> int:
+def even_block_size(length: int, largest: int) -> int:
   """Returns the size of equal blocks of at most `largest` that pad `length` least; of several, a multiple of 8."""
   count = -(-length // largest)
   size = -(-length // count)

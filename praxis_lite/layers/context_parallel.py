@@ -16,24 +16,24 @@ heads, H dims per head; for blocks see `blocks.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.blocks import Formula
-from praxis_lite.layers.blockwise import (
+from praxis_lite.layers.attention_spec import (
+  DEFAULT_SPEC,
+  AttentionSpec,
   Heads,
   Integers,
   LogitBias,
   ProbabilityDropout,
-  attend_in_blocks,
-  described,
-  largest_block,
+  sort_arguments,
 )
-from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.blocks import Formula
+from praxis_lite.layers.blockwise import attend_in_blocks, largest_block
+from praxis_lite.layers.masks import AttentionMask
 from praxis_lite.layers.ring import ring_attention
 from praxis_lite.layers.sequence_parts import SequencePlan, SequenceSplit, multiple_of, pad_len
 from praxis_lite.partitioning.padding import pad_to, slice_to
@@ -43,14 +43,12 @@ def context_parallel_attention(
   query_BTNH: jax.Array,
   key_BSKH: jax.Array,
   value_BSKH: jax.Array,
+  mask: AttentionMask | None = None,
   *,
   split: SequenceSplit,
-  visible: Visibility | None = None,
+  spec: AttentionSpec = DEFAULT_SPEC,
   bias: LogitBias | None = None,
   dropout: ProbabilityDropout | None = None,
-  scale: float | None = None,
-  logit_soft_cap: float | None = None,
-  block_size: int | None = None,
 ) -> jax.Array:
   """Returns what `blockwise_attention` returns, whose other arguments these are, on the ambient mesh.
 
@@ -58,15 +56,15 @@ def context_parallel_attention(
     split: how the arrays are split. Of a bias, the last dimension of each parameter is that of the heads.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  formula, heads, integers = described(query_BTNH, key_BSKH, value_BSKH, visible, bias, dropout, scale, logit_soft_cap)
+  formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec)
   T, S = query_BTNH.shape[1], key_BSKH.shape[1]
   head_parts = math.prod(mesh.shape[a] for a in split.head_axes)
   if split.method == 'all_to_all':
     head_parts *= mesh.shape[split.axis]
-  heads, integers = _divisible(split, heads, integers, head_parts)
+  heads, integers = _pad_to_divide(split, heads, integers, head_parts)
   rows = heads.query.shape[0] * heads.query.shape[2]
   rows //= math.prod(mesh.shape[a] for a in (*split.batch_axes, *split.head_axes))
-  plan = SequencePlan.of(split, T, S, integers.visible, block_size or largest_block(integers.visible, rows))
+  plan = SequencePlan.make(split, T, S, integers.mask, spec.block_size or largest_block(integers.mask, rows))
   attend = ring_attention if split.method == 'ring' else _all_to_all
   return slice_to(attend(plan, formula, heads, integers), query_BTNH.shape)
 
@@ -74,38 +72,40 @@ def context_parallel_attention(
 # ---------------------------------------------------------------- dimensions that do not divide
 
 
-def _divisible(split: SequenceSplit, heads: Heads, integers: Integers, head_parts: int) -> tuple[Heads, Integers]:
+def _pad_to_divide(split: SequenceSplit, heads: Heads, integers: Integers, head_parts: int) -> tuple[Heads, Integers]:
   """Pads heads so that each part has whole groups of them, and batch and length so that they divide."""
-  B, _, N, H = heads.query.shape
+  B, _, N, _ = heads.query.shape
   K = heads.key.shape[2]
   repeats, kv_heads = aligned_heads(N, K, head_parts)
   all_heads = kv_heads * (N // (K * repeats))
   sizes = jax.sharding.get_abstract_mesh().shape
   rows = multiple_of(B, math.prod(sizes[a] for a in split.batch_axes))
 
-  def keys(x: jax.Array) -> jax.Array:
-    x = jnp.repeat(x, repeats, axis=2) if repeats > 1 else x
-    return pad_to(x, (rows, multiple_of(x.shape[1], sizes[split.axis]), kv_heads, H))
+  def whole_parts(length: int) -> int:
+    return multiple_of(length, sizes[split.axis])
 
-  def queries(x: jax.Array) -> jax.Array:
-    """[B or 1, T, ...]."""
-    shape = (x.shape[0] if x.shape[0] == 1 < B else rows, multiple_of(x.shape[1], sizes[split.axis]), all_heads, H)
-    return pad_to(x, shape[: x.ndim])
+  def pad(x: jax.Array, *shape: int) -> jax.Array:
+    """Pads [B or 1, ...]: B to whole rows, and the next dimensions to `shape`."""
+    B_or_1 = 1 if x.shape[0] == 1 < B else rows
+    return pad_to(x, (B_or_1, *shape, *x.shape[1 + len(shape) :])[: x.ndim])
+
+  def pad_keys(x: jax.Array) -> jax.Array:
+    return pad(jnp.repeat(x, repeats, axis=2) if repeats > 1 else x, whole_parts(x.shape[1]), kv_heads)
+
+  def pad_queries(x: jax.Array) -> jax.Array:
+    return pad(x, whole_parts(x.shape[1]), all_heads)
+
+  def pad_mask(x: jax.Array) -> jax.Array:
+    return pad(x, whole_parts(x.shape[1]))
 
   padded = Heads(
-    queries(heads.query),
-    keys(heads.key),
-    keys(heads.value),
+    pad_queries(heads.query),
+    pad_keys(heads.key),
+    pad_keys(heads.value),
     jax.tree.map(lambda p: pad_to(p, (*p.shape[:-1], all_heads)), heads.bias),
   )
-  visible = integers.visible
-  prefix_B = visible.prefix_B
-  visible = dataclasses.replace(
-    jax.tree.map(queries, dataclasses.replace(visible, prefix_B=None)),
-    prefix_B=None if prefix_B is None else pad_to(prefix_B, (rows,)),
-  )
-  pos_and_seeds = (None if x is None else queries(x) for x in integers[1:])
-  return padded, Integers(visible, *pos_and_seeds)
+  mask = integers.mask.map_arrays(query=pad_mask, key=pad_mask, row=pad)
+  return padded, Integers(mask, *jax.tree.map(pad_queries, integers[1:]))
 
 
 def aligned_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[int, int]:
@@ -130,12 +130,15 @@ def _all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integers: In
 
   def local(heads: Heads, integers: Integers) -> jax.Array:
     B, L, N, H = heads.query.shape
-    K, visible = heads.key.shape[2], integers.visible
+    K = heads.key.shape[2]
 
-    def whole(x: jax.Array | None, length: int) -> jax.Array | None:
-      return None if x is None else jax.lax.all_gather(x, axis, axis=1, tiled=True)[:, :length]
+    def gather_queries(x: jax.Array) -> jax.Array:
+      return jax.lax.all_gather(x, axis, axis=1, tiled=True)[:, :T]
 
-    def own_heads(x: jax.Array) -> jax.Array:
+    def gather_keys(x: jax.Array) -> jax.Array:
+      return jax.lax.all_gather(x, axis, axis=1, tiled=True)[:, :S]
+
+    def slice_heads(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, plan.device * (N // plan.devices), N // plan.devices, axis=-1)
 
     grouped = heads.query.reshape(B, L, K, N // K * H)
@@ -155,20 +158,16 @@ def _all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integers: In
       plan.block_size,
       None,
       Heads(
-        query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], jax.tree.map(own_heads, heads.bias)
+        query.reshape(*query.shape[:2], -1, H)[:, :T], key[:, :S], value[:, :S], jax.tree.map(slice_heads, heads.bias)
       ),
       Integers(
-        dataclasses.replace(
-          visible,
-          segments_BT=whole(visible.segments_BT, T),
-          key_segments_BS=whole(visible.key_segments_BS, S),
-        ),
-        whole(integers.query_pos, T),
-        whole(integers.key_pos, S),
+        integers.mask.map_arrays(query=gather_queries, key=gather_keys),
+        jax.tree.map(gather_queries, integers.query_pos),
+        jax.tree.map(gather_keys, integers.key_pos),
         None if seeds is None else exchange(seeds, split_axis=2, concat_axis=1)[:, :T],
       ),
     )
     return exchange(pad_len(out, L * plan.devices, 'constant'), split_axis=1, concat_axis=2)
 
   specs = plan.specs(heads, integers)
-  return plan.mapped(local, specs, specs[0].query)(heads, integers)
+  return plan.map_parts(local, specs, specs[0].query)(heads, integers)

@@ -11,21 +11,35 @@ H dims per head.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from praxis_lite.errors import ConfigError, check_choice
+from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec, LogitBias, ProbabilityDropout
 from praxis_lite.layers.blocks import dropout_factors
-from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout, blockwise_attention
-from praxis_lite.layers.masks import Visibility, combine_masks, segment_mask
+from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
+from praxis_lite.layers.context_parallel import context_parallel_attention
+from praxis_lite.layers.masks import (
+  Array,
+  ArrayMask,
+  AttentionMask,
+  Band,
+  has_causal,
+  make_mask,
+  mask_leaves,
+  split_offsets,
+  to_mask,
+)
 from praxis_lite.layers.precision import sum_dtype
+from praxis_lite.layers.sequence_parts import SequenceSplit
 from praxis_lite.partitioning.constraints import is_partly_mapped
 from praxis_lite.partitioning.mesh import platform
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
-AttentionImplementation = Literal['auto', 'xla'] | Chosen
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
 # From so many logits a head on, 'auto' does not compute them all at once.
 _MANY_LOGITS = 2048 * 2048
@@ -42,7 +56,7 @@ class AttentionCase(NamedTuple):
     dtype: of the queries.
     query_len, key_len, dims_per_head: T, S and H.
     causal, window: whether the mask is causal, and whether it has a window.
-    by_rows: whether the mask differs from row to row, by segments or prefixes.
+    by_rows: whether the mask has more to it, such as segments or prefixes, so that the fused kernel needs an array.
     arrays: whether a mask or a bias is given as an array of queries and keys.
     split: whether the sequence is split over a mesh axis, as `context_axis` says.
     partly_mapped: whether it is in a `shard_map` over some of the mesh's axes, others of which split its arrays.
@@ -63,6 +77,32 @@ class AttentionCase(NamedTuple):
   logit_bias: bool = False
   soft_cap: bool = False
   dropout: bool = False
+
+  @classmethod
+  def make(
+    cls,
+    dtype: DTypeLike,
+    lengths: tuple[int, int],
+    dims_per_head: int,
+    mask: AttentionMask,
+    *,
+    array_bias: bool = False,
+    **others: bool,
+  ) -> AttentionCase:
+    """Returns the case of a mask, on this platform and in the ambient mesh; `others` are further attributes."""
+    offsets, more = split_offsets(mask)
+    return cls(
+      platform(),
+      jnp.dtype(dtype),
+      *lengths,
+      dims_per_head,
+      causal=has_causal(mask),
+      window=offsets.behind is not None or offsets.ahead not in (None, 0),
+      by_rows=more is not None,
+      arrays=array_bias or any(isinstance(leaf, ArrayMask) for leaf in mask_leaves(mask)),
+      partly_mapped=is_partly_mapped(),
+      **others,
+    )
 
 
 class AttentionChoice(NamedTuple):
@@ -141,127 +181,102 @@ def dot_product_attention(
   query_BTNH: jax.Array,
   key_BSKH: jax.Array,
   value_BSKH: jax.Array,
+  mask: AttentionMask | Array | None = None,
   *,
+  spec: AttentionSpec = DEFAULT_SPEC,
   bias: jax.Array | LogitBias | None = None,
-  mask: jax.Array | None = None,
-  causal: bool = False,
-  window: int | None = None,
-  prefix_lengths: jax.Array | None = None,
-  segment_ids: jax.Array | None = None,
-  kv_segment_ids: jax.Array | None = None,
   dropout: ProbabilityDropout | None = None,
-  scale: float | None = None,
-  logit_soft_cap: float | None = None,
-  implementation: AttentionImplementation = 'auto',
-  block_size: int | None = None,
+  split: RowSplit | SequenceSplit | None = None,
+  **older: Any,
 ) -> jax.Array:
   """Returns softmax(scale * query . key) . value per head, [B, T, N, H]; the softmax is in float32.
 
   Args:
     query_BTNH: queries.
     key_BSKH, value_BSKH: query head n uses kv head n // (N / K).
+    mask: which keys a query attends to: a mask, such as `Causal() & SlidingWindow(512)`; or bool that broadcasts to
+      [B, N, T, S]; None: all. What a query with every key masked gets is finite.
+    spec: how it is computed.
     bias: added to the logits: an array that broadcasts to [B, N, T, S], or a function of positions.
-    mask: bool, broadcasts to [B, N, T, S], True where a query attends; combined with the rules below. What a query with
-      every key masked gets is finite.
-    causal: query t attends to keys up to t.
-    window: a query attends to keys less than `window` away.
-    prefix_lengths: [B] int32, how many of the first keys all queries of a row attend to, also if `causal`.
-    segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to the keys of its own segment. Both or
-      neither.
     dropout: on the probabilities; None disables it. The same ones are dropped by all implementations.
-    scale: factor of the logits; None: 1 / sqrt(H).
-    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). None disables it.
-    implementation: how it is computed; see `choose_attention`.
-    block_size: see `blockwise_attention`.
+    split: how the ambient mesh splits the arrays, for blockwise attention; None leaves it to the compiler.
+    **older: `causal`, `window`, `prefix_lengths`, `segment_ids`, `kv_segment_ids` and the fields of `spec`, as this
+      function took them before there were masks and specs.
 
   Raises:
     ConfigError: the implementation cannot compute this.
   """
-  visible = Visibility(causal, window, prefix_lengths, segment_ids, kv_segment_ids)
-  T, S = query_BTNH.shape[1], key_BSKH.shape[1]
-  case = AttentionCase(
-    platform(),
-    jnp.dtype(query_BTNH.dtype),
-    T,
-    S,
+  mask = to_mask(mask)
+  if older:
+    rules = ('causal', 'window', 'prefix_lengths', 'segment_ids', 'kv_segment_ids')
+    mask = make_mask(*(older.pop(name, default) for name, default in zip(rules, (False, *(None,) * 4)))) & mask
+    spec = dataclasses.replace(spec, **older)
+  heads, (T, S) = (query_BTNH, key_BSKH, value_BSKH), (query_BTNH.shape[1], key_BSKH.shape[1])
+  case = AttentionCase.make(
+    query_BTNH.dtype,
+    (T, S),
     query_BTNH.shape[3],
-    causal=causal,
-    window=window is not None,
-    by_rows=segment_ids is not None or prefix_lengths is not None,
-    arrays=mask is not None or not isinstance(bias, LogitBias | None),
-    partly_mapped=is_partly_mapped(),
+    mask,
+    array_bias=not isinstance(bias, LogitBias | None),
     logit_bias=isinstance(bias, LogitBias),
-    soft_cap=logit_soft_cap is not None,
+    soft_cap=spec.logit_soft_cap is not None,
     dropout=dropout is not None,
   )
-  name, _ = choose_attention(implementation, case)
+  name, _ = choose_attention(spec.implementation, case)
   if name == 'blockwise':
     assert isinstance(bias, LogitBias | None)  # Of an array it is not chosen.
-    return blockwise_attention(
-      query_BTNH,
-      key_BSKH,
-      value_BSKH,
-      visible=visible,
-      bias=bias,
-      dropout=dropout,
-      scale=scale,
-      logit_soft_cap=logit_soft_cap,
-      block_size=block_size,
-    )
-  bias_BNTS = bias.whole(T, S) if isinstance(bias, LogitBias) else bias
-  if logit_soft_cap is not None or dropout is not None:
-    mask = combine_masks(visible.mask(T, S), mask)
-    return _plain(query_BTNH, key_BSKH, value_BSKH, bias_BNTS, mask, dropout, scale, logit_soft_cap)
-  if prefix_lengths is not None or (window is not None and name == 'dense'):  # Windows of JAX 0.8 are wrong.
-    mask, causal, window = combine_masks(visible.mask(T, S), mask), False, None
-  elif segment_ids is not None and kv_segment_ids is not None:
-    mask = combine_masks(segment_mask(segment_ids, kv_segment_ids), mask)
-  window_sizes = None if window is None else (window - 1, 0 if causal else window - 1)
+    if isinstance(split, SequenceSplit):
+      return context_parallel_attention(*heads, mask, split=split, spec=spec, bias=bias, dropout=dropout)
+    return blockwise_attention(*heads, mask, spec=spec, bias=bias, dropout=dropout, split=split)
+  bias_BNTS = bias.to_array(T, S) if isinstance(bias, LogitBias) else bias
+  if spec.logit_soft_cap is not None or dropout is not None:
+    return _attend_densely(*heads, mask.to_array(T, S), bias_BNTS, dropout, spec)
+  offsets, others = split_offsets(mask)
+  # JAX 0.8 computes windows wrongly in dense attention, and the fused kernel has only causal ones.
+  takes_window = offsets.behind is None or (name == 'cudnn' and offsets.ahead == 0)
+  if not takes_window or offsets.ahead not in (None, 0):
+    offsets, others = Band(), mask
   return jax.nn.dot_product_attention(
-    query_BTNH,
-    key_BSKH,
-    value_BSKH,
+    *heads,
     bias=bias_BNTS,
-    mask=mask,
-    is_causal=causal,
-    local_window_size=window_sizes,
-    scale=scale,
+    mask=None if others is None else others.to_array(T, S),
+    is_causal=offsets.ahead == 0,
+    local_window_size=None if offsets.behind is None else (offsets.behind, 0),
+    scale=spec.scale,
     implementation='cudnn' if name == 'cudnn' else 'xla',
   )
 
 
-def _plain(
+def _attend_densely(
   query_BTNH: jax.Array,
   key_BSKH: jax.Array,
   value_BSKH: jax.Array,
+  mask: Array | None,
   bias: jax.Array | None,
-  mask: jax.Array | None,
   dropout: ProbabilityDropout | None,
-  scale: float | None,
-  logit_soft_cap: float | None,
+  spec: AttentionSpec,
 ) -> jax.Array:
-  """Dense attention with soft cap and dropout, which JAX's own has not."""
+  """Returns dense attention with soft cap and dropout, which `jax.nn.dot_product_attention` does not support."""
   (B, T, N, H), (_, S, K, _) = query_BTNH.shape, key_BSKH.shape
-
   query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
   logits_BKGTS = jnp.einsum(
     'BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=sum_dtype(query_BTKGH, key_BSKH)
   )
-  logits_BKGTS *= H**-0.5 if scale is None else scale
-  if logit_soft_cap is not None:
-    logits_BKGTS = logit_soft_cap * jnp.tanh(logits_BKGTS / logit_soft_cap)
+  logits_BKGTS *= H**-0.5 if spec.scale is None else spec.scale
+  if (cap := spec.logit_soft_cap) is not None:
+    logits_BKGTS = cap * jnp.tanh(logits_BKGTS / cap)
   if bias is not None:
-    logits_BKGTS += by_kv_head(bias, K)
+    logits_BKGTS += group_heads(bias, K)
   if mask is not None:
-    logits_BKGTS = jnp.where(by_kv_head(mask, K), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
+    logits_BKGTS = jnp.where(group_heads(mask, K), logits_BKGTS, 0.7 * jnp.finfo(jnp.float32).min)
   probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
   if dropout is not None:
     seeds_BNT = jnp.moveaxis(dropout.seeds_BTN, 2, 1)
-    probs_BKGTS *= by_kv_head(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate), K)
+    probs_BKGTS *= group_heads(dropout_factors(seeds_BNT, jnp.arange(S), dropout.rate), K)
   return jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS.astype(value_BSKH.dtype), value_BSKH).reshape(B, T, N, H)
 
 
-def by_kv_head(x_BNTS: jax.Array, num_kv_heads: int) -> jax.Array:
-  """Returns what belongs to query heads by kv head, [B, K, G, T, S]; of one head, which broadcasts, [B, 1, 1, T, S]."""
+def group_heads(x_BNTS: Array, num_kv_heads: int) -> Array:
+  """Returns [B, K, G, T, S] of [B, N, T, S], or [B, 1, 1, T, S] of a single head, which broadcasts."""
   B, N, T, S = x_BNTS.shape
   return x_BNTS.reshape(B, *((num_kv_heads, N // num_kv_heads) if N > 1 else (1, 1)), T, S)

@@ -27,10 +27,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.layers import blocks
+from praxis_lite.layers.attention_spec import DEFAULT_SPEC, AttentionSpec
 from praxis_lite.layers.blocks import Sums
-from praxis_lite.layers.dot_product import by_kv_head, dot_product_attention
-from praxis_lite.layers.masks import cache_mask
+from praxis_lite.layers.dot_product import dot_product_attention, group_heads
+from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
 from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, select
 
@@ -61,16 +63,15 @@ class KVCache(NamedTuple):
   value_scale: jax.Array | None = None
   turn: jax.Array | None = None
 
-  @property
-  def own(self) -> KVCache:
-    """The cache of this layer alone, without those it is stacked with."""
+  def unstack(self) -> KVCache:
+    """Returns the cache of this layer only, without those it is stacked with."""
     turn = self.turn
     if turn is None:
       return self
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, turn, keepdims=False), self._replace(turn=None))
 
-  def with_own(self, own: KVCache) -> KVCache:
-    """Returns what is stacked here with another cache of this layer."""
+  def restack(self, own: KVCache) -> KVCache:
+    """Returns the stack with another cache of this layer."""
     turn = self.turn
     assert turn is not None
     after = jax.tree.map(
@@ -79,9 +80,9 @@ class KVCache(NamedTuple):
     return after._replace(turn=turn)
 
   def page(self, start: jax.Array, size: int) -> KVCache:
-    """The slots of this layer from `start` on, so many of them."""
+    """Returns `size` slots of this layer, from `start` on."""
 
-    def sliced(x: jax.Array) -> jax.Array:
+    def take(x: jax.Array) -> jax.Array:
       if self.turn is None:
         return jax.lax.dynamic_slice_in_dim(x, start, size, _slot_axis(x.ndim))
       axis = 1 + _slot_axis(x.ndim - 1)
@@ -89,7 +90,7 @@ class KVCache(NamedTuple):
       starts[axis] = start
       return jax.lax.dynamic_slice(x, starts, (1, *x.shape[1:axis], size, *x.shape[axis + 1 :]))[0]
 
-    return jax.tree.map(sliced, self._replace(slot=None, turn=None))
+    return jax.tree.map(take, self._replace(slot=None, turn=None))
 
   def read(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Returns the keys and values of slots, [B, S, K, H], in `dtype`."""
@@ -109,17 +110,16 @@ class CachedAttention:
 
   Attributes:
     dtype: of the entries; int8 stores a scale for each vector.
-    window: a query attends to keys less than this far away, which makes the cache a ring; None: to all up to its own.
+    window: how many of the last tokens are kept, which makes the cache a ring; None: all.
     page_size: slots read at once, and tokens of a prompt taken at once; None: all, as for slots split over a mesh.
-    scale, logit_soft_cap: see `dot_product_attention`.
+    spec: how attention is computed; its `implementation` is not used.
     bias: added to the logits; None for nothing.
   """
 
   dtype: DTypeLike
   window: int | None = None
   page_size: int | None = None
-  scale: float | None = None
-  logit_soft_cap: float | None = None
+  spec: AttentionSpec = DEFAULT_SPEC
   bias: Bias | None = None
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
@@ -131,7 +131,7 @@ class CachedAttention:
       slots = -(-max_len // self.page_size) * self.page_size
     vectors = jnp.zeros((batch_size, slots, num_kv_heads, dims_per_head))
     no_token = jnp.full((batch_size, slots), -1, jnp.int32)
-    return _in_slots(self._stored(vectors, vectors, no_token))._replace(slot=jnp.zeros((), jnp.int32))
+    return _to_slots(self._to_entries(vectors, vectors, no_token))._replace(slot=jnp.zeros((), jnp.int32))
 
   def extend(
     self,
@@ -140,83 +140,89 @@ class CachedAttention:
     value_BTKH: jax.Array,
     pos_BT: jax.Array,
     cache: KVCache,
-    prefix_B: jax.Array | None = None,
+    mask: AttentionMask,
   ) -> tuple[jax.Array, KVCache]:
-    """Appends tokens to the cache; returns what each attends to up to its own position, [B, T, N, H], and the cache.
+    """Appends tokens to the cache; returns what each attends to, [B, T, N, H], and the cache.
 
     Args:
       query_BTNH, key_BTKH, value_BTKH: of the new tokens.
       pos_BT: int32 positions, which grow along each row; -1 is padding, to which no token attends.
       cache: with room for T tokens; a full growing cache overwrites its last slots.
-      prefix_B: int32, how many of the first tokens of each row all its tokens attend to, if they are cached or among
-        these; None: none.
+      mask: which positions each token attends to, of tokens that are cached or among these.
+
+    Raises:
+      ConfigError: the mask has arrays of queries or keys, which a cache does not keep.
     """
-    new = self._stored(key_BTKH, value_BTKH, pos_BT)
+    if mask.arrays('query', 'key'):
+      raise ConfigError(
+        'a mask with arrays of queries or keys cannot be used with a cache, which keeps positions only; in decoding, '
+        'return one that goes by positions'
+      )
+    sees_later = split_offsets(mask)[0].ahead != 0
+    new = self._to_entries(key_BTKH, value_BTKH, pos_BT)
     page = self.page_size
-    if page is None or page >= pos_BT.shape[1] or (self.window is not None and prefix_B is not None):
-      return self._extend(query_BTNH, new, cache, prefix_B)
+    if page is None or page >= pos_BT.shape[1] or (self.window is not None and sees_later):
+      return self._extend(query_BTNH, new, cache, mask)
     if cache.turn is not None:  # XLA would copy the whole stack where loops over pages write and read it.
-      context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.own, prefix_B)
-      return context_BTNH, cache.with_own(own)
-    if prefix_B is not None:  # The first page attends to the last one too.
-      cache = _appended(cache, new)
+      context_BTNH, own = self.extend(query_BTNH, key_BTKH, value_BTKH, pos_BT, cache.unstack(), mask)
+      return context_BTNH, cache.restack(own)
+    if sees_later:  # The first page attends to the last one too.
+      cache = _append(cache, new)
 
       def attend(carry: None, page_of: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        return None, self._attend(*page_of, cache, prefix_B)
+        return None, self._attend(*page_of, cache, mask)
 
-      return _by_page(attend, None, (query_BTNH, pos_BT), page)[1], cache
+      return _scan_pages(attend, None, (query_BTNH, pos_BT), page)[1], cache
 
     def step(cache: KVCache, page_of: tuple[jax.Array, KVCache]) -> tuple[KVCache, jax.Array]:
-      context_BTNH, cache = self._extend(*page_of, cache)
+      context_BTNH, cache = self._extend(*page_of, cache, mask)
       return cache, context_BTNH
 
-    cache, context_BTNH = _by_page(step, cache, (query_BTNH, new), page)
+    cache, context_BTNH = _scan_pages(step, cache, (query_BTNH, new), page)
     return context_BTNH, cache
 
   def _extend(
-    self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, prefix_B: jax.Array | None = None
+    self, query_BTNH: jax.Array, new: KVCache, cache: KVCache, mask: AttentionMask
   ) -> tuple[jax.Array, KVCache]:
     if self.window is None:
-      cache = _appended(cache, new)
-      return self._attend(query_BTNH, new.pos, cache, prefix_B), cache
+      cache = _append(cache, new)
+      return self._attend(query_BTNH, new.pos, cache, mask), cache
     # In a ring, the first of several new tokens may still see what the last of them overwrites.
-    after = _put_in_ring(cache, new)
-    seen = after if new.num_slots == 1 else jax.tree.map(_joined, cache.own._replace(slot=None), _in_slots(new))
-    return self._attend_at_once(query_BTNH, new.pos, seen, prefix_B), after
+    after = _write_ring(cache, new)
+    if new.num_slots == 1:
+      return self._attend_at_once(query_BTNH, new.pos, after, mask), after
+    seen = jax.tree.map(_join_slots, cache.unstack()._replace(slot=None), _to_slots(new))
+    return self._attend_at_once(query_BTNH, new.pos, seen, mask), after
 
-  def _stored(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
+  def _to_entries(self, key_BTKH: jax.Array, value_BTKH: jax.Array, pos_BT: jax.Array) -> KVCache:
     """Returns tokens in the form that the cache keeps."""
     if jnp.dtype(self.dtype) != jnp.int8:
       return KVCache(key_BTKH.astype(self.dtype), value_BTKH.astype(self.dtype), pos_BT)
-    (key, key_scale), (value, value_scale) = _quantized(key_BTKH), _quantized(value_BTKH)
+    (key, key_scale), (value, value_scale) = _quantize(key_BTKH), _quantize(value_BTKH)
     return KVCache(key, value, pos_BT, key_scale=key_scale, value_scale=value_scale)
 
-  def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None) -> jax.Array:
+  def _attend(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
     if self.page_size is None or cache.num_slots <= self.page_size:
-      return self._attend_at_once(query_BTNH, pos_BT, cache, prefix_B)
-    return self._attend_by_page(query_BTNH, pos_BT, cache, prefix_B, self.page_size)
+      return self._attend_at_once(query_BTNH, pos_BT, cache, mask)
+    return self._attend_by_page(query_BTNH, pos_BT, cache, mask, self.page_size)
 
-  def _attend_at_once(
-    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None
-  ) -> jax.Array:
-    cache = cache.own
+  def _attend_at_once(self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask) -> jax.Array:
+    cache = cache.unstack()
     return dot_product_attention(
       query_BTNH,
       *cache.read(query_BTNH.dtype),
+      ArrayMask(_mask_slots(mask, pos_BT, cache.pos)),
+      spec=dataclasses.replace(self.spec, implementation='dense'),
       bias=None if self.bias is None else self.bias(pos_BT, cache.pos),
-      mask=cache_mask(pos_BT, cache.pos, self.window, prefix_B),
-      scale=self.scale,
-      logit_soft_cap=self.logit_soft_cap,
-      implementation='dense',
     )
 
   def _attend_by_page(
-    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, prefix_B: jax.Array | None, page_size: int
+    self, query_BTNH: jax.Array, pos_BT: jax.Array, cache: KVCache, mask: AttentionMask, page_size: int
   ) -> jax.Array:
     """Attention with an online softmax over the pages that hold tokens."""
     (B, T, N, H), K = query_BTNH.shape, cache.key.shape[-3]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
-    scale, wide = H**-0.5 if self.scale is None else self.scale, sum_dtype(query_BTNH)
+    scale, wide = H**-0.5 if self.spec.scale is None else self.spec.scale, sum_dtype(query_BTNH)
     assert cache.slot is not None
     taken = cache.slot if cache.turn is None else cache.slot[cache.turn]
 
@@ -224,25 +230,30 @@ class CachedAttention:
       page = cache.page(index * page_size, page_size)
       key_BSKH, value_BSKH = page.read(query_BTNH.dtype)
       logits = scale * jnp.einsum('BTKGH,BSKH->BKGTS', query_BTKGH, key_BSKH, preferred_element_type=wide)
-      if self.logit_soft_cap is not None:
-        logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
+      if (cap := self.spec.logit_soft_cap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
       if self.bias is not None:
-        logits += by_kv_head(self.bias(pos_BT, page.pos), K)
-      mask = by_kv_head(cache_mask(pos_BT, page.pos, prefix_B=prefix_B), K)
-      return blocks.add_keys(sums, jnp.where(mask, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
+        logits += group_heads(self.bias(pos_BT, page.pos), K)
+      seen = group_heads(_mask_slots(mask, pos_BT, page.pos)[:, None], K)
+      return blocks.add_keys(sums, jnp.where(seen, logits, blocks.MASKED), jnp.moveaxis(value_BSKH, 1, 2))
 
     num_pages = jnp.minimum(-(-taken // page_size), cache.num_slots // page_size)
-    sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.no_sums((B, K, N // K, T, H), wide))
-    context_BKGTH, _ = blocks.normalized(sums)
+    sums = jax.lax.fori_loop(0, num_pages, add_page, blocks.zero_sums((B, K, N // K, T, H), wide))
+    context_BKGTH, _ = blocks.finish_sums(sums)
     return jnp.moveaxis(context_BKGTH, 3, 1).reshape(B, T, N, H).astype(query_BTNH.dtype)
 
 
-def _by_page(
+def _mask_slots(mask: AttentionMask, pos_BT: jax.Array, key_pos_BS: jax.Array) -> jax.Array:
+  """Returns bool [B, T, S]: what a mask allows of the slots that are taken; those that are not have position -1."""
+  return jnp.asarray(combine_masks((key_pos_BS >= 0)[:, None, :], mask.allows(pos_BT, key_pos_BS)))
+
+
+def _scan_pages(
   step: Callable[[T, tuple[Any, ...]], tuple[T, jax.Array]], carry: T, arrays: tuple[Any, ...], page: int
 ) -> tuple[T, jax.Array]:
   """Returns (carry, results [B, T, ...]) of a step for each page of arrays [B, T, ...]; the first may be shorter."""
 
-  def pages(x: jax.Array) -> jax.Array:
+  def to_pages(x: jax.Array) -> jax.Array:
     """[B, n page, ...] to [n, B, page, ...]."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, page, *x.shape[2:]), 1, 0)
 
@@ -250,13 +261,13 @@ def _by_page(
   if first:
     carry, result = step(carry, jax.tree.map(lambda x: x[:, :first], arrays))
     results.append(result)
-  carry, stacked = jax.lax.scan(step, carry, jax.tree.map(lambda x: pages(x[:, first:]), arrays))
+  carry, stacked = jax.lax.scan(step, carry, jax.tree.map(lambda x: to_pages(x[:, first:]), arrays))
   stacked = jnp.moveaxis(stacked, 0, 1)
   results.append(stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:]))
   return carry, jnp.concatenate(results, axis=1)
 
 
-def _quantized(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quantize(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns int8 vectors and their float32 scales, [B, T, K]."""
   scale_BTK = jnp.max(jnp.abs(x_BTKH), axis=-1).astype(jnp.float32) / 127
   return jnp.round(x_BTKH / jnp.maximum(scale_BTK, 1e-30)[..., None]).astype(jnp.int8), scale_BTK
@@ -267,16 +278,16 @@ def _slot_axis(rank: int) -> int:
   return min(rank - 1, 2)
 
 
-def _in_slots(new: KVCache) -> KVCache:
+def _to_slots(new: KVCache) -> KVCache:
   """Tokens on their way, [B, T, K, ...], laid out as slots."""
   return jax.tree.map(lambda x: x if x.ndim == 2 else jnp.swapaxes(x, 1, 2), new)
 
 
-def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
+def _join_slots(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.concatenate([a, b], axis=_slot_axis(a.ndim))
 
 
-def _appended(cache: KVCache, new: KVCache) -> KVCache:
+def _append(cache: KVCache, new: KVCache) -> KVCache:
   """Writes tokens to the next slots of a growing cache; columns of padding at the end take none."""
   turn, columns = cache.turn, new.num_slots
   assert cache.slot is not None
@@ -293,10 +304,10 @@ def _appended(cache: KVCache, new: KVCache) -> KVCache:
     return jax.lax.dynamic_update_slice(slots, tokens, starts)
 
   after = slot + taken if turn is None else cache.slot.at[turn].add(taken)
-  return _written(write, cache, _in_slots(new))._replace(slot=after)
+  return _write_arrays(write, cache, _to_slots(new))._replace(slot=after)
 
 
-def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:
+def _write_ring(cache: KVCache, new: KVCache) -> KVCache:
   """Writes the last tokens of each row to their slots; padding, and what a later token overwrites, is left out."""
   num_slots = cache.num_slots
   last_B1 = jnp.max(new.pos, axis=1, keepdims=True)
@@ -310,10 +321,10 @@ def _put_in_ring(cache: KVCache, new: KVCache) -> KVCache:
     turn = () if cache.turn is None else (cache.turn,)
     return slots.at[*turn, row_B1, *heads, slot_BT].set(tokens, mode='drop')
 
-  return _written(write, cache, new)
+  return _write_arrays(write, cache, new)
 
 
-def _written(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVCache, new: KVCache) -> KVCache:
+def _write_arrays(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVCache, new: KVCache) -> KVCache:
   """Returns the cache with arrays changed by `write(slots, tokens)`."""
   slots = cache._replace(slot=None, turn=None)
   return jax.tree.map(write, slots, new)._replace(slot=cache.slot, turn=cache.turn)

@@ -1,100 +1,441 @@
-"""Which keys a query attends to: descriptions of masks, and masks as boolean arrays.
+"""Which keys a query attends to: masks that compose with `&` and `|`, and that know what they do to whole blocks.
 
-`Visibility` says it by rules on positions and by segments, so that attention over blocks makes the mask of a block
-alone and skips the blocks that it empties. A mask is boolean, True where a query attends to a key; masks broadcast to
-[B, N, T, S] and combine with `&`.
+    Causal() & SlidingWindow(512)                               up to the query's own position, and less than 512 away
+    (Causal() | Prefix(lengths_B)) & Segments(ids_BT, ids_BT)   prefix-LM on packed rows
 
-    causal      key s is not after query t: s <= t
-    window      the two are less than `window` apart: |t - s| < window
-    prefix      the first positions of a row are seen by all queries, whatever `causal` says (prefix-LM)
-    segments    query and key have the same segment id
+A mask is a tree of arrays, so it passes through transforms. Attention knows three things of it, and no kind by name:
 
-B batch, T length of the queries, S length of the keys.
+    allows        the mask of given queries and keys, as an array
+    some_allowed  which pairs of blocks it may leave something of; attention skips the others
+    some_masked   which pairs of blocks it may take something from; attention does not mask the others
+
+and it slices the arrays of a mask by what their fields say they belong to: each query, each key, or each row. So a new
+kind is one class with `allows`; the other two methods only save work.
+
+B batch, T length of the queries, S length of the keys; I, J numbers of their blocks, Q and S lengths of a block.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.errors import ConfigError
+
 Array = jax.Array | np.ndarray
 
 
+def per_query() -> Any:
+  """Declares a field of a mask with a value for each query: [B, T, ...], or [1, T, ...] for all rows."""
+  return dataclasses.field(metadata={'per': 'query'})
+
+
+def per_key() -> Any:
+  """Declares a field of a mask with a value for each key: [B, S, ...], or [1, S, ...] for all rows."""
+  return dataclasses.field(metadata={'per': 'key'})
+
+
+def per_row() -> Any:
+  """Declares a field of a mask with a value for each row: [B, ...]."""
+  return dataclasses.field(metadata={'per': 'row'})
+
+
+def _per_part() -> Any:
+  """Declares a field with the masks that a mask is composed of."""
+  return dataclasses.field(metadata={'per': 'part'})
+
+
+class BlockRanges(NamedTuple):
+  """The least and greatest index of each block: of queries [I, 1], of keys [J].
+
+  `all_rows` says whether all rows of the batch are at hand. Where they are not, a mask must not compare what differs
+  by row: the devices would have to wait for each other.
+  """
+
+  query_low: Array
+  query_high: Array
+  key_low: Array
+  key_high: Array
+  all_rows: bool = True
+
+
 @dataclasses.dataclass(frozen=True)
-class Visibility:
-  """Which keys a query attends to: all rules must allow it. A tree of arrays, so that it passes through transforms.
+class Known:
+  """Something that happens in pairs of blocks, bool [I, J] or what broadcasts to it: False where it surely does not.
+
+  Both arrays must be True where it happens; None is True everywhere.
 
   Attributes:
-    causal, window: see above; they go by the index in the row, not by the position in a segment.
-    prefix_B: int32, how many of the first keys of each row are seen by all its queries; with `causal` alone does it
-      make a difference. The window still holds.
-    segments_BT, key_segments_BS: int32, segment ids of queries and keys; both or neither.
+    by_index: what follows from the indices of the blocks. It is a NumPy array where they are.
+    by_data: what follows from arrays of the mask.
   """
 
-  causal: bool = False
-  window: int | None = None
-  prefix_B: jax.Array | None = None
-  segments_BT: jax.Array | None = None
-  key_segments_BS: jax.Array | None = None
+  by_index: Array | None = None
+  by_data: Array | None = None
 
-  def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array | None:
-    """Returns bool, broadcastable to [B, T, S]; None where all is allowed.
+  @property
+  def both(self) -> Array | None:
+    return combine_masks(self.by_index, self.by_data)
+
+  def __and__(self, other: Known) -> Known:
+    return Known(combine_masks(self.by_index, other.by_index), combine_masks(self.by_data, other.by_data))
+
+  def __or__(self, other: Known) -> Known:
+    unknown = self.by_index is None or other.by_index is None
+    by_index = None if unknown else operator.or_(self.by_index, other.by_index)
+    if (self.by_data is None and other.by_data is None) or self.both is None or other.both is None:
+      return Known(by_index)
+    return Known(by_index, operator.or_(self.both, other.both))
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(per_query, per_key, per_row, _per_part))
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionMask(abc.ABC):
+  """Which keys a query attends to. Subclasses become frozen dataclasses and trees of arrays.
+
+  The fields of a subclass are static, but those declared by `per_query`, `per_key` or `per_row`, which are arrays.
+  """
+
+  def __init_subclass__(cls, **kwargs: object) -> None:
+    super().__init_subclass__(**kwargs)
+    dataclasses.dataclass(frozen=True, eq=False)(cls)
+    data = [field.name for field in dataclasses.fields(cls) if 'per' in field.metadata]
+    static = [field.name for field in dataclasses.fields(cls) if 'per' not in field.metadata]
+    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+
+  @abc.abstractmethod
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
+    """Returns bool that broadcasts to [B, T, S], True where a query attends to a key; None where all do.
 
     Args:
-      query_T, key_S: indices of queries and keys; or of each row, [B, T] and [B, S].
+      query_T, key_S: indices in the row, to which the arrays of this mask belong; or those of each row, [B, T] and
+        [B, S]. In decoding they are positions in the sequence. What is returned for negative ones does not matter.
     """
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    """Returns which pairs of blocks have a query that attends to a key; it may say so of more.
+
+    Here and in `some_masked`, the arrays of this mask are in blocks: [I, B, Q, ...], [J, B, S, ...], and [B, ...].
+    """
+    return Known()
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    """Returns which pairs of blocks have a query that does not attend to a key; it may say so of more."""
+    return Known()
+
+  def map_arrays(self, **functions: Callable[[Any], Any]) -> Self:
+    """Returns the mask with other arrays: each function, of `query`, `key` or `row`, maps those of its kind."""
+    changes = {}
+    for field in dataclasses.fields(self):
+      value, kind = getattr(self, field.name), field.metadata.get('per')
+      if kind == 'part':
+        changes[field.name] = tuple(part.map_arrays(**functions) for part in value)
+      elif kind in functions and value is not None:
+        changes[field.name] = functions[kind](value)
+    return dataclasses.replace(self, **changes)
+
+  def arrays(self, *kinds: str) -> list[jax.Array]:
+    """Returns the arrays of these kinds: 'query', 'key', 'row'."""
+    found: list[jax.Array] = []
+
+    def collect(x: jax.Array) -> jax.Array:
+      found.append(x)
+      return x
+
+    self.map_arrays(**dict.fromkeys(kinds, collect))
+    return found
+
+  def replace_arrays(self, kind: str, arrays: Iterable[Any]) -> Self:
+    """Returns the mask with other arrays of a kind, in the order of `arrays`."""
+    following = iter(arrays)
+    return self.map_arrays(**{kind: lambda _: next(following)})
+
+  def to_array(self, query_len: int, key_len: int) -> Array | None:
+    """Returns the mask of all queries and keys, [B or 1, N or 1, T, S]; None where all is allowed."""
+    parts = _parts(And, self)
+    arrays = [part.allowed for part in parts if isinstance(part, ArrayMask)]
+    rules = (p.allows(jnp.arange(query_len), jnp.arange(key_len)) for p in parts if not isinstance(p, ArrayMask))
+    mask = combine_masks(*rules)
+    if mask is not None:
+      mask = jnp.broadcast_to(mask, (*mask.shape[:-2], query_len, key_len)).reshape(-1, 1, query_len, key_len)
+    return combine_masks(mask, *(x[:, None] if x.ndim == 3 else x for x in arrays))
+
+  def __and__(self, other: AttentionMask) -> AttentionMask:
+    parts = [*_parts(And, self), *_parts(And, other)]
+    bands = [part for part in parts if isinstance(part, OffsetMask)]
+    if bands:
+      band, others = functools.reduce(_intersect, bands), [part for part in parts if not isinstance(part, OffsetMask)]
+      allows_all = others and band.behind is None and band.ahead is None
+      parts = others if allows_all else [band, *others]
+    return parts[0] if len(parts) == 1 else And(tuple(parts))
+
+  def __or__(self, other: AttentionMask) -> AttentionMask:
+    return Or((*_parts(Or, self), *_parts(Or, other)))
+
+
+class And(AttentionMask):
+  """What all of some masks allow; at most one of them goes by offsets, and it is the first."""
+
+  parts: tuple[AttentionMask, ...] = _per_part()
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
+    return combine_masks(*(part.allows(query_T, key_S) for part in self.parts))
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    return functools.reduce(operator.and_, (part.some_allowed(at) for part in self.parts))
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    return functools.reduce(operator.or_, (part.some_masked(at) for part in self.parts))
+
+
+class Or(AttentionMask):
+  """What any of some masks allows."""
+
+  parts: tuple[AttentionMask, ...] = _per_part()
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
+    masks = [mask for part in self.parts if (mask := part.allows(query_T, key_S)) is not None]
+    return functools.reduce(operator.or_, masks) if len(masks) == len(self.parts) else None
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    return functools.reduce(operator.or_, (part.some_allowed(at) for part in self.parts))
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    return functools.reduce(operator.and_, (part.some_masked(at) for part in self.parts))
+
+
+# ---------------------------------------------------------------- kinds that go by indices
+
+
+class OffsetMask(AttentionMask):
+  """Keys from `behind` indices before a query to `ahead` indices after it; None does not limit that side."""
+
+  @property
+  @abc.abstractmethod
+  def behind(self) -> int | None: ...
+
+  @property
+  @abc.abstractmethod
+  def ahead(self) -> int | None: ...
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> Array | None:
     query_T1, key_1S = query_T[..., :, None], key_S[..., None, :]
-    mask = None
-    if self.causal:
-      mask = key_1S <= query_T1
-      if self.prefix_B is not None:
-        mask = mask | (key_1S < self.prefix_B[:, None, None])
-    if self.window is not None:
-      mask = combine_masks(mask, query_T1 - key_1S < self.window)
-      if not self.causal or self.prefix_B is not None:
-        mask = combine_masks(mask, key_1S - query_T1 < self.window)
-    if self.segments_BT is not None and self.key_segments_BS is not None:
-      mask = combine_masks(mask, self.segments_BT[:, :, None] == self.key_segments_BS[:, None, :])
+    return combine_masks(_is_within(key_1S, query_T1, self.ahead), _is_within(query_T1, key_1S, self.behind))
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    after, before = (at.key_low, at.query_high, self.ahead), (at.query_low, at.key_high, self.behind)
+    return Known(combine_masks(_is_within(*after), _is_within(*before)))
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    after, before = (at.key_high, at.query_low, self.ahead), (at.query_high, at.key_low, self.behind)
+    inside = combine_masks(_is_within(*after), _is_within(*before))
+    return Known(np.zeros((1, 1), bool) if inside is None else ~inside)
+
+
+class Band(OffsetMask):
+  """Keys from `behind` indices before a query to `ahead` indices after it; `Band()` allows all keys."""
+
+  behind: int | None = None
+  ahead: int | None = None
+
+
+class Causal(OffsetMask):
+  """Keys up to the query's own index."""
+
+  behind, ahead = None, 0
+
+
+class SlidingWindow(OffsetMask):
+  """Keys less than `window` away, before and after the query."""
+
+  window: int
+
+  @property
+  def behind(self) -> int:
+    return self.window - 1
+
+  @property
+  def ahead(self) -> int:
+    return self.window - 1
+
+
+class FunctionMask(AttentionMask):
+  """What a function of indices allows; nothing is known of whole blocks.
+
+  Attributes:
+    fn: (indices [..., T, 1] of queries, indices [..., 1, S] of keys) -> bool [..., T, S].
+  """
+
+  fn: Callable[[jax.Array, jax.Array], jax.Array]
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    return self.fn(query_T[..., :, None], key_S[..., None, :])
+
+
+# ---------------------------------------------------------------- kinds that go by arrays
+
+
+class Prefix(AttentionMask):
+  """The first keys of each row, as many as `length_B`, int32 [B], says."""
+
+  length_B: jax.Array = per_row()
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    return key_S[..., None, :] < self.length_B[:, None, None]
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    return Known(by_data=at.key_low < jnp.max(self.length_B, initial=0))
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    return Known(by_data=at.key_high >= jnp.min(self.length_B, initial=np.iinfo(np.int32).max))
+
+
+class Segments(AttentionMask):
+  """Keys with the query's own segment id, int32; padding, of segment 0, attends to padding."""
+
+  ids_BT: jax.Array = per_query()
+  key_ids_BS: jax.Array = per_key()
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    return self.ids_BT[:, :, None] == self.key_ids_BS[:, None, :]
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    if not at.all_rows:
+      return Known()
+    q_low, q_high, k_low, k_high = self._ranges()
+    return Known(by_data=jnp.any((q_low <= k_high) & (k_low <= q_high), axis=-1))
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    if not at.all_rows:
+      return Known()
+    q_low, q_high, k_low, k_high = self._ranges()
+    return Known(by_data=jnp.any((q_low != q_high) | (k_low != k_high) | (q_low != k_low), axis=-1))
+
+  def _ranges(self) -> tuple[jax.Array, ...]:
+    """The least and greatest ids of blocks: of queries [I, 1, B], and of keys [J, B]."""
+    q_low, q_high = self.ids_BT.min(-1)[:, None], self.ids_BT.max(-1)[:, None]
+    return q_low, q_high, self.key_ids_BS.min(-1), self.key_ids_BS.max(-1)
+
+
+class Paddings(AttentionMask):
+  """Keys that are not padding: those where `paddings_BS` is 0."""
+
+  paddings_BS: jax.Array = per_key()
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    return (self.paddings_BS == 0)[:, None, :]
+
+  def some_allowed(self, at: BlockRanges) -> Known:
+    return Known(by_data=jnp.any(self.paddings_BS == 0, axis=(1, 2))) if at.all_rows else Known()
+
+  def some_masked(self, at: BlockRanges) -> Known:
+    return Known(by_data=jnp.any(self.paddings_BS != 0, axis=(1, 2))) if at.all_rows else Known()
+
+
+class ArrayMask(AttentionMask):
+  """What an array allows, by indices: bool [B or 1, T, S]; or [B or 1, N, T, S], which only dense attention takes."""
+
+  allowed: jax.Array = per_query()
+
+  def allows(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    if self.allowed.ndim == 4:
+      raise ConfigError('a mask as an array that differs by head is for dense attention, not joined to others by `|`')
+    if key_S.ndim == 1:
+      return jnp.take(self.allowed, key_S, axis=-1, mode='clip')
+    return jnp.take_along_axis(self.allowed, key_S[:, None, :], axis=-1, mode='clip')
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def to_mask(mask: AttentionMask | Array | None) -> AttentionMask:
+  """Returns a mask: of an array that broadcasts to [B, N, T, S]; of None, which allows all; or the mask itself."""
+  if isinstance(mask, AttentionMask):
     return mask
-
-  def mask(self, query_len: int, key_len: int) -> jax.Array | None:
-    """Returns the mask as an array that broadcasts to [B, 1, T, S]; None where all is allowed."""
-    mask = self.allows(jnp.arange(query_len), jnp.arange(key_len))
-    return None if mask is None else mask.reshape(-1, 1, query_len, key_len)
-
-
-jax.tree_util.register_dataclass(
-  Visibility, data_fields=['prefix_B', 'segments_BT', 'key_segments_BS'], meta_fields=['causal', 'window']
-)
+  if mask is None:
+    return Band()
+  array = jnp.asarray(mask)
+  array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+  return ArrayMask(array[:, 0] if array.shape[1] == 1 else array)
 
 
-def segment_mask(query_segment_ids_BT: jax.Array, key_segment_ids_BS: jax.Array) -> jax.Array:
-  """Returns [B, 1, T, S]: a query sees the keys of its own segment; padding, segment 0, sees padding."""
-  return (query_segment_ids_BT[:, :, None] == key_segment_ids_BS[:, None, :])[:, None]
-
-
-def cache_mask(
-  query_pos_BT: jax.Array, key_pos_BS: jax.Array, window: int | None = None, prefix_B: jax.Array | None = None
-) -> jax.Array:
-  """Returns [B, 1, T, S]: a query sees the cached keys at positions up to its own, and those of the prefix.
+def make_mask(
+  causal: bool = False,
+  window: int | None = None,
+  prefix_B: jax.Array | None = None,
+  segments_BT: jax.Array | None = None,
+  key_segments_BS: jax.Array | None = None,
+) -> AttentionMask:
+  """Returns the mask of the usual rules; a query attends to the keys that all of them allow.
 
   Args:
-    query_pos_BT: position of each query in its sequence; -1 is padding.
-    key_pos_BS: position of the key in each slot of the cache; -1 is an empty slot.
-    window: a query sees keys less than this far away; None: however far.
-    prefix_B: int32, how many of the first positions of each row all its queries see; None: none.
+    causal: keys up to the query's own index.
+    window: keys less than this far away; None disables the limit.
+    prefix_B: int32, how many of the first keys of each row all queries attend to. Only affects causal masks.
+    segments_BT, key_segments_BS: keys with the query's own segment id; both or neither.
   """
-  seen_BTS = Visibility(causal=True, window=window, prefix_B=prefix_B).allows(query_pos_BT, key_pos_BS)
-  assert seen_BTS is not None
-  return ((key_pos_BS >= 0)[:, None, :] & seen_BTS)[:, None]
+  mask: AttentionMask = Causal() if causal else Band()
+  if causal and prefix_B is not None:
+    mask = mask | Prefix(prefix_B)
+  if window is not None:
+    mask = mask & SlidingWindow(window)
+  if segments_BT is not None and key_segments_BS is not None:
+    mask = mask & Segments(segments_BT, key_segments_BS)
+  return mask
 
 
-def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
+Visibility = make_mask  # Its name in older versions.
+
+
+def split_offsets(mask: AttentionMask) -> tuple[OffsetMask, AttentionMask | None]:
+  """Returns what of a mask goes by offsets, and what else must hold; for kernels that know causal masks and windows."""
+  first, *others = _parts(And, mask)
+  if not isinstance(first, OffsetMask):
+    return Band(), mask
+  return first, And(tuple(others)) if others else None
+
+
+def mask_leaves(mask: AttentionMask) -> Iterator[AttentionMask]:
+  """Yields the masks that a mask is composed of."""
+  if isinstance(mask, And | Or):
+    for part in mask.parts:
+      yield from mask_leaves(part)
+  else:
+    yield mask
+
+
+def has_causal(mask: AttentionMask) -> bool:
+  """Whether a mask is causal, or composed of one that is, as that of a prefix-LM."""
+  return any(isinstance(leaf, OffsetMask) and leaf.ahead == 0 for leaf in mask_leaves(mask))
+
+
+def combine_masks(*masks: Array | None) -> Array | None:
   """Returns the conjunction of the masks that are not None, or None if all of them are."""
-  given = [m for m in masks if m is not None]
+  given = [mask for mask in masks if mask is not None]
   return functools.reduce(operator.and_, given) if given else None
+
+
+def _parts(kind: type[And] | type[Or], mask: AttentionMask) -> tuple[AttentionMask, ...]:
+  return mask.parts if isinstance(mask, kind) else (mask,)
+
+
+def _intersect(a: OffsetMask, b: OffsetMask) -> OffsetMask:
+  def least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+  return Band(least(a.behind, b.behind), least(a.ahead, b.ahead))
+
+
+def _is_within(index: Array, start: Array, distance: int | None) -> Array | None:
+  """Whether an index is at most this far after another one; None without a limit."""
+  if distance is None:
+    return None
+  return index - start < distance + 1 if distance else index <= start

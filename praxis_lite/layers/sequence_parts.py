@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers import blocks
+from praxis_lite.layers.attention_spec import Heads, Integers
 from praxis_lite.layers.blocks import Keys, Queries
-from praxis_lite.layers.blockwise import Heads, Integers
-from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.masks import AttentionMask, has_causal, split_offsets
 from praxis_lite.partitioning.specs import axes_to_entry
 
 ContextMethod = Literal['ring', 'all_to_all']
@@ -48,7 +48,8 @@ class SequenceSplit:
   head_axes: tuple[str, ...] = ()
   others_split: bool = False
 
-  def mapped(self) -> frozenset[str]:
+  @property
+  def mapped_axes(self) -> frozenset[str]:
     """The mesh axes that `shard_map` maps."""
     named = {self.axis, *self.batch_axes, *self.head_axes}
     return frozenset(named if self.others_split else jax.sharding.get_abstract_mesh().axis_names)
@@ -76,15 +77,17 @@ class SequencePlan:
   last: int
 
   @classmethod
-  def of(cls, split: SequenceSplit, T: int, S: int, visible: Visibility, block_size: int) -> SequencePlan:
+  def make(cls, split: SequenceSplit, T: int, S: int, mask: AttentionMask, block_size: int) -> SequencePlan:
     P = jax.sharding.get_abstract_mesh().shape[split.axis]
-    first, last = 0, P - 1
-    if visible.window is not None and T == S:
-      reach = -(-(visible.window - 1) // (multiple_of(T, P) // P))
-      ahead = 0 if visible.causal and visible.prefix_B is None else reach
-      if ahead + reach < P - 1:
-        first, last = -ahead, reach
-    return cls(split, T, S, block_size, P, visible.causal and T == S and last - first == P - 1, first, last)
+
+    def parts_within(distance: int | None) -> int:
+      return P - 1 if distance is None else -(-distance // (multiple_of(T, P) // P))
+
+    first, last, offsets = 0, P - 1, split_offsets(mask)[0]
+    behind, ahead = parts_within(offsets.behind), parts_within(offsets.ahead)
+    if T == S and ahead + behind < P - 1:
+      first, last = -ahead, behind
+    return cls(split, T, S, block_size, P, has_causal(mask) and T == S and last - first == P - 1, first, last)
 
   @property
   def device(self) -> jax.Array:
@@ -99,7 +102,7 @@ class SequencePlan:
     return -(-self.part_len(length) // 2) if self.zigzag else self.part_len(length)
 
   def block_len(self, length: int) -> int:
-    return blocks.even_size(self.run_len(length), self.block_size)
+    return blocks.even_block_size(self.run_len(length), self.block_size)
 
   def indices(self, length: int, device: jax.Array) -> jax.Array:
     """Returns the indices [blocks, block_len] that a device has; -1 is padding."""
@@ -113,80 +116,75 @@ class SequencePlan:
     index = start + offset
     return jnp.where((offset < true) & (index < length), index, -1).reshape(-1, size)
 
-  def homes(self, parity: int) -> list[tuple[int, int]]:
-    """(device, device that takes its first or second half) of all devices."""
+  def half_exchanges(self, parity: int) -> list[tuple[int, int]]:
+    """Returns (device, device that takes its first or second half) of all devices."""
     halves = range(parity, 2 * self.devices, 2)
     return [(h // 2, min(h, 2 * self.devices - 1 - h)) for h in halves]
 
-  def in_turn(self, x: jax.Array, y: jax.Array) -> list[jax.Array]:
-    """[x, y] on devices with an even number, [y, x] on the others: there, halves come in the other order."""
+  def order_halves(self, x: jax.Array, y: jax.Array) -> list[jax.Array]:
+    """Returns [x, y] on devices with an even number, [y, x] on the others: there, halves come in the other order."""
     even = self.device % 2 == 0
     return [jnp.where(even, x, y), jnp.where(even, y, x)]
 
   def spec(self, x: jax.Array) -> PartitionSpec:
-    """Of an array [B, T, N, ...] or the first of these dimensions; [1, T, ...] is the same for all rows."""
-    return PartitionSpec(*(_entry(self.split.batch_axes, x.shape[0]), self.split.axis, self._heads)[: x.ndim])
-
-  def bias_spec(self, x: jax.Array) -> PartitionSpec:
-    """Of a parameter [..., N] of a bias."""
-    return PartitionSpec(*(None,) * (x.ndim - 1), self._heads)
+    """Returns the spec of [B, T, N, ...], or of its first dimensions; [1, T, ...] is the same for all rows."""
+    return PartitionSpec(*(self._rows(x), self.split.axis, self._heads)[: x.ndim])
 
   def specs(self, heads: Heads, integers: Integers) -> tuple[Heads, Integers]:
+    """Returns the specs of the arguments; those of the bias's parameters, [..., N], split the heads."""
     arrays = jax.tree.map(self.spec, heads._replace(bias=None))
-    return arrays._replace(bias=jax.tree.map(self.bias_spec, heads.bias)), jax.tree.map(self.spec, integers)
+    biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), self._heads), heads.bias)
+
+    def in_parts(x: jax.Array) -> PartitionSpec:
+      return PartitionSpec(self._rows(x), self.split.axis)
+
+    mask = integers.mask.map_arrays(query=in_parts, key=in_parts, row=lambda x: PartitionSpec(self._rows(x)))
+    others = jax.tree.map(self.spec, integers[1:])
+    return arrays._replace(bias=biases), Integers(mask, *others)
 
   @property
   def lse_spec(self) -> PartitionSpec:
-    """Of blocks [I, B, K, G, Q]."""
+    """The spec of blocks [I, B, K, G, Q]."""
     return PartitionSpec(self.split.axis, axes_to_entry(self.split.batch_axes), self._heads)
 
   @property
   def _heads(self) -> str | tuple[str, ...] | None:
     return axes_to_entry(self.split.head_axes)
 
-  def mapped(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    """`fn` on each device."""
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=self.split.mapped(), check_vma=False)
+  def _rows(self, x: jax.Array) -> str | tuple[str, ...] | None:
+    return axes_to_entry(self.split.batch_axes) if x.shape[0] > 1 else None
+
+  def map_parts(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Returns `fn` mapped over the devices."""
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=self.split.mapped_axes, check_vma=False)
 
 
-def _entry(axes: tuple[str, ...], size: int) -> str | tuple[str, ...] | None:
-  return axes_to_entry(axes) if size > 1 else None
-
-
-def own_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tuple[Queries, Keys]:
-  """The blocks that this device has, after the exchange of halves."""
+def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
+  """Returns the blocks that this device has, after the exchange of halves, and the arrays of the mask in blocks."""
   N = heads.query.shape[2]
-  visible = integers.visible
   kv = jnp.concatenate([heads.key, heads.value], axis=2)
   if plan.zigzag:  # Queries, keys and values are sent together.
-    both = in_runs(plan, jnp.concatenate([heads.query, kv], axis=2), plan.query_len)
+    both = to_runs(plan, jnp.concatenate([heads.query, kv], axis=2), plan.query_len)
     query, kv = both[:, :, :N], both[:, :, N:]
   else:
-    query, kv = in_runs(plan, heads.query, plan.query_len), in_runs(plan, kv, plan.key_len)
+    query, kv = to_runs(plan, heads.query, plan.query_len), to_runs(plan, kv, plan.key_len)
   key, value = jnp.split(kv, 2, axis=2)
 
-  def integer(x: jax.Array | None, length: int) -> jax.Array | None:
-    return None if x is None else in_runs(plan, x, length, edge=True)
+  def query_runs(x: jax.Array) -> jax.Array:
+    return to_runs(plan, x, plan.query_len, edge=True)
 
-  queries = blocks.query_blocks(
-    query,
-    plan.indices(plan.query_len, plan.device),
-    heads.key.shape[2],
-    segments_BT=integer(visible.segments_BT, plan.query_len),
-    pos_BT=integer(integers.query_pos, plan.query_len),
-    seeds_BTN=integer(integers.seeds_BTN, plan.query_len),
-  )
-  keys = blocks.key_blocks(
-    key,
-    value,
-    plan.indices(plan.key_len, plan.device),
-    segments_BS=integer(visible.key_segments_BS, plan.key_len),
-    pos_BS=integer(integers.key_pos, plan.key_len),
-  )
-  return queries, keys
+  def key_runs(x: jax.Array) -> jax.Array:
+    return to_runs(plan, x, plan.key_len, edge=True)
+
+  query_pos, seeds_BTN = jax.tree.map(query_runs, (integers.query_pos, integers.seeds_BTN))
+  query_index, key_index = plan.indices(plan.query_len, plan.device), plan.indices(plan.key_len, plan.device)
+  queries = blocks.query_blocks(query, query_index, heads.key.shape[2], pos_BT=query_pos, seeds_BTN=seeds_BTN)
+  keys = blocks.key_blocks(key, value, key_index, pos_BS=jax.tree.map(key_runs, integers.key_pos))
+  mask = integers.mask.map_arrays(query=query_runs, key=key_runs)
+  return queries, keys, blocks.mask_blocks(mask, query_index.shape[1], key_index.shape[1])
 
 
-def in_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False) -> jax.Array:
+def to_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False) -> jax.Array:
   """Returns [B, held, ...] of a part [B, L, ...]: the runs that this device takes, each padded to whole blocks."""
   run = plan.run_len(length)
   pad = functools.partial(pad_len, mode='edge' if edge else 'constant')
@@ -194,20 +192,21 @@ def in_runs(plan: SequencePlan, x: jax.Array, length: int, *, edge: bool = False
   if plan.zigzag:
     x = pad(x, 2 * run)
     even, odd = (
-      jax.lax.ppermute(half, plan.split.axis, plan.homes(parity)) for parity, half in enumerate(jnp.split(x, 2, axis=1))
+      jax.lax.ppermute(half, plan.split.axis, plan.half_exchanges(parity))
+      for parity, half in enumerate(jnp.split(x, 2, axis=1))
     )
-    runs = plan.in_turn(even, odd)
+    runs = plan.order_halves(even, odd)
   padded = multiple_of(run, plan.block_len(length))
   return jnp.concatenate([pad(r, padded) for r in runs], axis=1)
 
 
-def in_order(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
-  """The inverse of `in_runs`: returns the part [B, L, ...] of what a device holds, [B, held, ...]."""
+def from_runs(plan: SequencePlan, x: jax.Array, length: int) -> jax.Array:
+  """The inverse of `to_runs`: returns the part [B, L, ...] of what a device holds, [B, held, ...]."""
   run = plan.run_len(length)
   runs = [r[:, :run] for r in jnp.split(x, 2 if plan.zigzag else 1, axis=1)]
   if plan.zigzag:
-    back = [[(to, d) for d, to in plan.homes(parity)] for parity in (0, 1)]
-    runs = [jax.lax.ppermute(r, plan.split.axis, pairs) for r, pairs in zip(plan.in_turn(*runs), back)]
+    back = [[(to, d) for d, to in plan.half_exchanges(parity)] for parity in (0, 1)]
+    runs = [jax.lax.ppermute(r, plan.split.axis, pairs) for r, pairs in zip(plan.order_halves(*runs), back)]
   return jnp.concatenate(runs, axis=1)[:, : plan.part_len(length)]
 
 

@@ -35,7 +35,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from praxis_lite.accelerators import accelerator_of
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.files import parse_json
-from praxis_lite.layers.dot_product import dot_product_attention
+from praxis_lite.layers import AttentionSpec, Causal, dot_product_attention
 from praxis_lite.plan.links import Links
 from praxis_lite.plan.targets import TARGETS, Efficiency, Target
 from praxis_lite.plan.topology import Topology
@@ -192,7 +192,7 @@ def _attention_share(perfect: Target, length: int, seconds: float) -> float:
   query = jnp.ones((1, length, heads, dims), jnp.bfloat16)
 
   def step(i: jax.Array, x: jax.Array) -> jax.Array:
-    attend = functools.partial(dot_product_attention, causal=True, implementation='cudnn')
+    attend = functools.partial(dot_product_attention, mask=Causal(), spec=AttentionSpec(implementation='cudnn'))
     gradients = jax.grad(lambda x: attend(x, x, x).astype(jnp.float32).sum())(x)
     return x + (gradients * 1e-6).astype(x.dtype)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.layers.blockwise import LogitBias, ProbabilityDropout
+from praxis_lite.layers.attention_spec import LogitBias, ProbabilityDropout
 from praxis_lite.layers.dot_product import dot_product_attention
 from praxis_lite.layers.positions import BucketedBias
 

@@ -16,9 +16,10 @@ from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.jax_internals.programs import called_program, without_values
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, blocks
+from praxis_lite.layers.attention_spec import AttentionSpec
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.dot_product import AttentionCase, choose_attention, dot_product_attention
-from praxis_lite.layers.masks import Visibility
+from praxis_lite.layers.masks import Causal, Segments, SlidingWindow, Visibility
 from praxis_lite.partitioning import GuardedJit
 from praxis_lite.partitioning.hlo import collectives
 
@@ -45,13 +46,15 @@ def test_a_bias_of_numpy_is_an_array_like_that_of_jax():
   assert jax.eval_shape(lambda x: dot_product_attention(x, x, x, bias=bias), x).shape == x.shape
 
 
-def pairs(visible, length, size=4, segments=None):
+def pairs(mask, length, size=4, segments=None):
   """The pairs of blocks that are computed, in order."""
   x = jnp.zeros((1, length, 1, 1))
-  ids = None if segments is None else jnp.array([segments], jnp.int32)
   at = blocks.block_indices(length, size)
-  queries = blocks.query_blocks(x, at, 1, segments_BT=ids)
-  found = blocks.needed_pairs(visible, queries, blocks.key_blocks(x, x, at, segments_BS=ids))
+  if segments is not None:
+    ids = jnp.array([segments], jnp.int32)
+    mask = mask & Segments(ids, ids)
+  mask = blocks.mask_blocks(mask, size, size)
+  found = blocks.needed_pairs(mask, blocks.query_blocks(x, at, 1), blocks.key_blocks(x, x, at))
   table, flags = np.asarray(found.table)[: int(found.used)], ... if found.flags is None else np.asarray(found.flags)
   return [tuple(pair) for pair in table[flags].tolist()]
 
@@ -72,8 +75,8 @@ def test_work_of_a_window_is_linear_and_of_a_causal_pass_half():
   def rounds(length, **rules):
     """How often the loop runs, which the program says where the mask is known."""
     x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
-    visible = Visibility(**rules)
-    program = jax.make_jaxpr(lambda q: blockwise_attention(q, q, q, visible=visible, block_size=16))(x)
+    mask, spec = Visibility(**rules), AttentionSpec(block_size=16)
+    program = jax.make_jaxpr(lambda q: blockwise_attention(q, q, q, mask, spec=spec))(x)
     attend = without_values(called_program(program.eqns[0]))
     lengths = [e.params['length'] for e in attend.eqns if e.primitive.name == 'scan']
     return lengths[0]
@@ -107,7 +110,7 @@ def test_a_scan_over_layers_keeps_no_masks():
 
   def loss(x):
     def layer(x, _):
-      return blockwise_attention(x, x, x, visible=Visibility(causal=True), block_size=16), None
+      return blockwise_attention(x, x, x, Causal(), spec=AttentionSpec(block_size=16)), None
 
     return jnp.sum(jax.lax.scan(layer, x, length=3)[0])
 
@@ -157,7 +160,8 @@ def test_batch_and_heads_that_are_split_stay_where_they_are():
   def gradients(q, k, v):
     def loss(q, k, v):
       q, k, v = (jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if on_mesh else x for x in (q, k, v))
-      return jnp.sum(blockwise_attention(q, k, v, visible=Visibility(causal=True, window=9), block_size=8) ** 2)
+      mask, small = Causal() & SlidingWindow(9), AttentionSpec(block_size=8)
+      return jnp.sum(blockwise_attention(q, k, v, mask, spec=small) ** 2)
 
     return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError, ShardingError
 from praxis_lite.layers.attention import MultiHeadAttention
-from praxis_lite.layers.blockwise import LogitBias
+from praxis_lite.layers.attention_spec import AttentionSpec, LogitBias
 from praxis_lite.layers.context_parallel import SequenceSplit, aligned_heads, context_parallel_attention
 from praxis_lite.layers.masks import Visibility
 from praxis_lite.layers.positions import BucketedBias
@@ -36,7 +36,10 @@ def split_attend(floats, others, split):
   fields = ('causal', 'window', 'prefix_lengths', 'segment_ids', 'kv_segment_ids')
   rules = [others.pop(name, default) for name, default in zip(fields, (False, None, None, None, None))]
   heads = (floats['query'], floats['key'], floats['value'])
-  return context_parallel_attention(*heads, split=split, visible=Visibility(*rules), block_size=4, **others)
+  spec = AttentionSpec(
+    **{name: others.pop(name) for name in ('scale', 'logit_soft_cap') if name in others}, block_size=4
+  )
+  return context_parallel_attention(*heads, Visibility(*rules), split=split, spec=spec, **others)
 
 
 @functools.cache
@@ -105,7 +108,7 @@ def counted(method, *, backward=False, **rules):
 
   def attend(*heads):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return context_parallel_attention(*heads, split=split, visible=Visibility(**rules), block_size=4)
+      return context_parallel_attention(*heads, Visibility(**rules), split=split, spec=AttentionSpec(block_size=4))
 
   def gradients(do, *heads):
     out, pull = jax.vjp(attend, *heads)

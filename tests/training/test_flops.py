@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from praxis_lite.experiments.long_context import AXES, RingLmTiny
+from praxis_lite.layers.attention_spec import AttentionSpec
 from praxis_lite.layers.blockwise import blockwise_attention
 from praxis_lite.layers.context_parallel import SequenceSplit, context_parallel_attention
 from praxis_lite.layers.masks import Visibility
@@ -115,8 +116,8 @@ def test_attention_in_blocks_and_in_a_ring_is_counted_like_dense_attention():
   dense = flops(lambda q: jax.nn.dot_product_attention(q, q, q), q)
   mesh = jax.make_mesh((4,), ('context',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
   for causal, packed, share in ((False, False, 1), (False, True, 1), (True, False, 9 / 16), (True, True, 9 / 16)):
-    visible = Visibility(causal, None, None, *(segments, segments) * packed)
-    fields = {'visible': visible, 'block_size': 8}
+    mask = Visibility(causal, None, None, *(segments, segments) * packed)
+    fields = {'mask': mask, 'spec': AttentionSpec(block_size=8)}
     assert flops(lambda q, fields=fields: blockwise_attention(q, q, q, **fields), q) == share * dense
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       assert (

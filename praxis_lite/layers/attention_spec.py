@@ -1,0 +1,115 @@
+"""What attention computes: the arguments that all of its implementations take.
+
+B batch, T length of the queries, S length of the keys, N heads, K kv heads, H dims per head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.blocks import Formula, OffsetBias
+from praxis_lite.layers.masks import AttentionMask, to_mask
+
+AttentionImplementation = Literal['auto', 'xla', 'dense', 'blockwise', 'cudnn']
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+  """How attention is computed.
+
+  Attributes:
+    scale: factor of the logits; None: 1 / sqrt(H).
+    logit_soft_cap: bounds logits smoothly: cap * tanh(logits / cap) (Gemma 2). None disables it.
+    implementation: see `choose_attention`.
+    block_size: the largest number of queries and of keys in a block; None: 512, and less for a small window or many
+      rows.
+  """
+
+  scale: float | None = None
+  logit_soft_cap: float | None = None
+  implementation: AttentionImplementation = 'auto'
+  block_size: int | None = None
+
+
+DEFAULT_SPEC = AttentionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitBias:
+  """A bias on logits as a function of positions, which attention calls for each pair of blocks. A tree of arrays.
+
+  Attributes:
+    fn: the function.
+    params: its first argument, a tree of arrays, which has gradients.
+    query_pos: int32 [B, T] or [1, T]; None: the index in the row.
+    key_pos: int32 [B, S] or [1, S]; both are None, or neither.
+  """
+
+  fn: OffsetBias
+  params: Any
+  query_pos: jax.Array | None = None
+  key_pos: jax.Array | None = None
+
+  def to_array(self, query_len: int, key_len: int) -> jax.Array:
+    """Returns the bias of all queries and keys, [B, N, T, S] or [1, N, T, S]."""
+    query_pos = jnp.arange(query_len)[None] if self.query_pos is None else self.query_pos
+    key_pos = jnp.arange(key_len)[None] if self.key_pos is None else self.key_pos
+    return self.fn(self.params, query_pos, key_pos)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbabilityDropout:
+  """Dropout on the probabilities of attention. A tree of arrays.
+
+  Attributes:
+    rate: share of the probabilities that becomes 0; the others are scaled by 1 / (1 - rate).
+    seeds_BTN: uint32, a random number for each query and head; see `blocks.dropout_factors`.
+  """
+
+  rate: float
+  seeds_BTN: jax.Array
+
+
+jax.tree_util.register_dataclass(LogitBias, data_fields=['params', 'query_pos', 'key_pos'], meta_fields=['fn'])
+jax.tree_util.register_dataclass(ProbabilityDropout, data_fields=['seeds_BTN'], meta_fields=['rate'])
+
+
+class Heads(NamedTuple):
+  """The arguments with gradients: queries [B, T, N, H], keys and values [B, S, K, H], and parameters of the bias."""
+
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+  bias: Any = None
+
+
+class Integers(NamedTuple):
+  """The arrays without gradients: those of the mask, positions of the bias, and seeds of dropout."""
+
+  mask: AttentionMask
+  query_pos: jax.Array | None = None
+  key_pos: jax.Array | None = None
+  seeds_BTN: jax.Array | None = None
+
+
+def sort_arguments(
+  heads: tuple[jax.Array, jax.Array, jax.Array],
+  mask: AttentionMask | None,
+  bias: LogitBias | None,
+  dropout: ProbabilityDropout | None,
+  spec: AttentionSpec,
+) -> tuple[Formula, Heads, Integers]:
+  """Returns the arguments of attention, sorted into what is static, what has gradients and what has none."""
+  formula = Formula(
+    scale=heads[0].shape[-1] ** -0.5 if spec.scale is None else spec.scale,
+    soft_cap=spec.logit_soft_cap,
+    bias=bias.fn if bias else None,
+    dropout_rate=dropout.rate if dropout else 0.0,
+  )
+  pos = (bias.query_pos, bias.key_pos) if bias else (None, None)
+  integers = Integers(to_mask(mask), *pos, dropout.seeds_BTN if dropout else None)
+  return formula, Heads(*heads, bias.params if bias else None), integers
