@@ -23,6 +23,7 @@ from praxis_lite.layers.masks import (
   Segments,
   SlidingWindow,
   Visibility,
+  make_mask,
   per_key,
   per_query,
   per_row,

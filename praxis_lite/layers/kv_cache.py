@@ -333,7 +333,7 @@ def _write_arrays(write: Callable[[jax.Array, jax.Array], jax.Array], cache: KVC
 # -------------------------------------------------------------------- caches of a loop over layers
 
 
-class Stacks:
+class StackedCaches:
   """The caches in the decode state of a loop over layers, which it passes on from turn to turn.
 
   Caches of a loop inside one of these layers are not among them: they begin with more than one dimension of layers.

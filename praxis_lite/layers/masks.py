@@ -392,7 +392,8 @@ def make_mask(
   return mask
 
 
-Visibility = make_mask  # Its name in older versions.
+Visibility = make_mask
+"""The name of `make_mask` in older versions."""
 
 
 def split_offsets(mask: AttentionMask) -> tuple[OffsetMask, AttentionMask | None]:

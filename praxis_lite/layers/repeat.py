@@ -31,7 +31,7 @@ from praxis_lite.call import SideOutputs
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, SplitMapping
-from praxis_lite.layers.kv_cache import Stacks
+from praxis_lite.layers.kv_cache import StackedCaches
 from praxis_lite.layers.remat import Remat
 from praxis_lite.partitioning.mesh import platform
 from praxis_lite.trees import NestedDict, merge
@@ -227,7 +227,7 @@ class Repeat(Layer):
     # All in one iteration are no loop, so XLA must be prevented from merging what is computed again.
     bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 
-    stacks = [Stacks(layer.decode_state) for layer in self._blocks]
+    stacks = [StackedCaches(layer.decode_state) for layer in self._blocks]
 
     def one_round(
       carry: tuple[T, list[NestedDict]], xs: tuple[jax.Array, list[tuple[Any, ...]]]
