@@ -113,8 +113,9 @@ class MultiHeadAttention(Layer):
     implementation: how attention is computed: 'dense', all logits at once; 'blockwise', with memory linear in the
       length; 'cudnn', a fused kernel of NVIDIA GPUs; or 'auto', one of these, as `choose_attention` says. Decoding is
       dense.
-    context_axis: mesh axis that the length is split over in training and evaluation (context parallelism); None: none.
-      The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch and heads.
+    context_axis: mesh axis that the length is split over in training and evaluation (context parallelism); None does
+      not split it. The length need not divide. It completes the mappings `blnh` and `blkh`, which say what splits batch
+      and heads.
     context_method: 'ring', keys and values go round; or 'all_to_all', each device attends by some of the heads. See
       `context_parallel.py`.
     cache_dtype: of keys and values kept for decoding; int8 stores a scale with each vector; None: `fprop_dtype`.
@@ -234,7 +235,7 @@ class MultiHeadAttention(Layer):
       kv_segment_ids: [B, S] int32, with `kv_BSD`; where this or `segment_ids` is None, segments do not mask.
       segment_pos: [B, T] int32, positions in the segment; None: 0, 1, 2, ...
       prefix_lengths: [B] int32, how many of the first positions of each row all positions attend to (prefix-LM), also
-        if `causal`; None: none.
+        if `causal`. None disables it.
       mask: bool, broadcasts to [B, N, T, S], True where a query may attend; combined with the masks above. Attention is
         then dense.
     """
@@ -263,7 +264,7 @@ class MultiHeadAttention(Layer):
   ) -> AttentionMask:
     """Returns which keys each query attends to. A subclass may add its own: `super().attention_mask(**rows) & ...`.
 
-    In one pass the mask is called with indices in the row, and the arguments are those of `__call__`. In decoding it is
+    In one pass the mask is called with indices in the row, and the arguments are as for `__call__`. In decoding it is
     called with positions in the sequence, and the only argument is `prefix_lengths`; `segment_ids` is then None, and
     the mask must have no arrays of queries or keys.
     """
@@ -284,7 +285,7 @@ class MultiHeadAttention(Layer):
       x_BTD: the next token (T = 1) or tokens, such as a prompt, of each sequence.
       pos_BT: int32 position of each token in its sequence; -1 is padding, which no token attends to.
       prefix_lengths: [B] int32, how many of the first tokens of each row all of its tokens attend to, with a prompt
-        that has them all; None: none.
+        that has them all. None disables it.
     """
     if not self.causal:
       raise ConfigError(
@@ -315,10 +316,10 @@ class MultiHeadAttention(Layer):
     for name, array in cache._asdict().items():
       if array is not None:
         if name in ('key', 'value'):
-          array = self._on_mesh(array) if cache.turn is None else jax.vmap(self._on_mesh)(array)
+          array = self._constrain_slots(array) if cache.turn is None else jax.vmap(self._constrain_slots)(array)
         self.update_decode_state(name, array)
 
-  def _on_mesh(self, x_BKSH: jax.Array) -> jax.Array:
+  def _constrain_slots(self, x_BKSH: jax.Array) -> jax.Array:
     """Splits vectors of a cache over the mesh."""
     return jnp.swapaxes(self.shard(jnp.swapaxes(x_BKSH, 1, 2), 'blkh'), 1, 2)
 
@@ -352,7 +353,7 @@ class MultiHeadAttention(Layer):
       query_BTNH, key_BSKH = self.query_norm(query_BTNH), self.key_norm(key_BSKH)
     if self.rotary_tpl is not None:
       query_BTNH, key_BSKH = self.rotary(query_BTNH, pos_BT), self.rotary(key_BSKH, pos_BT)
-    blnh, blkh = ('blnh', 'blkh') if split is None else map(self._mesh.with_context, ('blnh', 'blkh'))
+    blnh, blkh = ('blnh', 'blkh') if split is None else map(self._mesh.context_mapping, ('blnh', 'blkh'))
     return (
       checkpoint_name(self.shard(query_BTNH, blnh), 'query_proj'),
       checkpoint_name(self.shard(key_BSKH, blkh), 'key_proj'),
@@ -401,7 +402,9 @@ class MultiHeadAttention(Layer):
       remark: how they were computed.
       tagged: whether they have the tag 'context' already.
     """
-    context_BTNH = self.shard(context_BTNH, 'blnh' if split is None else self._mesh.with_context('blnh'), remark=remark)
+    context_BTNH = self.shard(
+      context_BTNH, 'blnh' if split is None else self._mesh.context_mapping('blnh'), remark=remark
+    )
     if not tagged:
       context_BTNH = checkpoint_name(context_BTNH, 'context')
     return checkpoint_name(self.shard(self.out(context_BTNH)), 'out_proj')

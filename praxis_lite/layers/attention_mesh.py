@@ -55,10 +55,10 @@ class AttentionMesh:
           f'{field} is {self.context_axis!r}; leave the second entry None'
         )
     # Whether the mesh has the axis, and nothing else of the queries is split over it.
-    self.resolve(self.with_context('blnh'), field)
-    self.resolve(self.with_context('blkh'), field)
+    self.resolve(self.context_mapping('blnh'), field)
+    self.resolve(self.context_mapping('blkh'), field)
 
-  def with_context(self, name: str) -> SplitDimsMapping:
+  def context_mapping(self, name: str) -> SplitDimsMapping:
     """Returns the mapping `blnh` or `blkh` with the length split over `context_axis`."""
     mapping, path = getattr(self, name), f'{self.path}.activation_split_dims_mapping.{name}'
     split = DeclaredSplit.of((UNCONSTRAINED,) * 4 if mapping is None else mapping, path)
@@ -68,7 +68,7 @@ class AttentionMesh:
   def sequence_split(self) -> SequenceSplit | None:
     """Returns how the arrays are split where `context_axis` splits the length; None where it does not."""
     field = f'{self.path}.context_axis'
-    placement = None if self.context_axis is None else self.resolve(self.with_context('blnh'), field)
+    placement = None if self.context_axis is None else self.resolve(self.context_mapping('blnh'), field)
     if placement is None:
       return None
     batch, axes, heads = (spec_axes(entry) for entry in placement.spec[:3])

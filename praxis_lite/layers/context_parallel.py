@@ -53,7 +53,7 @@ def context_parallel_attention(
   """Returns what `blockwise_attention` returns, whose other arguments these are, on the ambient mesh.
 
   Args:
-    split: how the arrays are split. Of a bias, the last dimension of each parameter is that of the heads.
+    split: how the arrays are split. The last dimension of each parameter of a bias is split like the heads.
   """
   mesh = jax.sharding.get_abstract_mesh()
   formula, heads, integers = sort_arguments((query_BTNH, key_BSKH, value_BSKH), mask, bias, dropout, spec)
@@ -65,7 +65,7 @@ def context_parallel_attention(
   rows = heads.query.shape[0] * heads.query.shape[2]
   rows //= math.prod(mesh.shape[a] for a in (*split.batch_axes, *split.head_axes))
   plan = SequencePlan.make(split, T, S, integers.mask, spec.block_size or largest_block(integers.mask, rows))
-  attend = ring_attention if split.method == 'ring' else _all_to_all
+  attend = ring_attention if split.method == 'ring' else _attend_all_to_all
   return slice_to(attend(plan, formula, heads, integers), query_BTNH.shape)
 
 
@@ -123,7 +123,7 @@ def aligned_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[int, i
 # ---------------------------------------------------------------- all-to-all
 
 
-def _all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> jax.Array:
+def _attend_all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integers) -> jax.Array:
   """Attention to whole sequences by a part of the heads."""
   axis, (T, S) = plan.split.axis, (plan.query_len, plan.key_len)
   exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)

@@ -25,12 +25,11 @@ from praxis_lite.layers.blockwise import RowSplit, blockwise_attention
 from praxis_lite.layers.context_parallel import context_parallel_attention
 from praxis_lite.layers.masks import (
   Array,
-  ArrayMask,
   AttentionMask,
   Band,
+  has_array_mask,
   has_causal,
   make_mask,
-  mask_leaves,
   split_offsets,
   to_mask,
 )
@@ -41,9 +40,9 @@ from praxis_lite.partitioning.mesh import platform
 
 Chosen = Literal['dense', 'blockwise', 'cudnn']
 IMPLEMENTATIONS = ('auto', 'dense', 'blockwise', 'cudnn', 'xla')  # 'xla' is an older name of 'dense'.
-# From so many logits a head on, 'auto' does not compute them all at once.
+# From this many logits per head, 'auto' does not compute them all at once.
 _MANY_LOGITS = 2048 * 2048
-# From so many queries and keys on, it takes the fused kernel; with a mask as an array, for up to so many logits.
+# From this many queries and keys, it takes the fused kernel; with a mask as an array, up to this many logits.
 _FUSED_FROM = 256
 _MOST_MASKED = 8192 * 8192
 
@@ -59,7 +58,7 @@ class AttentionCase(NamedTuple):
     by_rows: whether the mask has more to it, such as segments or prefixes, so that the fused kernel needs an array.
     arrays: whether a mask or a bias is given as an array of queries and keys.
     split: whether the sequence is split over a mesh axis, as `context_axis` says.
-    partly_mapped: whether it is in a `shard_map` over some of the mesh's axes, others of which split its arrays.
+    partly_mapped: whether it is in a `shard_map` over some of the mesh's axes, and other axes split its arrays.
     logit_bias, soft_cap, dropout: whether logits have a bias by position or a soft cap, and probabilities a dropout.
   """
 
@@ -99,7 +98,7 @@ class AttentionCase(NamedTuple):
       causal=has_causal(mask),
       window=offsets.behind is not None or offsets.ahead not in (None, 0),
       by_rows=more is not None,
-      arrays=array_bias or any(isinstance(leaf, ArrayMask) for leaf in mask_leaves(mask)),
+      arrays=array_bias or has_array_mask(mask),
       partly_mapped=is_partly_mapped(),
       **others,
     )

@@ -37,7 +37,7 @@ from praxis_lite.layers.precision import sum_dtype
 from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, select
 
 T = TypeVar('T')
-Bias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> what is added, [B, N, T, S].
+PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
 
 
 class KVCache(NamedTuple):
@@ -120,7 +120,7 @@ class CachedAttention:
   window: int | None = None
   page_size: int | None = None
   spec: AttentionSpec = DEFAULT_SPEC
-  bias: Bias | None = None
+  bias: PositionBias | None = None
 
   def empty(self, batch_size: int, max_len: int, num_kv_heads: int, dims_per_head: int) -> KVCache:
     """Returns an empty cache for sequences of up to `max_len` tokens, padding between them included."""
@@ -356,7 +356,7 @@ class StackedCaches:
     arrays = select(state, lambda path: path[:-1] in self._places and path[-1] != 'turn')
     return arrays, select(state, lambda path: path[:-1] not in self._places)
 
-  def at_turn(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
+  def turn_state(self, arrays: NestedDict, others: NestedDict, turn: jax.Array) -> NestedDict:
     """Returns the decode state of the layer of a turn, which takes the caches of all."""
     state = merge(others, arrays)
     for place in self._places:

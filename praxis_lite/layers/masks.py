@@ -284,7 +284,7 @@ class FunctionMask(AttentionMask):
 
 
 class Prefix(AttentionMask):
-  """The first keys of each row, as many as `length_B`, int32 [B], says."""
+  """The first keys of each row: those before index `length_B`, int32 [B]."""
 
   length_B: jax.Array = per_row()
 
@@ -411,6 +411,11 @@ def mask_leaves(mask: AttentionMask) -> Iterator[AttentionMask]:
       yield from mask_leaves(part)
   else:
     yield mask
+
+
+def has_array_mask(mask: AttentionMask) -> bool:
+  """Whether a mask is an array of queries and keys, or composed of one that is."""
+  return any(isinstance(leaf, ArrayMask) for leaf in mask_leaves(mask))
 
 
 def has_causal(mask: AttentionMask) -> bool:

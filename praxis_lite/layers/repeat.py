@@ -234,7 +234,7 @@ class Repeat(Layer):
     ) -> tuple[tuple[T, list[NestedDict]], list[SideOutputs]]:
       (x, caches), (turn, layers), after, sides = carry, xs, [], []
       for body, of_kind, arrays, (variables, state, number) in zip(bodies, stacks, caches, layers):
-        x, side = body(x, variables, of_kind.at_turn(arrays, state, turn), number)
+        x, side = body(x, variables, of_kind.turn_state(arrays, state, turn), number)
         arrays, state = of_kind.split(side.decode_state)
         after.append(arrays)
         sides.append(side._replace(decode_state=state))

@@ -135,10 +135,10 @@ class SequencePlan:
     arrays = jax.tree.map(self.spec, heads._replace(bias=None))
     biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), self._heads), heads.bias)
 
-    def in_parts(x: jax.Array) -> PartitionSpec:
+    def part_spec(x: jax.Array) -> PartitionSpec:
       return PartitionSpec(self._rows(x), self.split.axis)
 
-    mask = integers.mask.map_arrays(query=in_parts, key=in_parts, row=lambda x: PartitionSpec(self._rows(x)))
+    mask = integers.mask.map_arrays(query=part_spec, key=part_spec, row=lambda x: PartitionSpec(self._rows(x)))
     others = jax.tree.map(self.spec, integers[1:])
     return arrays._replace(bias=biases), Integers(mask, *others)
 
