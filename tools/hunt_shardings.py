@@ -9,8 +9,9 @@ Kinds of cases:
   graphs       graphs of some 30 operations with constraints between them, on meshes of 2 to 24 devices
   tasks        whole tasks of many kinds with random splits of all they hold, on meshes of 2 to 24 devices
 
-Each case is drawn from the seed and its number alone: `--first` goes on where another run ended. A wrong one is made as
-small as it stays wrong and printed as a program that runs by itself. The exit code is 1 if any case was wrong.
+Each case is drawn from the seed and its number alone, three tasks that follow each other with the same model: `--first`
+goes on where another run ended. A wrong one is made as small as it stays wrong and printed as a program that runs by
+itself. The exit code is 1 if any case was wrong.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ _KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
   'operations': operations.draw,
   'models': models.draw,
   'graphs': functools.partial(drawing.draw, families=FAMILIES),
-  'tasks': tasks.draw,
 }
+# So many cases that follow each other are layouts of the same task, which runs on one device once.
+_LAYOUTS = 3
 # Processes begin before JAX has a thread, so that forking is safe; one that XLA aborts takes no other with it.
 _PROCESSES = multiprocessing.get_context('fork')
 _ABORTED = Outcome('wrong', 'XLA aborts the process')
@@ -64,7 +66,7 @@ _HANGS = Outcome('wrong', 'the process does not end')
 # A case that takes longer than so many seconds, its being made smaller included, is taken to wait forever.
 _MOST_SECONDS = 900.0
 _SECONDS_OF_A_HANG = 60.0
-# A wrong case is made smaller for so many seconds.
+# A wrong case is made smaller for so many seconds, unless the command line says otherwise.
 _SECONDS_OF_SHRINKING = 180.0
 
 
@@ -77,15 +79,30 @@ class Report(NamedTuple):
   smallest: Case | None = None
 
 
-def hunt(kind: str, seed: int, numbers: Iterable[int]) -> Iterator[Report]:
-  """Runs cases, each drawn from the seed and its number alone, and makes the wrong ones small."""
+def draw(kind: str, seed: int, number: int) -> Case:
+  """A case, which its seed and number decide."""
+  rng = np.random.default_rng([seed, number])
+  if kind == 'tasks':
+    return tasks.draw(rng, of_model=np.random.default_rng([seed, number // _LAYOUTS, 1]))
+  return _KINDS[kind](rng)
+
+
+def hunt(
+  kind: str,
+  seed: int,
+  numbers: Iterable[int],
+  seconds: float = _SECONDS_OF_SHRINKING,
+  begin: Callable[[Case], object] = lambda case: None,
+) -> Iterator[Report]:
+  """Runs cases, and makes wrong ones small, each for so many seconds; `begin` is called with each before it runs."""
   for number in numbers:
-    case = _KINDS[kind](np.random.default_rng([seed, number]))
+    case = draw(kind, seed, number)
+    begin(case)
     outcome = run(case)
     smallest = None
     if outcome.kind == 'wrong':
       print(f'seed {seed}, case {number}: {outcome.why}; it is made smaller', file=sys.stderr, flush=True)
-      smallest = shrink(case, _in_time(functools.partial(_fails_like, outcome)))
+      smallest = shrink(case, _in_time(functools.partial(_fails_like, outcome), seconds))
     yield Report(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
       jax.clear_caches()
@@ -103,11 +120,11 @@ def run(case: Case) -> Outcome:
     return Outcome('skipped', type(error).__name__)
 
 
-def hunt_in_processes(kind: str, seed: int, numbers: range) -> Iterator[Report]:
+def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SECONDS_OF_SHRINKING) -> Iterator[Report]:
   """The same, in a process of its own, and in another one from the next case on if XLA aborts it or it hangs."""
   while numbers:
     receiving, sending = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers), daemon=True)
+    process = _PROCESSES.Process(target=_send, args=(sending, kind, seed, numbers, seconds), daemon=True)
     process.start()
     sending.close()
     case, ended = None, _ABORTED
@@ -129,15 +146,16 @@ def hunt_in_processes(kind: str, seed: int, numbers: range) -> Iterator[Report]:
       process.join()
     if numbers and case is not None:
       print(f'seed {seed}, case {numbers[0]}: {ended.why}; it is made smaller', file=sys.stderr, flush=True)
-      yield Report(numbers[0], case, ended, shrink(case, _in_time(functools.partial(ends_badly, ended)), max_runs=120))
+      is_wrong = _in_time(functools.partial(ends_badly, ended), seconds)
+      yield Report(numbers[0], case, ended, shrink(case, is_wrong, max_runs=120))
       numbers = numbers[1:]
     elif numbers:
       raise SystemExit(f'seed {seed}, case {numbers[0]}: the process ended before there was a case')
 
 
-def _in_time(is_wrong: Callable[[Case], bool]) -> Callable[[Case], bool]:
+def _in_time(is_wrong: Callable[[Case], bool], seconds: float) -> Callable[[Case], bool]:
   """The same question, for so long as there is time to make a case smaller."""
-  end = time.monotonic() + _SECONDS_OF_SHRINKING
+  end = time.monotonic() + seconds
   return lambda case: time.monotonic() < end and is_wrong(case)
 
 
@@ -152,12 +170,10 @@ def ends_badly(outcome: Outcome, case: Case) -> bool:
   return hangs if outcome is _HANGS else bool(process.exitcode) and not hangs
 
 
-def _send(sending: Connection, kind: str, seed: int, numbers: Iterable[int]) -> None:
+def _send(sending: Connection, kind: str, seed: int, numbers: Iterable[int], seconds: float) -> None:
   """Sends each case before it runs, so that the process above knows which one it was, and then its report."""
-  for number in numbers:
-    sending.send(_KINDS[kind](np.random.default_rng([seed, number])))
-    for report in hunt(kind, seed, [number]):
-      sending.send(report)
+  for report in hunt(kind, seed, numbers, seconds, begin=sending.send):
+    sending.send(report)
 
 
 def main() -> int:
@@ -165,8 +181,9 @@ def main() -> int:
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--first', type=int, default=0, help='number of the first case')
   parser.add_argument('--cases', type=int, default=1000)
-  parser.add_argument('--kind', choices=[*_KINDS], default='operations')
+  parser.add_argument('--kind', choices=[*_KINDS, 'tasks'], default='operations')
   parser.add_argument('--minutes', type=float, default=float('inf'), help='no case begins after them')
+  parser.add_argument('--shrinking', type=float, default=_SECONDS_OF_SHRINKING, help='seconds to make a case smaller')
   parser.add_argument(
     '--without', default='', help='families of operations that no graph has, with commas between them'
   )
@@ -176,7 +193,7 @@ def main() -> int:
   counts: collections.Counter[str] = collections.Counter()
   start = time.monotonic()
   for number, case, outcome, smallest in hunt_in_processes(
-    options.kind, options.seed, range(options.first, options.first + options.cases)
+    options.kind, options.seed, range(options.first, options.first + options.cases), options.shrinking
   ):
     counts.update([outcome.kind, f'{case.family} {outcome.kind}', *['guarded'] * bool(outcome.guarded)])
     if outcome.kind in ('right', 'wrong'):

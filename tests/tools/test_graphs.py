@@ -48,6 +48,31 @@ def test_a_program_is_a_function_of_its_seed():
   assert draw(3) == draw(3) and draw(3) != draw(4)
 
 
+def test_a_program_is_drawn_of_every_seed():
+  """Here the first array that is drawn is too large."""
+  rng = np.random.default_rng([50, 14])
+  assert drawing.draw(rng, FAMILIES, operations=1).lines
+
+
+def test_what_one_device_computes_is_guarded_too():
+  """XLA forgets there too that the inner one of two slices begins inside of its array."""
+  slices = 'lax.dynamic_slice_in_dim({}, {}, {}, 0)'
+  program = Program(
+    lines=(
+      Line('v1', 'ints((15,))', (15,), 'float32', is_input=True),
+      Line('v2', 'ids((), 1) + 13', (), 'int32', is_input=True),
+      Line('v3', 'ids((), 1)', (), 'int32', is_input=True),
+      Line('v4', slices.format('v1', 'v2', 10), (10,), 'float32'),
+      Line('v5', slices.format('v4', 'v3', 8), (8,), 'float32'),
+    ),
+    mesh=(('c', 2),),
+    outputs=('v5',),
+    is_exact=True,
+    gradient=False,
+  )
+  assert program.run().kind == 'right', program.run().why
+
+
 def test_all_families_are_drawn():
   programs = [draw(i, operations=40) for i in range(8)]
   found = collections.Counter(line.family for program in programs for line in program.lines)

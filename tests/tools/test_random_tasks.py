@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.training import partitioned_step
+from tools import hunt_shardings
 from tools.graphs import tasks
 from tools.graphs.tasks import Task
 from tools.hunt.cases import num_devices
@@ -42,6 +43,13 @@ def test_a_task_is_a_function_of_its_seed():
   assert draw(3) == draw(3) and draw(3) != draw(4)
 
 
+def test_layouts_of_a_model_differ_in_all_but_the_model():
+  first, second = (tasks.draw(np.random.default_rng(i), of_model=np.random.default_rng(9)) for i in (1, 2))
+  assert first.alone() == second.alone() and first != second
+  reports = [hunt_shardings.draw('tasks', 60, number) for number in range(6)]
+  assert [case.alone() == reports[0].alone() for case in reports] == [True] * 3 + [False] * 3
+
+
 @pytest.mark.parametrize('family', ['lm', 'tower', 'convolutions'])
 def test_tasks_of_each_family_have_splits_of_all_they_hold(family):
   drawn = [draw(seed, only=family) for seed in range(3)]
@@ -55,7 +63,7 @@ def test_tasks_of_each_family_have_splits_of_all_they_hold(family):
 def test_a_task_with_layers_of_a_users_own_is_right():
   outcome = TOWER.run()
   assert outcome.kind == 'right', outcome.why
-  specs = TOWER.results(TOWER.task(True))[0]
+  specs = TOWER.results('float32')[0]
   assert {'first_mdl_vars network.layer_1.w', 'loss of step 1', 'loss of evaluation'} <= {*specs}
   assert any(name.startswith('opt_states') and 'gradients' in name for name in specs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -215,8 +216,9 @@ def draw(
   graph = Graph(rng, is_exact=bool(rng.random() < 0.6), gradient=bool(rng.random() < 0.6))
   names = [*families]
   weights = np.array([families[name][0] for name in names])
-  for _ in range(2):
-    graph.array([graph.size() for _ in range(int(rng.integers(1, 4)))])
+  while len(graph.lines) < 2:
+    with contextlib.suppress(NotDrawn):  # Too large: another one is drawn.
+      graph.array([graph.size() for _ in range(int(rng.integers(1, 4)))])
   done = tries = 0
   while done < operations and tries < 20 * operations:
     tries += 1

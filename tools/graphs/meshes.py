@@ -9,6 +9,7 @@ import numpy as np
 from tools.hunt.cases import MeshAxes
 
 MOST_DEVICES = 24
+AXES = 'abcd'
 _SIZES = (2, 2, 2, 3, 3, 4, 5, 6)
 
 
@@ -18,4 +19,4 @@ def draw_mesh(rng: np.random.Generator, most_devices: int = MOST_DEVICES) -> Mes
   while True:
     sizes = [int(rng.choice(_SIZES)) for _ in range(number)]
     if math.prod(sizes) <= most_devices:
-      return tuple(zip('abcd', sizes))
+      return tuple(zip(AXES, sizes))

@@ -2,13 +2,15 @@
 
 A task is drawn of a family, with random fields; then each variable gets a random split, by a strategy, and each
 activation that a layer constrains gets one, whatever its layer: what layers constrain is seen as they are traced. So a
-new layer, or a user's own, needs nothing here to be tried. Compared are the first state, losses, metrics, gradients and
-every array of the state after two steps of the optimizer, evaluation, and decoding; in float64 where they differ.
+new layer, or a user's own, needs nothing here to be tried. Compared are losses, metrics, gradients and every array of
+the state after two steps of the optimizer, evaluation, decoding, and the first state where it is made on the mesh; in
+float64 where they differ. Several layouts of a model are compared with the same run on one device.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -42,7 +44,7 @@ from praxis_lite.task import SingleTask
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.trees import leaves_by_path, path_name
 from tools.graphs.layers import Heads, Memory, Mixer, Tower, Window
-from tools.graphs.meshes import draw_mesh
+from tools.graphs.meshes import AXES, draw_mesh
 from tools.hunt.cases import (
   Entries,
   MeshAxes,
@@ -105,7 +107,8 @@ class Task:
     mesh: names and sizes of the axes.
     weights, activations: paths of variables, and of the mappings of layers, with how they are split.
     inputs: how inputs are split, by rank.
-    steps: of 'train', 'evaluate' and 'decode'.
+    steps: of 'init', 'train', 'evaluate' and 'decode'; without 'init', what one device has initialized is put on the
+      mesh.
     strategy: of variables that `weights` do not name; an op, or ''.
   """
 
@@ -127,8 +130,12 @@ class Task:
     fields = '\n'.join(f'  {f.name}={getattr(self, f.name)!r},' for f in dataclasses.fields(self))
     return _SCRIPT.format(devices=num_devices(self.mesh), fields=fields)
 
-  def task(self, on_mesh: bool, dtype: str = 'float32') -> SingleTask:
-    """The task, on its mesh or on one device."""
+  def alone(self) -> Task:
+    """The same on one device: equal for all layouts of a model."""
+    return Task(self.family, self.fields, tuple((axis, 1) for axis in AXES), steps=self.steps)
+
+  def task(self, dtype: str = 'float32') -> SingleTask:
+    """The task, on its mesh."""
     f = dict(self.fields)
     config = Config(SingleTask, model=_MODELS[self.family](f))
     config.model.dtype = dtype
@@ -137,7 +144,7 @@ class Task:
     config.train.learner.set(num_microbatches=f['num_microbatches'], ema_decay=f['ema_decay'])
     config.train.learner.clip_gradient_norm_to_value = f['clip']
     config.mesh_axis_names = tuple(name for name, _ in self.mesh)
-    config.ici_mesh_shape = tuple(size if on_mesh else 1 for _, size in self.mesh)
+    config.ici_mesh_shape = tuple(size for _, size in self.mesh)
     rules = [(re.escape(path), f'split_as({entries!r})') for path, entries in self.weights]
     config.strategy = rules + ([('.*', self.strategy)] if self.strategy else [])
     if self.inputs:
@@ -170,9 +177,9 @@ class Task:
   def _compare(self, dtype: str, tolerance: float) -> Outcome:
     alone = True
     try:
-      expected, _ = self.results(self.task(False, dtype))
+      first_state, expected = _results_alone(self.alone(), dtype)
       alone = False
-      found, guarded = self.results(self.task(True, dtype))
+      found, guarded = self.results(dtype, first_state)
     except UserError as error:
       return Outcome('refused', re.sub(r"\(.*?\)|'.*?'|\d+|\[.*?\]", '…', str(error))[:160])
     except Exception as error:
@@ -196,37 +203,39 @@ class Task:
       return Outcome('wrong', f'{len(wrong)} results differ: {worst}', guarded)
     return Outcome('right', guarded=guarded)
 
-  def results(self, task: SingleTask) -> tuple[dict[str, np.ndarray], int]:
-    """What the steps of a task compute, by name, in true shapes; and how many operations guards changed."""
+  def results(self, dtype: str, first_state: Any = None) -> tuple[dict[str, np.ndarray], int]:
+    """What the steps compute, by name, in true shapes; and how many operations guards changed.
+
+    Args:
+      dtype: of the model.
+      first_state: the train state to begin with, in true shapes, which 'init' does not use; None makes one.
+    """
     found: dict[str, np.ndarray] = {}
-    batch, guarded = self.batch(), 0
+    task, batch, guarded = self.task(dtype), self.batch(), 0
     on_mesh = PartitionedTask(task, batch)
-    state = on_mesh.init_state(jax.random.key(0))
-    shapes = on_mesh.unpadded_state_shapes
 
     def note(kind: str, tree: object) -> None:
       for path, x in leaves_by_path(tree).items():
         if not jnp.issubdtype(getattr(x, 'dtype', np.float32), jax.dtypes.extended):
           found[f'{kind} {path_name(path)}'] = np.asarray(x).astype(np.float64)
 
-    def true(kept: Any) -> dict[str, object]:
-      def cut(x: Any, shape: Any) -> Any:
-        is_key = jnp.issubdtype(getattr(x, 'dtype', np.float32), jax.dtypes.extended)
-        return np.zeros(()) if is_key else np.asarray(x)[tuple(map(slice, shape.shape))]
+    def note_state(prefix: str, state: Any) -> None:
+      unpadded = on_mesh.unpadded(state)
+      for name in ('mdl_vars', 'opt_states', 'ema_vars'):
+        note(f'{prefix}{name}', getattr(unpadded, name))
 
-      parts = ('mdl_vars', 'opt_states', 'ema_vars')
-      return {name: jax.tree.map(cut, getattr(kept, name), getattr(shapes, name)) for name in parts}
-
-    for name, tree in true(state).items():
-      note(f'first_{name}', tree)
+    if first_state is None or 'init' in self.steps:
+      state = on_mesh.init_state(jax.random.key(0))
+      note_state('first_', state)
+    else:
+      state = on_mesh.padded(first_state)
     if 'train' in self.steps:
       for i in range(2):
         out = on_mesh.train_step(state, jax.random.key(1 + i), batch)
         state = out.state
         found[f'loss of step {i}'] = np.asarray(out.weighted_loss, np.float64)
       note('metric', {name: metric for name, metric in out.mean_metrics.items() if 'accuracy' not in name})
-      for name, tree in true(state).items():
-        note(name, tree)
+      note_state('', state)
       guarded += len(on_mesh.train_step.guarded)
     if 'evaluate' in self.steps:
       evaluated = on_mesh.eval_step(state.mdl_vars, jax.random.key(5), state.step, batch)
@@ -311,6 +320,15 @@ _PLAIN: dict[str, Value] = {
 }
 
 
+@functools.lru_cache(maxsize=2)
+def _results_alone(case: Task, dtype: str) -> tuple[Any, dict[str, np.ndarray]]:
+  """The first state of a task on one device, and what its steps compute."""
+  on_device = PartitionedTask(case.task(dtype), case.batch())
+  first_state = on_device.unpadded(on_device.init_state(jax.random.key(0)))
+  found, _ = case.results(dtype, first_state)
+  return first_state, found
+
+
 def _mapping(entries: Entries) -> tuple[object, ...]:
   return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries)
 
@@ -388,16 +406,31 @@ _LAYERS = ('ff', 'gated', 'attention', 'norm', 'linear', 'mixer', 'heads', 'wind
 # ---------------------------------------------------------------- drawing
 
 
-def draw(rng: np.random.Generator, only: str = '') -> Task:
-  """A random task that runs on one device, of any family or of one only."""
+def draw(rng: np.random.Generator, of_model: np.random.Generator | None = None, only: str = '') -> Task:
+  """A random layout of a random model that runs on one device.
+
+  Args:
+    rng: where choices come from.
+    of_model: where those of the model come from, by default `rng`: if it is equal, the model is the same.
+    only: the family; '' for any.
+  """
+  model = _draw_model(of_model or rng, only)
+  fields = dict(model.fields)
+  names_an_axis = fields.get('context_axis') is not None or bool(fields.get('stages'))
+  return _draw_splits(rng, model if names_an_axis else dataclasses.replace(model, mesh=draw_mesh(rng)))
+
+
+def _draw_model(rng: np.random.Generator, only: str) -> Task:
   while True:
     mesh = draw_mesh(rng)
-    family = only or ('lm', 'lm', 'tower', 'tower', 'convolutions')[rng.integers(5)]
-    case = Task(family, tuple(_draw_fields(rng, family, mesh).items()), mesh)
+    family = only or ('lm', 'tower', 'tower', 'tower', 'convolutions')[rng.integers(5)]
+    model = Task(family, tuple(_draw_fields(rng, family, mesh).items()), mesh)
     try:
-      return _draw_splits(rng, case)
+      _arrays(model.alone())
     except (UserError, TypeError, ValueError):
       continue  # Fields that do not fit each other.
+    kinds: list[tuple[str, ...]] = [('train',)] * 3 + [('train', 'evaluate'), ('train', 'decode'), ('init', 'train')]
+    return dataclasses.replace(model, steps=kinds[rng.integers(len(kinds))])
 
 
 def _draw_fields(rng: np.random.Generator, family: str, mesh: MeshAxes) -> dict[str, Value]:
@@ -405,7 +438,7 @@ def _draw_fields(rng: np.random.Generator, family: str, mesh: MeshAxes) -> dict[
     return values[rng.integers(len(values))]
 
   fields: dict[str, Value] = {
-    'optimizer': one(*_OPTIMIZERS),
+    'optimizer': one(*_OPTIMIZERS, *['sgd'] * len(_OPTIMIZERS)),
     'num_microbatches': one(1, 1, 1, 2, 3),
     'ema_decay': one(0.0, 0.0, 0.9),
     'clip': one(0.0, 0.0, 0.5),
@@ -449,7 +482,7 @@ def _draw_lm(rng: np.random.Generator, mesh: MeshAxes) -> dict[str, Value]:
     'relative_bias': not in_context and one(False, False, True), 'combine_qkv': one(False, False, True),
     'implementation': 'auto' if in_context else one('dense', 'blockwise', 'auto'),
     'context_axis': axis if in_context else None, 'stages': size if pipelined else 0, 'stage_axis': axis,
-    'experts': one(0, 0, 2, 3, 4), 'dispatch': one('dropless', 'capacity'), 'shared': one(0, 1),
+    'experts': one(0, 0, 0, 2, 3, 4), 'dispatch': one('dropless', 'capacity'), 'shared': one(0, 1),
   }  # fmt: skip
 
 
@@ -462,20 +495,13 @@ def _draw_splits(rng: np.random.Generator, case: Task) -> Task:
   def entries(rank: int) -> Entries:
     return random_entries(rng, rank, free, 0.8) if free else ((),) * rank
 
-  kinds: list[tuple[str, ...]] = [('train',), ('train',), ('train', 'evaluate'), ('train', 'decode')]
-  case = dataclasses.replace(case, steps=kinds[rng.integers(len(kinds))])
-  declared = leaves_by_path(case.task(False).model.abstract_init())
-  weights = [
-    (path_name(path), entries(len(weight.full_shape)))
-    for path, weight in declared.items()
-    if weight.full_shape and rng.random() < share
-  ]
+  variables, constrained = _arrays(dataclasses.replace(case, steps=('train',)).alone())
+  weights = [(path, entries(rank)) for path, rank in variables.items() if rank and rng.random() < share]
   strategy = ''
   if rng.random() < 0.2:
     names = tuple(name for name, _ in free)
     strategy = f'fsdp(axis={names!r}, min_size_to_shard_mb=0)' if names else ''
     weights = weights[: len(weights) // 2] if rng.random() < 0.5 else []
-  constrained = _constrained(case)
   activations = [(path, entries(rank)) for path, rank in constrained.items() if rng.random() < share]
   inputs = [(str(rank), entries(rank)) for rank in (1, 2, 3, 4) if rng.random() < share]
   if inputs:  # Rows are split alike, whatever else is.
@@ -486,8 +512,12 @@ def _draw_splits(rng: np.random.Generator, case: Task) -> Task:
   )
 
 
-def _constrained(case: Task) -> dict[str, int]:
-  """The mappings of activations that the layers of a task constrain, with ranks: what `Layer.shard` is called with."""
+@functools.lru_cache(maxsize=2)
+def _arrays(case: Task) -> tuple[dict[str, int], dict[str, int]]:
+  """The ranks of the variables of a task, and of the activations that its layers constrain, by mapping.
+
+  The latter is what `Layer.shard` is called with.
+  """
   found: dict[str, int] = {}
   original = Layer.shard
 
@@ -496,8 +526,9 @@ def _constrained(case: Task) -> dict[str, int]:
       found[f'{layer.path_name}.{mapping}'] = x.ndim
     return original(layer, x, mapping, remark)
 
-  task = case.task(False)
+  task = case.task()
+  variables = leaves_by_path(task.model.abstract_init())
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch())
   with mock.patch.object(Layer, 'shard', noting):
     PartitionedTask(task, batch).eval_step.trace()
-  return found
+  return {path_name(path): len(weight.full_shape) for path, weight in variables.items()}, found
