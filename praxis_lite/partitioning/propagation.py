@@ -18,6 +18,7 @@ from praxis_lite.jax_internals.mlir import ir, run_passes, sdy, stablehlo
 _PROPAGATE = 'builtin.module(symbol-dce,sdy-propagation-pipeline)'
 _MAKE_COMPATIBLE = 'builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))'
 _COMMUNICATE = 'builtin.module(func.func(sdy-reshard-to-collectives))'
+_HIDDEN = 'stablehlo.custom_call'  # What a reshape is while it is hidden.
 _NUMBER = 'praxis_lite.site'  # The attribute that finds an operation again in a copy.
 
 
@@ -164,7 +165,7 @@ class Propagation:
     return [Instance(site, splits, compatible) for (site, splits), (_, compatible) in pairs]
 
   def _read(self, copy: ir.Operation) -> Iterator[tuple[Site, tuple[Split, ...]]]:
-    for op in operations(copy, self._names):
+    for op in operations(copy, {*self._names, _HIDDEN}):
       if _NUMBER not in op.attributes:  # A guard has inserted it.
         continue
       site = self.sites[ir.IntegerAttr(op.attributes[_NUMBER]).value]
@@ -265,8 +266,9 @@ def _hide(reshapes: Iterable[ir.Operation]) -> None:
     (before,), (after,) = op.operands, op.results
     with ir.InsertionPoint(op), op.location:
       hidden = stablehlo.CustomCallOp([after.type], [before], call_target_name='praxis_lite.reshape')
-    if 'sdy.sharding' in op.attributes:
-      hidden.operation.attributes['sdy.sharding'] = op.attributes['sdy.sharding']
+    for name in ('sdy.sharding', _NUMBER):
+      if name in op.attributes:
+        hidden.operation.attributes[name] = op.attributes[name]
     after.replace_all_uses_with(hidden.results[0])
     op.erase()
 

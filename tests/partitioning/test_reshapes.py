@@ -1,4 +1,4 @@
-"""Reshapes of which axes split no dimension evenly: Shardy ends the process that asks it how to make them local."""
+"""Reshapes of which axes split no dimension evenly: Shardy, or XLA, ends the process."""
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,22 @@ def test_guards_and_collectives_can_be_read(reshape):
   assert with_collectives(program.compiler_ir('stablehlo')) is not None
   guard(program)
   np.testing.assert_array_equal(program.compile()(x), x.reshape(reshape[3]))
+
+
+def test_reshapes_of_several_dimensions_that_do_not_divide():
+  """Of 9 rows over 2, and of 6 dims over 4, XLA made another number of entries, and ended the process."""
+  program = lowered((9, 12), {'b': 2, 'c': 4}, P('b', 'c'), (3, 3, 6, 2), P(None, None, 'c'))
+  x = np.arange(9 * 12, dtype=np.float32).reshape(9, 12)
+  assert 'reshape' in {change.op for change in guard(program)}
+  np.testing.assert_array_equal(program.compile()(x), x.reshape(3, 3, 6, 2))
+
+
+def test_reshapes_of_one_dimension_that_does_not_divide_stay_as_they_are():
+  """Such as of the dims of 6 heads over 4 devices: these are right, and need no communication that XLA does not."""
+  program = lowered((4, 5, 24), {'a': 2, 'b': 4}, P('a', None, 'b'), (4, 5, 6, 4), P('a', None, 'b'))
+  x = np.arange(480, dtype=np.float32).reshape(4, 5, 24)
+  assert 'reshape' not in {change.op for change in guard(program)}
+  np.testing.assert_array_equal(program.compile()(x), x.reshape(4, 5, 6, 4))
 
 
 def test_what_a_reshape_that_divides_communicates_is_seen():

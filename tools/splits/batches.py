@@ -62,7 +62,8 @@ def run(program: Program, mesh_shape: Sequence[int], cases: Sequence[Splits], gu
     results = []
     for number in range(len(cases)):
       with jax.named_scope(f'case_{number}'):
-        results.append(jnp.ravel(program.fn(*args)))
+        result = program.fn(*args)
+      results.append(jnp.ravel(result))
     return jnp.concatenate(results)
 
   whole = NamedSharding(mesh, PartitionSpec())
@@ -88,6 +89,7 @@ def _state(lowered: jax.stages.Lowered, program: Program, cases: Sequence[Splits
     inline_calls(module.operation)
     run_passes('builtin.module(symbol-dce)', module.operation)  # The functions that were called.
     propagation = Propagation(module, {program.op})
+    propagation.sites = [site for site in propagation.sites if 'case_' in site.where]
     if len(propagation.sites) != len(cases):
       raise ValueError(f'{program.name} makes {len(propagation.sites) / len(cases):g} operations {program.op}, not one')
     for site, splits in zip(propagation.sites, cases):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tools.splits import calls, images, lookups, products, reshards
+from tools.splits import calls, images, lookups, products, reshapes, reshards
 from tools.splits.batches import Program
 
 KINDS: dict[str, Callable[[], Iterator[Program]]] = {
@@ -15,6 +15,7 @@ KINDS: dict[str, Callable[[], Iterator[Program]]] = {
   'windows': images.windows,
   'gradients of windows': images.window_gradients,
   'pads': images.pads,
+  'reshapes': reshapes.programs,
   'reshards': reshards.programs,
   'gathers': lookups.gathers,
   'scatters': lookups.scatters,

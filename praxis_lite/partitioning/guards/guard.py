@@ -13,7 +13,7 @@ from praxis_lite.errors import ShardingError
 from praxis_lite.jax_internals import reading, tell_once, unless_unknown
 from praxis_lite.jax_internals.flags import jaxlib_release
 from praxis_lite.jax_internals.lowering import export_changed
-from praxis_lite.partitioning.guards import images, lapack, lookups, products, results, transforms
+from praxis_lite.partitioning.guards import images, lapack, lookups, products, reshapes, results, transforms
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
 from praxis_lite.partitioning.guards.crops import crop_before_convolutions
 from praxis_lite.partitioning.guards.starts import clamp_starts
@@ -73,6 +73,7 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.dynamic_update_slice': lookups.guard_slice,
   GATHER: lookups.guard_lookup,
   SCATTER: lookups.guard_scatter,
+  reshapes.RESHAPE: reshapes.guard_reshape,
   transforms.FFT: transforms.guard_fft,
   lapack.CALL: lapack.guard_lapack,
 }
