@@ -10,6 +10,7 @@ GPU, with Shardy and without.
     products    products of matrices
     images      convolutions, windows and pads
     lookups     gathers, slices and scatters
+    reshapes    reshapes, which end the process
     transforms  Fourier transforms
     starts      slices that begin past the end, wrong on one device too
     crops       convolutions that crop, wrong on one device of a CPU too
