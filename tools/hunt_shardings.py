@@ -38,7 +38,7 @@ import numpy as np
 
 from praxis_lite.jax_internals.flags import with_flags
 from tools.graphs import drawing, tasks
-from tools.graphs.operations import FAMILIES
+from tools.graphs.families import FAMILIES
 from tools.hunt import models, operations
 from tools.hunt.cases import Case, Outcome, shrink
 

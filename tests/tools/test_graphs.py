@@ -10,8 +10,8 @@ import pytest
 
 from praxis_lite.partitioning import guards
 from tools.graphs import drawing
+from tools.graphs.families import FAMILIES
 from tools.graphs.meshes import draw_mesh
-from tools.graphs.operations import FAMILIES
 from tools.graphs.programs import Line, Program
 from tools.hunt.cases import shrink
 

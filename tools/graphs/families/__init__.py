@@ -1,0 +1,18 @@
+"""The operations that graphs are drawn of."""
+
+from __future__ import annotations
+
+from tools.graphs.families import dimensions, entries, images, lookups, order, products, reals, regions
+from tools.graphs.families.register import Families
+
+# In an order that seeds rely on.
+FAMILIES: Families = {
+  **products.FAMILIES,
+  **images.FAMILIES,
+  **lookups.FAMILIES,
+  **order.FAMILIES,
+  **dimensions.FAMILIES,
+  **entries.FAMILIES,
+  **reals.FAMILIES,
+  **regions.FAMILIES,
+}

@@ -1,0 +1,65 @@
+"""Sorts, and what is found by comparing entries."""
+
+from __future__ import annotations
+
+import functools
+
+from tools.graphs.drawing import Graph, Operation
+from tools.graphs.families.register import Families, family
+
+FAMILIES: Families = {}
+_family = functools.partial(family, FAMILIES)
+
+
+@_family(2)
+def _sort(g: Graph) -> Operation:
+  x = g.pick(1, 3)
+  axis = g.axis(x)
+  if g.is_exact:  # What a sort does with equals is determined, and so is its gradient.
+    text = f'jnp.sort({x.name}, axis={axis}, stable=True, descending={g.chance(0.3)})'
+  else:
+    text = f'jnp.sort({x.name}, axis={axis})'
+  return Operation(text, g.bound(x))
+
+
+@_family(1)
+def _sort_by_keys(g: Graph) -> Operation:
+  x = g.pick(1, 3)
+  axis = g.axis(x)
+  keys = g.ids(x.shape, 4)
+  return Operation(f'lax.sort(({keys.name}, {x.name}), dimension={axis}, num_keys=1, is_stable=True)[1]', g.bound(x))
+
+
+@_family(1)
+def _sort_rows(g: Graph) -> Operation:
+  x = g.pick(2, 3)
+  order = f'jnp.argsort({x.name}[(slice(None),) + (0,) * {len(x.shape) - 1}], stable=True)'
+  return Operation(f'{x.name}[{order}]', g.bound(x), size=2)
+
+
+@_family(1)
+def _top_k(g: Graph) -> Operation:
+  x = g.pick(1, 3)
+  return Operation(f'lax.top_k({x.name}, {g.rng.integers(1, x.shape[-1] + 1)})[0]', g.bound(x))
+
+
+@_family(0.7)
+def _ranks(g: Graph) -> Operation:
+  x = g.pick(1, 3)
+  axis = g.axis(x)
+  form = g.one('jnp.argsort({x}, axis={a}, stable=True)', 'jnp.argmax({x}, axis={a})', 'jnp.argmin({x}, axis={a})')
+  text = form.format(x=x.name, a=axis)
+  return Operation(f'{text}.astype({x.name}.dtype)', float(x.shape[axis]))
+
+
+@_family(0.7)
+def _searches(g: Graph) -> Operation:
+  x, y = g.pick(1, 1), g.pick(1, 2)
+  text = g.one(
+    f'jnp.searchsorted(jnp.sort({x.name}), {y.name})',
+    f'jnp.histogram({y.name}, bins=jnp.arange(-4, 5))[0]',
+    f'jnp.nonzero({x.name}, size={x.shape[0]}, fill_value=0)[0]',
+    f'jnp.unique({x.name}.astype(jnp.int32), size={x.shape[0]}, fill_value=0)',
+    f'jnp.bincount(jnp.abs({x.name}).astype(jnp.int32), length=6)',
+  )
+  return Operation(f'{text}.astype({x.name}.dtype)', 24.0)

@@ -1,0 +1,36 @@
+"""How a family of operations is registered, under the name of the function that draws one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tools.graphs.drawing import Graph, NotDrawn, Operation
+
+Draw = Callable[[Graph], Operation]
+# The weight of each family, and what draws of it.
+Families = dict[str, tuple[float, Draw]]
+
+
+def family(families: Families, weight: float = 1.0, smooth: bool = False) -> Callable[[Draw], Draw]:
+  """Registers a family with its weight; one whose results are no integers is for smooth programs only."""
+
+  def register(draw: Draw) -> Draw:
+    def checked(g: Graph) -> Operation:
+      if smooth and g.is_exact:
+        raise NotDrawn
+      return draw(g)
+
+    families[draw.__name__.strip('_')] = weight, checked
+    return draw
+
+  return register
+
+
+def letters(g: Graph, n: int, used: str = '') -> str:
+  """So many letters that are not used yet."""
+  rest = [c for c in 'abcdefghijklmnop' if c not in used]
+  return ''.join(rest[i] for i in g.rng.permutation(len(rest))[:n])
+
+
+def shuffled(g: Graph, text: str) -> str:
+  return ''.join(text[i] for i in g.rng.permutation(len(text)))
