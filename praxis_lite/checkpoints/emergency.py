@@ -79,7 +79,7 @@ class _Shard(NamedTuple):
 
 
 class EmergencyCopy:
-  """The part of this process of a copy, which is verified.
+  """The part of a copy that this process wrote; it is verified.
 
   Args:
     file: where it is.
@@ -87,10 +87,9 @@ class EmergencyCopy:
   Attributes:
     step: of the state.
     input_state: that of the training input after the batch of this step.
-    metrics: lines of metrics until this step that the disk had not taken.
-    record: what else is said of it: 'mesh', 'processes', 'variables', 'checkpoint'.
-
-    save: what the parts of all processes of one copy have in common, as text.
+    metrics: lines of metrics until this step that were not on the disk.
+    record: what else is recorded: 'mesh', 'processes', 'variables', 'checkpoint'.
+    save: text that the parts of all processes of one copy have in common.
 
   Raises:
     OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not what was written.
@@ -123,14 +122,14 @@ class EmergencyCopy:
       CheckpointError: it has changed since it was verified.
     """
 
-    def restored(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def restore_array(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
       data, name = data_shape(shape), path_name(path)
       part = lambda index: self._shards[name, _bounds(index, data.shape)].read(opened)  # noqa: E731
       return from_data(shape, jax.make_array_from_callback(data.shape, data.sharding, part))
 
     try:
       with open_plain(self._file) as opened:
-        return map_with_path(restored, shapes)
+        return map_with_path(restore_array, shapes)
     except (OSError, ValueError) as error:
       raise CheckpointError(f'{self._file}: {first_line(error)}') from error
 
@@ -140,7 +139,7 @@ class EmergencyCopies:
 
   Args:
     job_log_dir: the run's directory, which all processes see.
-    directories: folders of this host; without any, there are no copies, and the methods do nothing.
+    directories: folders of this host. If there are none, no copies are made, and the methods do nothing.
     shapes: padded shapes of the state, with shardings.
     true_shapes: the same without padding.
 
@@ -164,7 +163,7 @@ class EmergencyCopies:
       'variables': records_of(true_shapes),
     }
     run = hashlib.blake2b(str(job_log_dir).encode(), digest_size=6).hexdigest()
-    self._homes = [user_path(directory) / _of_user() / run for directory in directories]
+    self._homes = [user_path(directory) / _user_folder() / run for directory in directories]
     self._lineage_file = job_log_dir / _LINEAGE
     self._lineage = _lineage_in(self._lineage_file) if directories else 0
     self._folders = [home / str(self._lineage) for home in self._homes]
@@ -230,11 +229,11 @@ class EmergencyCopies:
       step, state: the padded state on the mesh, and its step.
       input_state: `get_state()` of the training input after the batch of this step.
       checkpoint: step of the newest checkpoint; 0 if there is none.
-      metrics: lines of metrics that the disk has not taken.
-      progress: as of `Checkpointer.save`.
+      metrics: lines of metrics that are not on the disk.
+      progress: see `Checkpointer.save`.
 
     Returns:
-      A line to print: that the copy before has failed, or is the first that has not. '' otherwise.
+      A line to print if the copy before failed, or is the first that did not fail after others; '' otherwise.
     """
     if not self._folders:
       return ''
@@ -272,7 +271,7 @@ class EmergencyCopies:
       remove_all(home)
 
   def close(self) -> None:
-    """Waits until this process writes nothing any more."""
+    """Waits until this process has written what it began to write."""
     if self._writing is not None:
       self._writing.join()
       self._writing = None
@@ -289,7 +288,7 @@ class EmergencyCopies:
     for what, ours in self._about.items():
       if (theirs := copy.record[what]) != ours:
         return f'that of step {copy.step} has other {what}' + ('' if what == 'variables' else f', {theirs}')
-    for name, index in _needed(self._shapes):
+    for name, index in _local_parts(self._shapes):
       if not copy.has(name, index):
         return f'that of step {copy.step} has other parts of {name}'
     return ''
@@ -303,7 +302,7 @@ class EmergencyCopies:
             file.unlink()
 
   def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Index, np.ndarray]]) -> None:
-    """Writes a copy to all directories, of which one is enough."""
+    """Writes a copy to all directories. It is enough if one of them takes it."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
     header = json.dumps(sealed({**record, 'shards': described})).encode() + b'\n'
     errors = []
@@ -324,12 +323,12 @@ class EmergencyCopies:
 
 
 def forget_copies(job_log_dir: str | os.PathLike[str]) -> None:
-  """Begins a new lineage: copies that there are now are not read any more. One process of a run calls this."""
+  """Begins a new lineage, which ignores the existing copies. One process of a run calls this."""
   Path(job_log_dir, _LINEAGE).unlink(missing_ok=True)
 
 
 def _lineage_in(file: Path) -> int:
-  """Returns the lineage that the first process reads in a file; a new one if it says none."""
+  """Returns the lineage that the first process reads in a file; a new one if the file has none."""
   lineage = secrets.randbits(31)
   if jax.process_index() == 0:
     with contextlib.suppress(*_NO_COPY):
@@ -341,7 +340,7 @@ def _digest(content: object) -> str:
   return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
-def _of_user() -> str:
+def _user_folder() -> str:
   return f'praxis_lite-{os.getuid() if hasattr(os, "getuid") else "user"}'
 
 
@@ -371,7 +370,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
       yield int(step), file
 
 
-def _needed(shapes: TrainState) -> Iterator[tuple[str, Index]]:
+def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Index]]:
   """Yields (name, index) of each part of the state that this process has; equal parts are yielded once."""
   for path, shape in leaves_by_path(shapes).items():
     data = data_shape(shape)
@@ -381,7 +380,7 @@ def _needed(shapes: TrainState) -> Iterator[tuple[str, Index]]:
 
 def _num_bytes(shapes: TrainState) -> int:
   sizes = {path_name(path): data_shape(shape).dtype.itemsize for path, shape in leaves_by_path(shapes).items()}
-  return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in _needed(shapes))
+  return sum(sizes[name] * math.prod(stop - start for start, stop in index) for name, index in _local_parts(shapes))
 
 
 def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:

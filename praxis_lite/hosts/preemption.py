@@ -2,7 +2,7 @@
 
 SIGTERM is the notice of most platforms. Others write a file, or answer differently at an address of their own; here
 each becomes a SIGTERM of this process. The training loop stops after a step, which all processes agree on, and saves.
-Where it has not ended within the grace period, the process ends with the exit code of `LostHostError` before the
+If the process has not ended within the grace period, it ends with the exit code of `LostHostError` before the
 platform kills it: the checkpoint before is whole.
 """
 
@@ -39,7 +39,8 @@ def preemptible(
   Args:
     stop: catches the signals.
     directory: of the run, for stacks.
-    grace_s: seconds from a notice, to this process or another one of the run, to the end of the block; None: any.
+    grace_s: seconds from a notice, to this process or another one of the run, to the end of the block; None disables
+      the limit.
     notice: a file whose existence is a notice; or an address (http://...) whose answer is, unless it is empty, FALSE or
       NONE, or an error.
 
@@ -51,14 +52,14 @@ def preemptible(
   is_over = threading.Event()
 
   def look() -> None:
-    launcher, is_told = os.environ.get(LAUNCHER), False
-    while not is_over.wait(_URL_INTERVAL if notice and _is_url(notice) and not is_told else _INTERVAL):
-      if not is_told and (_is_noticed(notice) or (launcher and str(os.getppid()) != launcher)):
-        is_told = True  # Once only: a second SIGTERM ends the process at once.
+    launcher, has_signaled = os.environ.get(LAUNCHER), False
+    while not is_over.wait(_URL_INTERVAL if notice and _is_url(notice) and not has_signaled else _INTERVAL):
+      if not has_signaled and (_has_notice(notice) or (launcher and str(os.getppid()) != launcher)):
+        has_signaled = True  # Once only: a second SIGTERM ends the process at once.
         os.kill(os.getpid(), signal.SIGTERM)
-      since = _stopping_since(stop)
+      since = _notice_time(stop)
       if grace_s is not None and since is not None and time.monotonic() - since > grace_s:
-        _too_late(directory, grace_s)
+        _end_late_process(directory, grace_s)
 
   thread = threading.Thread(target=look, name='preemption', daemon=True)
   thread.start()
@@ -68,13 +69,13 @@ def preemptible(
     is_over.set()
 
 
-def _stopping_since(stop: StopSignals) -> float | None:
+def _notice_time(stop: StopSignals) -> float | None:
   watchdog = the_watchdog()
   times = [stop.since, None if watchdog is None else watchdog.preempted_since]
   return min((t for t in times if t is not None), default=None)
 
 
-def _is_noticed(notice: str | None) -> bool:
+def _has_notice(notice: str | None) -> bool:
   if notice is None:
     return False
   if not _is_url(notice):
@@ -92,7 +93,7 @@ def _is_url(notice: str) -> bool:
   return notice.startswith(('http://', 'https://'))
 
 
-def _too_late(directory: Path, grace_s: float) -> None:
+def _end_late_process(directory: Path, grace_s: float) -> None:
   where = dump_stacks(directory, jax.process_index())
   code = LostHostError.exit_code
   text = (

@@ -22,7 +22,7 @@ class StopSignals:
   With several processes all must stop after the same step, or the others would wait for ever in a collective. JAX's
   preemption service ensures that: it catches SIGTERM in any process and names a step that none has passed yet.
 
-  An evaluation is interrupted likewise: after a batch that all agree on.
+  An evaluation is interrupted in the same way: after a batch that all agree on.
 
   Attributes:
     received: name of the signal that this process received, or None.

@@ -46,7 +46,7 @@ _LIBRARIES = ('<frozen', *(sysconfig.get_path(name).replace(os.sep, '/') for nam
 _KEY = 'praxis_lite/beats'
 # Seconds that the last beat may take.
 _PATIENCE_AT_EXIT = 2.0
-# Characters of an error that other hosts are told.
+# How many characters of an error are sent to other hosts.
 _MOST_SHOWN = 300
 # What JAX's preemption service writes to the store when any process has got SIGTERM.
 _PREEMPTION_KEY = 'RECEIVED_PREEMPTION_NOTICE'
@@ -107,7 +107,7 @@ class Watchdog:
     for thread in self._threads:
       thread.start()
     self._end_well_when_jax_aborts()
-    atexit.register(self._at_exit)
+    atexit.register(self._leave)
 
   def doing(self, what: str) -> None:
     """Says what the main thread does next, and that it has got as far as that."""
@@ -115,7 +115,7 @@ class Watchdog:
 
   @contextlib.contextmanager
   def running(self, directory: Path, why_lost: Callable[[], UserError | None] = lambda: None) -> Iterator[None]:
-    """Watches progress inside the block too, not life alone; an error in it is reported to the other hosts.
+    """Also watches progress inside the block; an error in it is reported to the other hosts.
 
     An error that another host has caused waits for the watchdog to say which: the process ends here.
 
@@ -141,7 +141,7 @@ class Watchdog:
   def meet(self) -> None:
     """Waits for all hosts. Collectives begin with a connection for which XLA waits for some seconds only."""
     self._meetings += 1
-    # The limit is that of the service, 24 days: long before, the watchdogs notice a host that does not come.
+    # The longest wait that the service allows is 24 days. The watchdogs notice a host that does not come long before.
     self._client.wait_at_barrier(f'praxis_lite/meeting/{self._meetings}', timeout_in_ms=2**31 - 1)
 
   def end(self, code: int) -> None:
@@ -250,7 +250,7 @@ class Watchdog:
     Where another host has said why it ended, stacks say nothing: `needs_stacks` is False.
     """
     if not self._ending.acquire(blocking=False):
-      time.sleep(20 * self._interval)  # Another thread is at it, and will end this one.
+      time.sleep(20 * self._interval)  # Another thread is already ending the process.
       os._exit(LostHostError.exit_code)
     code = LostHostError.exit_code
     self._state, self._is_ending = f'it gave up, because {reason}', True
@@ -278,7 +278,7 @@ class Watchdog:
     self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # Lives as long as the process.
     ctypes.CDLL(None).signal(int(signal.SIGABRT), self._on_abort)
 
-  def _at_exit(self) -> None:
+  def _leave(self) -> None:
     """Before JAX waits for all processes, at the end of a program that has no exit code of its own."""
     if self._state not in ('', 'running', 'left'):
       self.end(1)
@@ -300,7 +300,7 @@ def watch_hosts(names: list[str], index: int, timeout_s: float) -> None:
 
 
 def the_watchdog() -> Watchdog | None:
-  """Returns the watchdog of this process; None if it is alone."""
+  """Returns the watchdog of this process; None if there are no other processes."""
   return _watchdogs[0] if _watchdogs else None
 
 
@@ -311,7 +311,7 @@ def doing(what: str) -> None:
 
 
 def meet_others() -> None:
-  """Waits until all processes of the run have called this as often; alone, it does nothing."""
+  """Waits until all processes of the run have called this as often; does nothing if there is only one."""
   for watchdog in _watchdogs:
     watchdog.meet()
 
@@ -319,7 +319,7 @@ def meet_others() -> None:
 def watched_by_others(
   directory: Path, why_lost: Callable[[], UserError | None] = lambda: None
 ) -> contextlib.AbstractContextManager[None]:
-  """Returns a context manager for a run in a directory: see `Watchdog.running`. Alone, it does nothing."""
+  """Returns `Watchdog.running` of this process; with only one process, a context manager that does nothing."""
   return _watchdogs[0].running(directory, why_lost) if _watchdogs else contextlib.nullcontext()
 
 

@@ -2,8 +2,9 @@
 
     goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
 
-All time of the thread that trains belongs to one activity; what no other one claims is productive once training has
-begun, and of the start before. Steps that a restart has to take again are lost: their time is not productive any more.
+All time of the thread that trains belongs to one activity. Time that no other activity claims is productive once
+training has begun, and counts as starting before. Steps that a restart has to take again are lost: their time is no
+longer productive.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Goodput:
     self._began = self._since
 
   def resume(self, record: Mapping[str, Any], step: int) -> None:
-    """Adds what an earlier process has recorded, of which the steps after `step` are taken again."""
+    """Adds what an earlier process has recorded; its steps after `step` are taken again, so their time is lost."""
     seconds = seconds_of(record)
     marks = {int(s): _number(t) for s, t in _dict(record.get('marks')).items() if s.isdecimal() and int(s) <= step}
     kept = marks[max(marks)] if marks else 0.0
@@ -134,7 +135,7 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
 
 
 class SlowSteps:
-  """Finds the steps that take more than `factor` times the median of those before; None: none is reported.
+  """Finds the steps that take more than `factor` times the median before them; None disables it.
 
   Attributes:
     count: how many there were.

@@ -67,7 +67,7 @@ def differences(first: TrainState, second: TrainState) -> list[str]:
   others = leaves_by_path(second)
   for path, a in leaves_by_path(first).items():
     for one, other in zip(a.addressable_shards, others[path].addressable_shards, strict=True):
-      count = int(_different(one.data, other.data))
+      count = int(_count_differences(one.data, other.data))
       if count:
         device = f'device {one.device.id} ({one.device.device_kind})'
         found.append(f'{device}, {count} of {one.data.size} values of {path_name(path)}')
@@ -75,7 +75,7 @@ def differences(first: TrainState, second: TrainState) -> list[str]:
 
 
 @jax.jit
-def _different(a: jax.Array, b: jax.Array) -> jax.Array:
+def _count_differences(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.sum(_bits(a) != _bits(b))
 
 

@@ -16,7 +16,7 @@ from praxis_lite.task import SingleTask
 _AXES = ('replica', 'data')
 
 
-def fitted(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTask], str]:
+def fit_mesh(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTask], str]:
   """Returns the config of a task for the devices that there are, and a line about what changed; '' if nothing did.
 
   Raises:
@@ -34,7 +34,7 @@ def fitted(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTas
   if math.prod(smaller.values()) > num_devices or task.dcn_mesh_shape is not None:
     why = 'with several slices the mesh does not shrink' if task.dcn_mesh_shape else f'only {_AXES} shrink'
     raise ConfigError(
-      f'task.ici_mesh_shape: the mesh {_shown(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
+      f'task.ici_mesh_shape: the mesh {_show(sizes)} needs {needed} devices, and there are {num_devices}; {why}'
     )
   used = math.prod(smaller.values())
   result = task.clone()
@@ -44,10 +44,10 @@ def fitted(task: Config[SingleTask], num_devices: int) -> tuple[Config[SingleTas
   before = learner.num_microbatches
   learner.num_microbatches = before * factor
   return result, (
-    f'{num_devices} devices for a mesh of {needed}: {_shown(sizes)} becomes {_shown(smaller)}, and num_microbatches '
+    f'{num_devices} devices for a mesh of {needed}: {_show(sizes)} becomes {_show(smaller)}, and num_microbatches '
     f'{before} becomes {before * factor}; the global batch is the same'
   )
 
 
-def _shown(sizes: dict[str, int]) -> str:
+def _show(sizes: dict[str, int]) -> str:
   return ' x '.join(f'{name} {size}' for name, size in sizes.items())

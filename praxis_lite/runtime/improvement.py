@@ -95,16 +95,6 @@ def watched_metrics(settings: TrainParams, splits: dict[str, list[str]]) -> Watc
   return Watched(best, stopping)
 
 
-def own_hooks(settings: TrainParams, watched: Watched, checkpointer: Checkpointer) -> list[Hook]:
-  """Returns the hooks that a config asks for."""
-  hooks: list[Hook] = []
-  if watched.best is not None:
-    hooks.append(KeepBest(watched.best, checkpointer))
-  if watched.stopping is not None:
-    hooks.append(EarlyStopping(watched.stopping, settings.early_stopping))
-  return hooks
-
-
 class EarlyStopping(Hook):
   """Stops a run once a metric has not improved for `settings.patience` evaluations in a row."""
 

@@ -22,6 +22,7 @@ from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
 from praxis_lite.runtime.prompts import prompt_batch
 from praxis_lite.runtime.trained import TrainedModel, restore_model
 from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.task import SingleTask
 
 
 def run_eval(
@@ -49,15 +50,8 @@ def run_eval(
   inputs = datasets.evaluation
   if not inputs:
     raise ConfigError('datasets(): there is no input with is_training=False to evaluate on')
-  model = restore_model(
-    config,
-    job_log_dir,
-    lambda task: task.create_mesh(devices),
-    step=step,
-    seed=seed,
-    on_damage=on_damage,
-    check=functools.partial(datasets.check, inputs),
-  )
+  mesh, check = functools.partial(SingleTask.create_mesh, devices=devices), functools.partial(datasets.check, inputs)
+  model = restore_model(config, job_log_dir, mesh, step=step, seed=seed, on_damage=on_damage, check=check)
   return _run([EvalProgram(model.tasks, i, model.key) for i in inputs], model)
 
 
@@ -73,22 +67,23 @@ def run_decode(
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
   config = with_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
-  if not datasets.inputs:
+  inputs = datasets.inputs
+  if not inputs:
     raise ConfigError(
       'decode_datasets(): there is no input to decode; to continue a text, pass --prompt, or --prompt_ids'
     )
   model = restore_model(
     config,
     job_log_dir,
-    lambda task: task.create_mesh(devices),
+    functools.partial(SingleTask.create_mesh, devices=devices),
     step=step,
     use_ema='decode',
     seed=seed,
     on_damage=on_damage,
-    check=functools.partial(datasets.check, datasets.inputs),
+    check=functools.partial(datasets.check, inputs),
   )
   with job_directory(job_log_dir) as directory:
-    return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in datasets.inputs], model)
+    return _run([DecodeProgram(model.tasks, i, model.key, directory) for i in inputs], model)
 
 
 def decode_prompts(
@@ -113,7 +108,7 @@ def decode_prompts(
   model = restore_model(
     config,
     job_log_dir,
-    lambda task: task.create_mesh(devices),
+    functools.partial(SingleTask.create_mesh, devices=devices),
     step=step,
     use_ema='decode',
     seed=seed,

@@ -30,11 +30,10 @@ from praxis_lite.files import read_plain
 from praxis_lite.hosts.processes import gather_texts, is_primary_process, join_by_host
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.inputs.patient_thread import PatientThread
-from praxis_lite.records.metrics import DeviceMetrics
 from praxis_lite.records.record import first_launch
-from praxis_lite.runtime.hooks import Hook, Run
+from praxis_lite.runtime.hooks import InputState, Observer, Run
 from praxis_lite.runtime.trouble import count_rollbacks
-from praxis_lite.task import TrainParams
+from praxis_lite.training.steps import TrainStepOutput
 
 _FIELD = 'task.train.mirror'
 # Seconds that copying one file may take at the end of a run; for the file that is being copied when it is closed.
@@ -45,17 +44,21 @@ class _ClosedError(Exception):
   """The run has ended, and what is being copied need not be copied to its end."""
 
 
-class Mirror(Hook):
+class Mirror(Observer):
   """Keeps a copy of a run in an object store; process 0 does, for all.
 
   Args:
-    url: of the copy; None keeps none.
+    url: of the copy; None disables it.
     directory: of the run.
+    max_to_keep, keep_interval_steps: which checkpoints stay in the store; see `steps_to_remove`.
   """
 
-  def __init__(self, url: str | None, directory: Path):
+  def __init__(
+    self, url: str | None, directory: Path, max_to_keep: int | None = None, keep_interval_steps: int | None = None
+  ):
     self._url = url
     self._directory = directory
+    self._max_to_keep, self._keep_interval_steps = max_to_keep, keep_interval_steps
     self._remote: RemoteRun | None = None  # In the process that copies.
     self._pool = PatientThread('mirror')
     self._passes: deque[concurrent.futures.Future[None]] = deque()
@@ -82,7 +85,7 @@ class Mirror(Hook):
     error: UserError | None = None
     if is_primary_process():
       try:
-        self._remote = self._opened(self._url)
+        self._remote = self._open(self._url)
         self._fetch(self._remote, on_damage)
       except UserError as caught:
         error = caught
@@ -91,7 +94,7 @@ class Mirror(Hook):
     if error is not None or told:
       raise error or ConfigError(told)
 
-  def _opened(self, url: str) -> RemoteRun:
+  def _open(self, url: str) -> RemoteRun:
     remote = RemoteRun(ObjectStore(url, _FIELD), self._go_on)
     try:
       remote.check_writable()
@@ -151,30 +154,30 @@ class Mirror(Hook):
   # -------------------------------------------------------------------- while it trains
 
   def on_start(self, run: Run) -> None:
-    self._begin_pass(run.task.train)
+    self._begin_pass()
 
-  def on_step(self, run: Run, metrics: DeviceMetrics) -> None:
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
     self._report(run)
 
-  def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-    self._begin_pass(run.task.train)
+  def on_checkpoint(self, run: Run, step: int, folder: Path) -> None:
+    self._begin_pass()
     self._report(run)
 
-  def finish(self, run: Run) -> None:
+  def on_end(self, run: Run) -> None:
     """Waits until all is in the store; tries again if that failed, and raises UserError if it fails again.
 
     All processes call this, and wait for the one that copies.
     """
     if self._remote is not None:
-      self._begin_pass(run.task.train)
-      error = self._waited_for(self._passes.pop())
+      self._begin_pass()
+      error = self._wait_for(self._passes.pop())
       if error is not None:
         if self._pool.is_idle:  # Else another pass would wait for the one that has stalled.
-          self._begin_pass(run.task.train)
-          error = self._waited_for(self._passes.pop())
+          self._begin_pass()
+          error = self._wait_for(self._passes.pop())
         if error is not None:
           raise UserError(
-            f'{_failed(error)}; the run is saved in {self._directory}, and the same command copies it'
+            f'{_failure_text(error)}; the run is saved in {self._directory}, and the same command copies it'
           ) from error
       run.line(f'step {run.step}: copied to {self._remote.url}')
     if self._url is not None:
@@ -185,11 +188,11 @@ class Mirror(Hook):
     self._closing = True
     self._pool.end(_AT_CLOSE)
 
-  def _begin_pass(self, settings: TrainParams) -> None:
+  def _begin_pass(self) -> None:
     if self._remote is not None:
-      self._passes.append(self._pool.submit(self._pass, self._remote, settings))
+      self._passes.append(self._pool.submit(self._pass, self._remote))
 
-  def _waited_for(self, done: concurrent.futures.Future[None]) -> BaseException | None:
+  def _wait_for(self, done: concurrent.futures.Future[None]) -> BaseException | None:
     seen = 0.0
     self._progress = time.monotonic()
     while not concurrent.futures.wait([done], timeout=0.5).done:
@@ -206,33 +209,33 @@ class Mirror(Hook):
       error = self._passes.popleft().exception()
       if error is not None:
         newest = 'there is no copy yet' if self._newest is None else f'the newest copy is of step {self._newest}'
-        run.line(f'{_failed(error)}; training goes on, and {newest}')
+        run.line(f'{_failure_text(error)}; training goes on, and {newest}')
 
   # -------------------------------------------------------------------- in the thread that copies
 
-  def _pass(self, remote: RemoteRun, settings: TrainParams) -> None:
+  def _pass(self, remote: RemoteRun) -> None:
     """Makes the store what it should be: files, checkpoints that are not there, the newest first, and no others."""
     rollbacks = count_rollbacks(self._directory)
     there = remote.checkpoints()
     outdated = [c.step for c in there if c.rollbacks < rollbacks and not c.is_that_in(self._folder(c.step))]
     for step in (*remote.incomplete, *outdated):
       remote.remove(step)
-    for step in self._missing(remote, settings):
+    for step in self._steps_to_copy(remote):
       remote.upload_files(self._directory)
       with contextlib.suppress(RemovedError):
         remote.upload(self._folder(step), rollbacks)
     remote.upload_files(self._directory)
     steps = {checkpoint.step for checkpoint in remote.checkpoints()}
     self._newest = max(steps, default=None)
-    for step in steps - self._kept(steps, settings):
+    for step in steps - self._steps_to_keep(steps):
       remote.remove(step)
 
-  def _missing(self, remote: RemoteRun, settings: TrainParams) -> Iterator[int]:
+  def _steps_to_copy(self, remote: RemoteRun) -> Iterator[int]:
     """Yields the steps of checkpoints to copy, the newest first, and looks for newer ones after each."""
     looked_at: set[int] = set()
     while True:
       here, there = saved_steps(self._directory), {checkpoint.step: checkpoint for checkpoint in remote.checkpoints()}
-      steps = (self._kept({*here, *there}, settings) & {*here}) - looked_at
+      steps = (self._steps_to_keep({*here, *there}) & {*here}) - looked_at
       if not steps:
         return
       step = max(steps)
@@ -240,10 +243,10 @@ class Mirror(Hook):
       if step not in there or not there[step].is_that_in(self._folder(step)):
         yield step
 
-  def _kept(self, steps: set[int], settings: TrainParams) -> set[int]:
+  def _steps_to_keep(self, steps: set[int]) -> set[int]:
     """Returns those of `steps` that stay in the store."""
     best = BestRecord(self._directory / BEST, steps).kept_steps()
-    rule = {'max_to_keep': settings.max_to_keep, 'keep_interval_steps': settings.keep_interval_steps}
+    rule = {'max_to_keep': self._max_to_keep, 'keep_interval_steps': self._keep_interval_steps}
     return steps - {*steps_to_remove(sorted(steps), **rule, kept=best)}
 
   def _folder(self, step: int) -> Path:
@@ -255,5 +258,5 @@ class Mirror(Hook):
     self._progress = time.monotonic()
 
 
-def _failed(error: BaseException) -> str:
+def _failure_text(error: BaseException) -> str:
   return f'copying the run failed: {error}'

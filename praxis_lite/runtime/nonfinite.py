@@ -163,7 +163,7 @@ def hints_in(batch: NestedDict, data: BaseInput, model: BaseModel) -> Hints:
     model.check_input(data, {name: np.asarray(x) for name, x in batch.items()})
   except UserError as error:
     return Hints(f'The last batch does not fit the model: {error}')
-  except Exception:  # A user's own check, of which only the message would matter.
+  except Exception:  # A user's own check; only its message would be useful here.
     pass
   integers = {name: x for name, x in arrays.items() if x.dtype.kind in 'iu' and x.size}
   labels = labels_in(batch)

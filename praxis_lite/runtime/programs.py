@@ -1,4 +1,4 @@
-"""Evaluating and decoding whole inputs: the programs, and when a training run runs them.
+"""Programs that evaluate or decode a whole input.
 
 Steps are dispatched ahead of the host, a few at a time, and the metrics of all batches are averaged on the host.
 """
@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,11 +20,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from praxis_lite.call import Summary
-from praxis_lite.checkpoints import eval_variables
 from praxis_lite.checkpoints.contents import records_of
 from praxis_lite.files import KnownFolder
-from praxis_lite.hosts.processes import broadcast_decision, is_primary_process
-from praxis_lite.hosts.stop_signals import StopSignals
+from praxis_lite.hosts.processes import is_primary_process
 from praxis_lite.hosts.watchdog import doing, meet_others
 from praxis_lite.inputs import BaseInput, PrefetchIterator
 from praxis_lite.inputs.rows import Struct
@@ -32,16 +30,14 @@ from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.records.metrics import (
   MAX_STEPS_IN_FLIGHT,
   DeviceMetrics,
-  EvalResult,
   HostMetrics,
   MetricsAverage,
-  SummaryWriter,
 )
-from praxis_lite.runtime.console import Console, metrics_line
+from praxis_lite.runtime.console import metrics_line
 from praxis_lite.task import DecodeParams, EvalParams, SingleTask
 from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
-from praxis_lite.training.state import TrainState, state_layout
+from praxis_lite.training.state import state_layout
 from praxis_lite.training.steps import DecodeStepOutput, EvalStepOutput
 from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 
@@ -53,7 +49,7 @@ class TaskOnMesh:
 
   Attributes:
     jax_task, mesh: the task and the mesh.
-    layout: how the train state of the task is stored there; one without `opt_states` is for inference alone.
+    layout: how the train state of the task is stored there; one without `opt_states` is only for inference.
   """
 
   def __init__(self, jax_task: SingleTask, mesh: Mesh, layout: StateLayout | None = None):
@@ -137,7 +133,7 @@ class Program(Generic[Out]):
     return ProgramResult(average.means(), num_batches, time.perf_counter() - start, self._summaries, note)
 
   def metric_names(self) -> list[str]:
-    """Returns the names of the metrics that are single numbers, from shapes alone."""
+    """Returns the names of the metrics that are single numbers, from their shapes."""
     out = self._step.trace().out_info
     return sorted(name for name, (mean, _) in self._metrics_of(out).items() if jnp.shape(mean) == ())
 
@@ -186,7 +182,7 @@ class DecodeProgram(Program[DecodeStepOutput]):
 
   def _keep(self, out: DecodeStepOutput, batch: Mapping[str, Any]) -> None:
     weights = np.asarray(multihost_utils.process_allgather(batch['weights'], tiled=True))[self._examples]
-    self._lines += [json.dumps(example) for example in _with_weight(out.decoded, weights)]
+    self._lines += [json.dumps(example) for example in _examples_of(out.decoded, weights)]
 
   def _finish(self, step: int) -> str:
     folder = f'decoded/{self._label}'
@@ -197,56 +193,11 @@ class DecodeProgram(Program[DecodeStepOutput]):
     return f', {path}'
 
 
-def _with_weight(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
-  """The rows of `decoded` that are examples, for JSON. Those that fill up the last batch have zero weight."""
+def _examples_of(decoded: NestedDict, weights: np.ndarray) -> Iterator[dict[str, object]]:
+  """Yields the rows of `decoded` that are examples, for JSON. Those that fill up the last batch have zero weight."""
   arrays = {path_name(path): np.asarray(x) for path, x in leaves_by_path(jax.device_get(decoded)).items()}
   # NumPy does not know bfloat16 and similar types, and calls them void.
   arrays = {name: x.astype(np.float32) if x.dtype.kind == 'V' else x for name, x in arrays.items()}
   for row in range(min(map(len, arrays.values()), default=0)):
     if np.any(weights[row] != 0):
       yield {name: x[row].tolist() for name, x in arrays.items()}
-
-
-class Programs:
-  """The eval and decode programs of a training run. Each runs at most once per step, also over restarts.
-
-  Args:
-    programs: all of them.
-    console, writer: receive the results; `metrics` has the latest by split.
-    stop: an interrupt ends a running program early.
-    first_step: steps taken before this process; results that the writer already has for this step are not made again.
-    results: what earlier processes have recorded; `metrics` begins with those of `first_step`.
-  """
-
-  def __init__(
-    self,
-    programs: Sequence[Program],
-    console: Console,
-    writer: SummaryWriter,
-    stop: StopSignals,
-    *,
-    first_step: int,
-    results: Sequence[EvalResult] = (),
-  ):
-    self._console = console
-    self._writer = writer
-    self._stop = stop
-    # Only process 0 has read the files; all must run the same programs.
-    self._done_at = {p.split: first_step for p in programs if broadcast_decision(writer.was_written(p.split))}
-    self.metrics: dict[str, HostMetrics] = {
-      r.split: r.metrics for r in results if r.step == first_step and r.split in self._done_at
-    }
-
-  def run(self, programs: Sequence[Program], step: int, state: TrainState) -> Iterator[EvalResult]:
-    """Runs some of the programs, except those that have run at this step already; yields each result, reported."""
-    for program in programs:
-      if self._done_at.get(program.split) == step:
-        continue
-      result = program.run(eval_variables(state, use_ema=program.use_ema), state.step, self._stop.requested_now)
-      if result is None:
-        return
-      self._done_at[program.split] = step
-      self.metrics[program.split] = result.metrics
-      self._console.line(program.result_line(step, result))
-      self._writer.write(step, program.split, result.metrics, result.summaries)
-      yield EvalResult(step, program.split, result.metrics)

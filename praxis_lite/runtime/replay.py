@@ -18,7 +18,7 @@ from praxis_lite.jax_internals import UnknownJax, reading
 from praxis_lite.partitioning.padding import slice_to
 from praxis_lite.records.run_config import build_datasets, run_keys
 from praxis_lite.runtime.nonfinite import NonFiniteError
-from praxis_lite.runtime.trouble import left_out, read_troubles
+from praxis_lite.runtime.trouble import batches_to_skip, read_troubles
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.training.first_nonfinite import Trace
 from praxis_lite.training.partitioned_task import PartitionedTask
@@ -105,7 +105,7 @@ def replay(
     if saved is not None:
       train_input.set_state(saved)
   line(f'from {"the start" if start is None else f"the checkpoint of step {start}"} to step {step}')
-  skipped = left_out(troubles[:number])
+  skipped = batches_to_skip(troubles[:number])
   with PrefetchIterator(train_input, partitioned.train_step.put_inputs, left_out=skipped) as batches:
     for batch in batches:
       if int(state.step) == step - 1:

@@ -17,7 +17,7 @@ class StartupTimes:
 
       startup = StartupTimes()
       ...
-      startup.mark('data')              # the time since then is that of 'data'
+      startup.mark('data')              # the time since then belongs to 'data'
       startup.report()                  # 'first step after 7.9 s: data 0.4, compile 2.9, ...'
 
   `clock` returns seconds, for tests.
@@ -57,7 +57,7 @@ class Rates(NamedTuple):
   tokens_per_second: float | None
   mfu: float | None
 
-  def as_metrics(self) -> dict[str, float]:
+  def to_metrics(self) -> dict[str, float]:
     """The known speeds by name, for summaries."""
     return {f'speed/{name}': value for name, value in self._asdict().items() if value is not None}
 

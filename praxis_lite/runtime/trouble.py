@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,9 @@ from praxis_lite.checkpoints.retention import step_folder, take_away
 from praxis_lite.errors import UserError
 from praxis_lite.files import KnownFolder, parse_json, read_plain, remove_all, replace_file
 from praxis_lite.hosts.processes import is_primary_process
-from praxis_lite.task import LossSpikeParams, SingleTask
+from praxis_lite.runtime.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.task import LossSpikeParams
+from praxis_lite.training.steps import TrainStepOutput
 
 _FILE, _LOSSES = 'trouble.jsonl', 'losses.json'
 _MOST_RECORDED = 1000
@@ -38,11 +40,9 @@ _IN_FLIGHT = 16
 # How few losses have a median that counts; how many are kept for a restart.
 _FEWEST, _KEPT = 20, 2000
 
-InputState = dict[str, Any]
-
 
 class LossSpikeError(UserError):
-  """The loss has jumped, and `task.train.loss_spike.action` is 'raise'; or going back has not helped."""
+  """The loss jumped and `task.train.loss_spike.action` is 'raise', or going back did not help."""
 
 
 class Trouble(NamedTuple):
@@ -80,13 +80,13 @@ def read_troubles(directory: str | os.PathLike[str]) -> list[Trouble]:
   with contextlib.suppress(OSError, UnicodeDecodeError):
     for line in read_plain(Path(directory, _FILE)).decode().splitlines():
       with contextlib.suppress(ValueError, TypeError, KeyError):
-        trouble = _parsed(parse_json(line))
+        trouble = _parse(parse_json(line))
         if trouble is not None:
           found.append(trouble)
   return found
 
 
-def _parsed(data: dict[str, Any]) -> Trouble | None:
+def _parse(data: dict[str, Any]) -> Trouble | None:
   try:
     trouble = Trouble(**{name: data[name] for name in Trouble._fields})
     is_whole = isinstance(trouble.first, int) and all(isinstance(state, dict) for state in trouble.batches)
@@ -95,12 +95,12 @@ def _parsed(data: dict[str, Any]) -> Trouble | None:
   return trouble if is_whole else None
 
 
-def left_out(troubles: Sequence[Trouble]) -> list[InputState]:
+def batches_to_skip(troubles: Sequence[Trouble]) -> list[InputState]:
   """Returns the states of the input before the batches that are left out."""
   return [state for trouble in troubles if trouble.action == 'rollback' for state in trouble.batches]
 
 
-def rollbacks_in(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_rollbacks(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Returns the troubles for which a run has gone back, for JSON."""
   return [trouble._asdict() for trouble in read_troubles(directory) if trouble.action == 'rollback']
 
@@ -110,7 +110,7 @@ def restore_rollbacks(directory: Path, records: Sequence[dict[str, Any]]) -> int
   before = read_troubles(directory)
   lost: list[Trouble] = []
   for record in records:
-    trouble = _parsed(record)
+    trouble = _parse(record)
     if trouble is not None and all(_place(trouble) != _place(known) for known in (*before, *lost)):
       lost.append(trouble)
   if lost:
@@ -151,33 +151,36 @@ class LossSpikes:
     return f'{steps}{"" if first == step else " at the end, is"} more than {self._factor:g} x its median {median:.4g}'
 
 
-class TroubleWatch:
+class TroubleWatch(Observer):
   """Decides what happens after a step that was not finite, or whose loss jumps, and records it.
 
   Args:
     directory: the run's directory.
-    task: the task that is trained, which says what happens then.
+    loss_spike: `task.train.loss_spike`.
+    on_nonfinite: what the learner does with a step that is not finite.
     first_step: steps taken before this process.
-    describe: returns the names of the examples of a batch, from the state before it.
-    losses: (step, loss) of the last steps before this process; None: `losses.json` has them.
+    describe: returns the names of the examples of a batch, from the state of the input before it.
+    losses: (step, loss) of the last steps before this process; None means that `losses.json` has them.
 
   Attributes:
-    losses: (step, loss) of the last steps; None where they are not needed.
+    needs_losses: whether `add_loss` is to be called.
   """
 
   def __init__(
     self,
     directory: Path,
-    task: SingleTask,
+    loss_spike: LossSpikeParams,
+    on_nonfinite: str,
     first_step: int,
     describe: Callable[[InputState], Sequence[str]] = lambda state: [],
     losses: Sequence[tuple[int, float]] | None = None,
   ):
     self._directory = KnownFolder(directory)
-    self._settings: LossSpikeParams = task.train.loss_spike
-    self._on_nonfinite: str = task.learner.on_nonfinite
+    self._on_nonfinite = on_nonfinite
+    self._on_spike, self._spike_steps = loss_spike.action, loss_spike.steps
     self._describe = describe
-    self._spikes = LossSpikes(self._settings) if self._settings.factor is not None else None
+    self._spikes = LossSpikes(loss_spike) if loss_spike.factor is not None else None
+    self.needs_losses = self._spikes is not None
     self._batches: dict[int, InputState] = {}
     self._losses: deque[tuple[int, float]] = deque(maxlen=_KEPT)
     if self._spikes is not None:
@@ -186,22 +189,24 @@ class TroubleWatch:
           self._losses.append((step, loss))
           self._spikes.add(step, loss)
 
-  @property
-  def needs_losses(self) -> bool:
-    return self._spikes is not None
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    """Remembers from where the batch of the step was read."""
+    self._batches[run.step] = read_from
+    self._batches.pop(run.step - _IN_FLIGHT - self._spike_steps, None)
 
-  @property
-  def losses(self) -> Sequence[tuple[int, float]] | None:
-    return tuple(self._losses) if self._spikes is not None else None
+  def on_pause(self, run: Run, reason: PauseReason) -> None:
+    """Writes the losses until now, for a run that resumes from what is saved next."""
+    if reason in ('save', 'copy') and self._spikes is not None and is_primary_process():
+      with contextlib.suppress(OSError):
+        self._directory.replace_file(_LOSSES, json.dumps(list(self._losses)) + '\n')
 
-  def took(self, step: int, before: InputState) -> None:
-    """Says from where the batch of a step was read."""
-    self._batches[step] = before
-    self._batches.pop(step - _IN_FLIGHT - self._settings.steps, None)
+  def progress(self) -> Mapping[str, Any]:
+    losses = tuple(self._losses) if self._spikes is not None else None
+    return {'losses': losses, 'troubles': read_rollbacks(self._directory.path)}
 
-  def not_finite(self, step: int, what: str) -> None:
+  def add_nonfinite(self, step: int, what: str) -> None:
     """Takes a step that was not finite; raises GoBack if the run goes back."""
-    self._happened(step, step, what, self._on_nonfinite)
+    self._record_or_go_back(step, step, what, self._on_nonfinite)
 
   def add_loss(self, step: int, loss: float) -> None:
     """Takes the loss of a step that was finite; raises GoBack or LossSpikeError after a jump."""
@@ -209,19 +214,14 @@ class TroubleWatch:
     self._losses.append((step, loss))
     what = self._spikes.add(step, loss)
     if what is not None:
-      self._happened(step - self._settings.steps + 1, step, what, self._settings.action)
+      first = step - self._spike_steps + 1
+      self._record_or_go_back(first, step, what, self._on_spike)
       raise LossSpikeError(
         f'{what}, and task.train.loss_spike.action is raise; the checkpoints before are kept. '
-        f'`praxis-lite replay {self._directory.path} --step={step - self._settings.steps + 1}` looks into it'
+        f'`praxis-lite replay {self._directory.path} --step={first}` looks into it'
       )
 
-  def keep_losses(self) -> None:
-    """Writes the losses until now, for a run that resumes from the checkpoint that is saved next."""
-    if self._spikes is not None and is_primary_process():
-      with contextlib.suppress(OSError):
-        self._directory.replace_file(_LOSSES, json.dumps(list(self._losses)) + '\n')
-
-  def _happened(self, first: int, last: int, what: str, action: str) -> None:
+  def _record_or_go_back(self, first: int, last: int, what: str, action: str) -> None:
     batches = [self._batches[step] for step in range(first, last + 1) if step in self._batches]
     examples = self._describe(batches[0]) if batches else []
     trouble = Trouble(first, last, what, action, batches, None, examples)

@@ -12,7 +12,7 @@ from tiny_runs import tiny_run
 from praxis_lite.errors import ConfigError
 from praxis_lite.records.run_config import check_all_take_part
 from praxis_lite.runtime import run_train
-from praxis_lite.runtime.elastic import fitted
+from praxis_lite.runtime.elastic import fit_mesh
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
 
@@ -32,14 +32,14 @@ def task_of(names, shape, microbatches=1):
   ],
 )
 def test_replicas_go_first_and_microbatches_make_up_for_them(shape, devices, smaller, microbatches):
-  task, line = fitted(task_of(('replica', 'data', 'mdl'), shape, 3), devices)
+  task, line = fit_mesh(task_of(('replica', 'data', 'mdl'), shape, 3), devices)
   assert (task.ici_mesh_shape, task.train.learner.num_microbatches) == (smaller, microbatches)
   assert bool(line) == (smaller != shape)
 
 
 def test_other_axes_do_not_shrink():
   with pytest.raises(ConfigError, match=re.escape('needs 4 devices, and there are 1; only')):
-    fitted(task_of(('data', 'mdl'), (2, 2)), 1)
+    fit_mesh(task_of(('data', 'mdl'), (2, 2)), 1)
 
 
 def test_a_run_goes_on_with_fewer_devices_as_with_all(tmp_path, capsys):

@@ -160,8 +160,8 @@ def test_a_directory_that_cannot_be_used_is_a_mistake(disk, layout, monkeypatch)
     small.setattr(emergency, '_num_bytes', lambda shapes: 10**18)
     with pytest.raises(UserError, match=f'{where}: {disk} has .* GB on this host, and two copies take 2e\\+09 GB'):
       opened(disk, layout)
-  (disk / emergency._of_user()).rename(disk / 'somewhere')
-  (disk / emergency._of_user()).symlink_to(disk / 'somewhere')
+  (disk / emergency._user_folder()).rename(disk / 'somewhere')
+  (disk / emergency._user_folder()).symlink_to(disk / 'somewhere')
   with pytest.raises(UserError, match='is of another user'):
     opened(disk, layout)
 
@@ -173,4 +173,4 @@ def test_without_directories_nothing_happens_and_after_the_run_nothing_is_left(d
   copies = opened(disk, layout)
   copies.write(2, random_state(layout), None, 0)
   copies.remove()
-  assert os.listdir(disk / emergency._of_user()) == []
+  assert os.listdir(disk / emergency._user_folder()) == []

@@ -17,7 +17,7 @@ from praxis_lite.config import config_values
 from praxis_lite.errors import CheckpointError, ConfigError, DataError, NumericsError, UserError
 from praxis_lite.records.record import read_record
 from praxis_lite.runtime import NonFiniteError, TrainOptions, run_decode, run_eval, run_train
-from praxis_lite.runtime.loop import steps as loop_steps
+from praxis_lite.runtime.loop import training_loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
 
@@ -375,7 +375,7 @@ def test_wrong_gradients_stop_a_run_before_its_first_step(tmp_path, monkeypatch)
   def wrong(*arguments):
     raise NumericsError('norm of lm.softmax.w')
 
-  monkeypatch.setattr(loop_steps, 'compare_gradients', wrong)
+  monkeypatch.setattr(training_loop, 'compare_gradients', wrong)
   with pytest.raises(NumericsError):
     run_train(tiny_run(DEVICES), tmp_path, verify_numerics=True)
   assert not any((tmp_path / 'checkpoints').glob('[0-9]*'))

@@ -155,10 +155,10 @@ def test_a_copy_of_before_the_run_went_back_is_not_gone_on_from(url, tmp_path, u
   shutil.copytree(undisturbed / 'checkpoints' / '6', tmp_path / 'checkpoints' / '6')
   trouble = Trouble(7, 7, 'a loss', 'rollback', [], 6)
   (tmp_path / 'trouble.jsonl').write_text(json.dumps(trouble._asdict()) + '\n')
-  mirror = Mirror(url, tmp_path)
+  mirror = Mirror(url, tmp_path, max_to_keep=2)
   mirror.fetch()
   assert saved_steps(tmp_path) == [6]
-  mirror.finish(SimpleNamespace(task=mirrored(url).task.instantiate(), step=6, line=print))
+  mirror.on_end(SimpleNamespace(step=6, line=print))
   assert steps(url) == [6]
   assert objects(url)['checkpoints/6/about/metadata'] == (undisturbed / 'checkpoints/6/about/metadata').read_bytes()
 

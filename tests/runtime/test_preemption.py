@@ -12,7 +12,7 @@ from tiny_runs import tiny_run
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.hosts.clusters import LAUNCHER
-from praxis_lite.hosts.preemption import _is_noticed
+from praxis_lite.hosts.preemption import _has_notice
 from praxis_lite.runtime import Hook, run_train
 
 pytestmark = pytest.mark.usefixtures('shared_programs')
@@ -70,10 +70,10 @@ def test_an_address_is_a_notice_when_its_answer_is_one():
   with http.server.ThreadingHTTPServer(('localhost', 0), Metadata) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f'http://localhost:{server.server_port}'
-    assert [_is_noticed(f'{address}/{i}') for i in range(5)] == [False, True, False, True, False]
-    assert not _is_noticed(f'{address}/garbage')
+    assert [_has_notice(f'{address}/{i}') for i in range(5)] == [False, True, False, True, False]
+    assert not _has_notice(f'{address}/garbage')
     server.shutdown()
-  assert not _is_noticed(address) and not _is_noticed(None) and not _is_noticed('http://local host')
+  assert not _has_notice(address) and not _has_notice(None) and not _has_notice('http://local host')
 
 
 def test_a_grace_period_must_be_one(tmp_path):

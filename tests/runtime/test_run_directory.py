@@ -21,7 +21,7 @@ from praxis_lite.records import metrics
 from praxis_lite.records.metrics import EvalResult, SummaryWriter
 from praxis_lite.runtime import Hook, run_train
 from praxis_lite.runtime.improvement import Watched, WatchedMetric
-from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress, with_saved
+from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress, merge_saved
 from praxis_lite.runtime.nonfinite import NonFiniteError, SkippedSteps
 from praxis_lite.runtime.programs import DecodeProgram
 
@@ -430,7 +430,7 @@ def test_evaluations_before_the_checkpoint_are_those_it_knows(saved, expected):
   results.insert(1, EvalResult(3, 'eval/other', {'loss': 9.0}))
   progress = Progress(saved, None, [], None)
   assert str(Progress.parse(json.loads(json.dumps(progress.record())))) == str(progress)
-  merged, _ = with_saved(results, progress, WATCHED, 6)
+  merged, _ = merge_saved(results, progress, WATCHED, 6)
   assert str([x for _, x in WATCHED.best.values(merged)]) == str(expected)
   assert EvalResult(3, 'eval/other', {'loss': 9.0}) in merged
 

@@ -44,7 +44,7 @@ from praxis_lite.records import record, runs
 from praxis_lite.records.heartbeat import Heartbeat, read_heartbeats
 from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.records.status import status_of
-from praxis_lite.runtime.trouble import Trouble, go_back, left_out, read_troubles
+from praxis_lite.runtime.trouble import Trouble, batches_to_skip, go_back, read_troubles
 from praxis_lite.runtime.vocabulary import with_vocabulary
 from praxis_lite.training.state import TrainState
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
@@ -371,7 +371,7 @@ _TROUBLE |= {'back_to': 4, 'examples': ['record 7 of a']}
 def _troubles(data: bytes, folder: Path) -> None:
   (folder / 'trouble.jsonl').write_bytes(data)
   found = read_troubles(folder)
-  if not all(isinstance(state, dict) for state in left_out(found)):
+  if not all(isinstance(state, dict) for state in batches_to_skip(found)):
     raise AssertionError('a state of the input is none')
   go_back(folder, Trouble(7, 7, 'what', 'rollback'), max_rollbacks=9)
   if not [t for t in read_troubles(folder) if t.first == 7]:

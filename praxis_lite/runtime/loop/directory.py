@@ -1,4 +1,4 @@
-"""The directory of a run while it trains: whether it is still where it was, and where else it is.
+"""The directory of a run while it trains: this process holds it, and knows if it was moved or deleted.
 
 A directory is known by its device and inode, and stays open. So one that was moved is found again, and one that was
 deleted is told from a disk that went away: the latter may come back, and training goes on meanwhile.
@@ -32,7 +32,7 @@ class LostDirectoryError(UserError):
   """The directory of a run was moved or deleted while it trained, or another one is in its place.
 
   Attributes:
-    moved_to: where it is now; None: nowhere.
+    moved_to: where it is now; None if it was deleted.
   """
 
   def __init__(self, message: str, moved_to: Path | None):
@@ -46,17 +46,17 @@ class HeldDirectory:
   An error of the system that ends the block, where the directory was lost, becomes a LostDirectoryError; one about a
   file in it, such as one that is a directory, a UserError.
 
-  Args:
+  Attributes:
     path: of the directory, absolute.
   """
 
   def __init__(self, path: Path):
-    self._path = path
+    self.path = path
     self._handle: int | None = None
 
   def __enter__(self) -> Self:
     if sys.platform != 'win32':  # A directory cannot be opened there, nor moved while a file in it is open.
-      self._handle = os.open(self._path, os.O_RDONLY)
+      self._handle = os.open(self.path, os.O_RDONLY)
     return self
 
   def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -72,7 +72,7 @@ class HeldDirectory:
   def _file_of(self, error: OSError) -> Path | None:
     """Returns the file in the directory that an error is about; None if it is about none there."""
     for name in (error.filename2, error.filename):  # The second one is what another was to replace.
-      if isinstance(name, str | bytes) and self._path in Path(os.fsdecode(name)).parents:
+      if isinstance(name, str | bytes) and self.path in Path(os.fsdecode(name)).parents:
         return Path(os.fsdecode(name))
     return None
 
@@ -81,8 +81,8 @@ class HeldDirectory:
     lost = self.why_lost()
     if not any(gather_texts('' if lost is None else 'lost')):
       return
-    told = gather_paths('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
-    moved_to, _, message = next(filter(None, told)).partition('\n')
+    of_all = gather_paths('' if lost is None else f'{lost.moved_to or ""}\n{lost}')
+    moved_to, _, message = next(filter(None, of_all)).partition('\n')
     raise lost or LostDirectoryError(message, Path(moved_to) if moved_to else None)
 
   def why_lost(self) -> LostDirectoryError | None:
@@ -90,21 +90,21 @@ class HeldDirectory:
     if self._handle is None:
       return None
     try:
-      if os.path.samestat(os.stat(self._path), os.fstat(self._handle)):
+      if os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
         return None
       instead = ', and another one is in its place'
     except (FileNotFoundError, NotADirectoryError):
       instead = ''
     except OSError:  # The storage cannot be reached.
       return None
-    moved_to, is_deleted = self._fate(self._handle)
+    moved_to, is_deleted = self._find_again(self._handle)
     if moved_to is not None:
-      return LostDirectoryError(f'job_log_dir {self._path} was moved to {moved_to} while it trained{instead}', moved_to)
+      return LostDirectoryError(f'job_log_dir {self.path} was moved to {moved_to} while it trained{instead}', moved_to)
     if is_deleted:
-      return LostDirectoryError(f'job_log_dir {self._path} was deleted while it trained{instead}', None)
-    return None  # Its disk is not mounted any more.
+      return LostDirectoryError(f'job_log_dir {self.path} was deleted while it trained{instead}', None)
+    return None  # Its disk is no longer mounted.
 
-  def _fate(self, handle: int) -> tuple[Path | None, bool]:
+  def _find_again(self, handle: int) -> tuple[Path | None, bool]:
     """Returns where an open directory is now, None if that is not known, and whether it was deleted."""
     for name_of in (_name_on_linux, _name_on_mac):
       try:
@@ -131,7 +131,7 @@ def _name_on_mac(handle: int) -> str:
 
 
 def rescue_directory(lost: LostDirectoryError, path: Path, make: Callable[[Path], object]) -> Path:
-  """Returns the directory to save a run in whose own was lost: where that is now, or a new one beside it, by `make`."""
+  """Returns where to save a run whose directory was lost: where it was moved to, or a new one, which `make` makes."""
   if lost.moved_to is not None:
     return lost.moved_to
   rescued, count = path.with_name(path.name + _RESCUED), 1

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import jax
 
 from praxis_lite.inputs import BaseInput, PrefetchIterator
-from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.models import BaseModel
-from praxis_lite.records.goodput import Goodput
 from praxis_lite.records.metrics import DeviceMetrics
-from praxis_lite.runtime.hooks import Hook, Run
-from praxis_lite.runtime.loop.job import Job
+from praxis_lite.runtime.hooks import Hook, InputState, Observers, Run
 from praxis_lite.runtime.nonfinite import Hints, hints_in
-from praxis_lite.runtime.trouble import InputState, left_out, read_troubles
 from praxis_lite.trees import NestedDict
 
 _POLL_SECONDS = 0.005
@@ -26,23 +22,30 @@ _MOST_BAD_RECORDS = 10
 
 
 class Feed:
-  """The batches of the training input, read ahead; a context manager, which begins to read when it is made.
+  """The batches of the training input, read ahead; a context manager. It begins to read when it is made.
 
   Args:
-    job: has the training input, at its position.
-    goodput: is told of the time that devices wait for input.
+    data: the training input, at its position.
+    put: puts a batch on the mesh.
+    skip: states of the input before the batches to leave out.
+    observers: measure the time for which devices wait for input.
     line: prints a line.
     timeout_s: seconds to wait for a batch.
   """
 
-  def __init__(self, job: Job, goodput: Goodput, line: Callable[[str], object], timeout_s: float = READ_TIMEOUT_S):
-    self._data = job.train_input
-    skipped = left_out(read_troubles(job.directory))
-    self._batches = PrefetchIterator(
-      job.train_input, job.partitioned.train_step.put_inputs, left_out=skipped, timeout_s=timeout_s
-    )
+  def __init__(
+    self,
+    data: BaseInput,
+    put: Callable[[Any], NestedDict],
+    skip: Sequence[InputState],
+    observers: Observers,
+    line: Callable[[str], object],
+    timeout_s: float,
+  ):
+    self._data = data
+    self._batches = PrefetchIterator(data, put, left_out=skip, timeout_s=timeout_s)
     self._batch: NestedDict | None = None
-    self._goodput = goodput
+    self._observers = observers
     self._line = line
 
   def wait(self, step: int, last: jax.Array, stops: Callable[[], bool]) -> bool:
@@ -50,7 +53,7 @@ class Feed:
 
     Args:
       step: number of steps taken.
-      last: an array that the last step computes. Until it is there, the devices do not wait for input.
+      last: an array that the last step computes. Until it is computed, the devices do not wait for input.
     """
     while not self._batches.wait(0.0 if _is_computed(last) else _POLL_SECONDS):
       if _is_computed(last):
@@ -58,7 +61,7 @@ class Feed:
     else:
       return True
     started, told = time.monotonic(), False
-    with self._goodput.doing('waiting'):
+    with self._observers.measure('waiting'):
       while not self._batches.wait(_LOOK_SECONDS):
         if stops():
           return False
@@ -67,7 +70,7 @@ class Feed:
           left = f'{self._batches.timeout_s - _LONG_WAIT_SECONDS:.0f} s more'
           self._line(f'step {step}: waiting for input for {_LONG_WAIT_SECONDS:.0f} s; the run waits {left}')
     if told:
-      self._line(f'step {step}: the input is there again, after {time.monotonic() - started:.0f} s')
+      self._line(f'step {step}: input resumed after {time.monotonic() - started:.0f} s')
     return True
 
   def next(self) -> NestedDict | None:
@@ -86,7 +89,7 @@ class Feed:
     return self._batches.state_before
 
   def hints(self, model: BaseModel) -> Hints:
-    """Returns what the last batch says of why its step was not finite; with several processes, nothing."""
+    """Returns what the last batch says about why its step was not finite; nothing if there are several processes."""
     if self._batch is None or jax.process_count() > 1:
       return Hints()
     return hints_in(jax.device_get(self._batch), self._data, model)
@@ -105,7 +108,7 @@ def _is_computed(x: jax.Array) -> bool:
 
 
 class BadRecordLines(Hook):
-  """Prints which records of the training input were left out: the first ones, and then how many there are."""
+  """Prints which records of the training input were left out: the first ones, and then only how many."""
 
   def __init__(self, data: BaseInput):
     self._data = data

@@ -1,56 +1,73 @@
-"""Who is told what a run does, and in which order: its log, what watches for trouble, its heartbeat, its hooks."""
+"""The observers of a run, and the order in which they are called."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from praxis_lite.records.metrics import EvalResult
-from praxis_lite.runtime.hooks import Hooks, Run
+import jax
+
+from praxis_lite.hosts.preemption import preemptible
+from praxis_lite.hosts.stop_signals import StopSignals
+from praxis_lite.records.metrics import SummaryWriter
+from praxis_lite.runtime.console import Console
+from praxis_lite.runtime.hooks import Hook, Hooks, Observers
+from praxis_lite.runtime.improvement import EarlyStopping, KeepBest
+from praxis_lite.runtime.loop.feed import BadRecordLines
+from praxis_lite.runtime.loop.job import TrainJob
+from praxis_lite.runtime.loop.options import TrainOptions
+from praxis_lite.runtime.loop.saving import Saving
+from praxis_lite.runtime.loop.start import Start
 from praxis_lite.runtime.loop.train_log import TrainLog
 from praxis_lite.runtime.loop.watch import Watch
-from praxis_lite.runtime.trouble import InputState, TroubleWatch
-from praxis_lite.training.steps import TrainStepOutput
+from praxis_lite.runtime.mirror import Mirror
+from praxis_lite.runtime.profiling import make_profiler
+from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.trouble import TroubleWatch
 
 
-class Observers(NamedTuple):
-  """Those who are told of steps, saves and evaluations. Any of them may raise, which ends the run."""
+@contextlib.contextmanager
+def observe_start(directory: Path) -> Iterator[Observers]:
+  """Yields the observers of the start of a run: there is only what measures time and writes heartbeats."""
+  with Watch(directory) as watch:
+    yield Observers(watch)
 
-  log: TrainLog
-  trouble: TroubleWatch
-  watch: Watch
-  hooks: Hooks
 
-  def doing(self, activity: str) -> contextlib.AbstractContextManager[None]:
-    """The time of the block belongs to an activity, one of `records.goodput.ACTIVITIES`."""
-    return self.watch.goodput.doing(activity)
-
-  def took_step(self, run: Run, out: TrainStepOutput, before: InputState) -> None:
-    """A step was dispatched: the last one of `run`.
-
-    Args:
-      out: its outputs, which the devices may still be computing.
-      before: the state of the input from which its batch was read.
-    """
-    self.trouble.took(run.step, before)
-    self.log.add(run.step, out)
-    self.watch.took(run.step)
-    with self.doing('hooks'):
-      self.hooks.on_step(run, out.mean_metrics)
-
-  def will_save(self, run: Run, *, is_copy: bool) -> None:
-    """The state is about to be saved: raises if one of the steps until now was not finite, and so must not be."""
-    self.log.drain()
-    self.watch.saves(run.step, is_copy=is_copy)
-    self.trouble.keep_losses()
-
-  def saved(self, run: Run, step: int, folder: Path) -> None:
-    """The checkpoint of `step` is complete."""
-    self.watch.saved(step)
-    self.hooks.on_checkpoint(run, step, folder)
-
-  def evaluated(self, run: Run, result: EvalResult) -> None:
-    """An input was evaluated or decoded."""
-    run.results.append(result)
-    self.hooks.on_eval(run, result.split, result.metrics)
+@contextlib.contextmanager
+def attach_observers(
+  observers: Observers,
+  job: TrainJob,
+  start: Start,
+  options: TrainOptions,
+  console: Console,
+  writer: SummaryWriter,
+  startup: StartupTimes,
+  saving: Saving,
+  mirror: Mirror,
+  stop: StopSignals,
+) -> Iterator[None]:
+  """Adds all observers of a run, catches signals and looks for notices of preemption, until the block ends."""
+  settings, on_nonfinite, first_step = job.settings, job.task.learner.on_nonfinite, start.step
+  describe, losses = job.train_input.examples_at, start.progress.losses
+  trouble = TroubleWatch(job.directory, settings.loss_spike, on_nonfinite, first_step, describe, losses)
+  task, batch, more = job.partitioned, job.batch_struct, observers.figures
+  log = TrainLog(task, batch, console, writer, startup, first_step=first_step, more=more, trouble=trouble)
+  stop_all = stop.request_of_all if jax.process_count() > 1 else None
+  with make_profiler(options.profile_steps) as profiler:
+    own: list[Hook] = [profiler, BadRecordLines(job.train_input)]
+    if job.watched.best is not None:
+      own.append(KeepBest(job.watched.best, start.checkpointer))
+    if job.watched.stopping is not None:
+      own.append(EarlyStopping(job.watched.stopping, settings.early_stopping))
+    observers.all = [
+      trouble,  # Before the log, which asks it for the batch of a step that was not finite.
+      log,  # Before the watch: it waits for an earlier step, and that time belongs to the step.
+      *observers.all,
+      saving,
+      Hooks(own, stop_all, observers.measure),
+      mirror,  # After our hooks, which may mark another checkpoint as the best.
+      Hooks(options.hooks, stop_all, observers.measure),  # Last, so that they see what all others have done.
+    ]
+    with stop, preemptible(stop, job.directory, grace_s=options.grace_s, notice=options.preemption_notice):
+      yield

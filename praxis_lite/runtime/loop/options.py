@@ -12,7 +12,7 @@ from praxis_lite.checkpoints import OnDamage
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S
 from praxis_lite.inputs.rows import Struct
-from praxis_lite.runtime.hooks import Hook, check_hooks
+from praxis_lite.runtime.hooks import Hook
 from praxis_lite.runtime.profiling import ProfiledSteps
 from praxis_lite.task import SingleTask
 
@@ -64,7 +64,9 @@ class TrainOptions:
   accept_changed_data: bool = False
 
   def __post_init__(self) -> None:
-    check_hooks(self.hooks)
+    for i, hook in enumerate(self.hooks):
+      if not isinstance(hook, Hook):
+        raise ConfigError(f'hooks[{i}]: expected an object of a class derived from Hook, got {hook!r}')
     if self.check_determinism is not None and self.check_determinism < 1:
       raise ConfigError(f'check_determinism = {self.check_determinism}: expected a number of steps, at least 1')
     if not self.input_timeout_s > 0:

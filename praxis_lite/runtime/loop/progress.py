@@ -21,21 +21,21 @@ from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.records.metrics import EvalResult
 from praxis_lite.runtime.improvement import Watched
 
-Values = dict[int, float]  # By step; NaN where it was not a number.
+ValuesByStep = dict[int, float]  # NaN where a value was not a number.
 
 
 class Progress(NamedTuple):
-  """What was saved of it.
+  """What decides how a run goes on, as it was saved.
 
   Attributes:
     evaluations: values of each metric that was looked at, by its path.
-    losses: (step, loss) of the last steps; None: not known.
+    losses: (step, loss) of the last steps; None if they are not known.
     troubles: records of `Trouble`, of those for which the run went back.
-    lines: number of lines of metrics; None: not known.
-    data: the manifest of the training input; None: not known, or it reads no files.
+    lines: number of lines of metrics; None if it is not known.
+    data: the manifest of the training input; None if it is not known, or the input reads no files.
   """
 
-  evaluations: dict[str, Values]
+  evaluations: dict[str, ValuesByStep]
   losses: Sequence[tuple[int, float]] | None
   troubles: Sequence[dict[str, Any]]
   lines: int | None
@@ -45,17 +45,11 @@ class Progress(NamedTuple):
     """Returns it for JSON."""
     values = {path: [[step, _or_none(x)] for step, x in of.items()] for path, of in self.evaluations.items()}
     losses = None if self.losses is None else [[step, _or_none(loss)] for step, loss in self.losses]
-    return {
-      'evaluations': values,
-      'losses': losses,
-      'troubles': list(self.troubles),
-      'lines': self.lines,
-      'data': self.data,
-    }
+    return {**self._asdict(), 'evaluations': values, 'losses': losses, 'troubles': list(self.troubles)}
 
   @classmethod
   def parse(cls, record: object) -> Progress:
-    """Returns what a checkpoint says, which may be of anyone; nothing is known where it says none."""
+    """Returns the progress in a checkpoint, which anyone may have written; `NOTHING_KNOWN` if it has none."""
     if not isinstance(record, dict):
       return NOTHING_KNOWN
     try:
@@ -80,13 +74,13 @@ def _pair(entry: Sequence[Any]) -> tuple[int, float]:
   return int(step), math.nan if value is None else float(value)
 
 
-def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str, Values]:
+def evaluations_in(results: Iterable[EvalResult], watched: Watched) -> dict[str, ValuesByStep]:
   """Returns the values of the metrics that are looked at, by their paths."""
   found = list(results)
   return {metric.path: dict(metric.values(found)) for metric in watched if metric is not None}
 
 
-def with_saved(
+def merge_saved(
   results: Sequence[EvalResult], saved: Progress, watched: Watched, step: int
 ) -> tuple[list[EvalResult], int]:
   """Returns the evaluations of a run that goes on after `step`, and how many of them its files have lost or changed.

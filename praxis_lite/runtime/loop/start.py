@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +13,20 @@ import jax
 from praxis_lite.checkpoints import Checkpointer, OnDamage
 from praxis_lite.checkpoints.emergency import EmergencyCopies, EmergencyCopy
 from praxis_lite.errors import CheckpointError
-from praxis_lite.hosts.processes import gather_texts, join_by_host
-from praxis_lite.hosts.watchdog import watched_by_others
+from praxis_lite.hosts.processes import gather_texts, is_primary_process, join_by_host
+from praxis_lite.hosts.watchdog import meet_others, watched_by_others
 from praxis_lite.inputs.manifest import Manifest
-from praxis_lite.records.goodput import Goodput
+from praxis_lite.records.metrics import EvalResult, SummaryWriter, read_results
 from praxis_lite.records.record import changes_named
+from praxis_lite.runtime.hooks import Observers
+from praxis_lite.runtime.improvement import Watched
 from praxis_lite.runtime.init_from import WarmStart
 from praxis_lite.runtime.loop.directory import HeldDirectory
-from praxis_lite.runtime.loop.job import Job
+from praxis_lite.runtime.loop.job import TrainJob
 from praxis_lite.runtime.loop.options import TrainOptions
-from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress
+from praxis_lite.runtime.loop.progress import NOTHING_KNOWN, Progress, merge_saved
 from praxis_lite.runtime.throughput import StartupTimes
+from praxis_lite.runtime.trouble import restore_rollbacks
 from praxis_lite.training.state import TrainState
 
 
@@ -32,12 +36,12 @@ class Start(NamedTuple):
   Attributes:
     step: number of steps taken before.
     state: the train state after them, on the mesh; the first step donates it.
-    is_restored: whether it is one of this run, of a checkpoint or a copy.
+    is_restored: whether it comes from a checkpoint or an emergency copy of this run.
     checkpointer, copies: the checkpoints and the emergency copies of the run, for saving.
-    lost_metrics: lines of metrics until that step that the disk had not taken.
+    lost_metrics: lines of metrics until that step that were not on the disk.
     progress: what else decides how the run goes on, as it was saved.
     data: the manifest of the files of the training input, as they are now.
-    origins: lines that say where the variables come from, where another run or an import is concerned.
+    origins: lines that say where the variables come from, if that is another run or an import.
     notes: lines about checkpoints and copies.
   """
 
@@ -52,10 +56,34 @@ class Start(NamedTuple):
   origins: Sequence[str]
   notes: Sequence[str]
 
+  def recover_results(
+    self, directory: Path, watched: Watched, writer: SummaryWriter
+  ) -> tuple[list[EvalResult], list[str]]:
+    """Returns the evaluations until now, and lines about records that the files of the run have lost.
+
+    Writes again which batches are left out, if that was lost. All processes call this.
+    """
+    saved, lines = self.progress, []
+    results, changed = merge_saved(read_results(directory, self.step), saved, watched, self.step)
+    if is_primary_process():
+      rollbacks = restore_rollbacks(directory, saved.troubles)
+      missing = (saved.lines or 0) - writer.num_lines
+      if changed or missing > 0:
+        lost = f'{missing} lines' if missing > 0 else f'{changed} evaluations'
+        kept = '; early stopping and the best checkpoint go by the evaluations in the checkpoint' if changed else ''
+        where = directory / 'metrics.jsonl'
+        lines.append(f'{where} has lost {lost} that there were when the checkpoint was saved{kept}')
+      if rollbacks:
+        where = directory / 'trouble.jsonl'
+        lines.append(f'{where} had lost {rollbacks} lines: the checkpoint knows which batches are left out')
+    if saved.troubles:
+      meet_others()  # They read the file.
+    return results, lines
+
 
 @contextlib.contextmanager
-def starting_point(
-  job: Job, options: TrainOptions, startup: StartupTimes, goodput: Goodput, held: HeldDirectory
+def find_start(
+  job: TrainJob, directory: HeldDirectory, options: TrainOptions, startup: StartupTimes, observers: Observers
 ) -> Iterator[Start]:
   """Yields where a run starts, the first of these that applies; checkpoints and copies are open meanwhile.
 
@@ -65,32 +93,37 @@ def starting_point(
     4. initial values from the seed, and the input from its beginning
 
   Raises:
-    UserError: what is there cannot be used; for all but damage, this is known before anything is written.
+    UserError: the copies, checkpoints or data cannot be used; nothing was written, unless a checkpoint is damaged.
   """
   data, unlike = job.train_input.manifest(), ''
   newest, is_imported = _newest_checkpoint(job, options.on_damage)
   startup.mark('trace')
-  with contextlib.closing(_emergency_copies(job)) as copies:
-    with goodput.doing('restoring'):
+  settings, partitioned = job.settings, job.partitioned
+  directories = () if settings.emergency_copies.every_n_steps is None else settings.emergency_copies.directories
+  shapes = partitioned.state_shapes, partitioned.unpadded_state_shapes
+  with contextlib.closing(EmergencyCopies(job.directory, directories, *shapes)) as copies:
+    with observers.measure('restoring'):
       copy, about_copies = copies.newest(newest or 0)
     startup.mark('restore')
     is_restored = copy is not None or (newest is not None and not is_imported)
-    warm_start = None if is_restored else _warm_start(job, is_imported)
+    warm_start = None if is_restored else _plan_warm_start(job, is_imported)
     startup.mark('trace')
-    watched = watched_by_others(job.directory, held.why_lost)
-    with contextlib.closing(_checkpointer(job, options.on_damage)) as checkpointer, watched:
+    most, interval, on_damage = settings.max_to_keep, settings.keep_interval_steps, options.on_damage
+    saved = Checkpointer(job.directory, max_to_keep=most, keep_interval_steps=interval, on_damage=on_damage)
+    watched = watched_by_others(job.directory, directory.why_lost)
+    with contextlib.closing(saved) as checkpointer, watched:
       if is_restored:
-        with changes_named(job.directory, job.config), goodput.doing('restoring'):
-          state, input_state, progress = _restored(job, copy, checkpointer)
+        with changes_named(job.directory, job.config), observers.measure('restoring'):
+          state, input_state, progress = _restore(job, copy, checkpointer)
         if options.restore_input and input_state is not None:
-          unlike = _changed_data(job, progress, data, options)
+          unlike = _check_data(job, progress, data, options)
           job.train_input.set_state(input_state)
         startup.mark('restore')
       else:
         progress = NOTHING_KNOWN
-        state = jax.block_until_ready((warm_start or job.partitioned).init_state(job.keys.init))
+        state = jax.block_until_ready((warm_start or partitioned).init_state(job.keys.init))
         startup.mark('init')
-      step, total = int(state.step), job.settings.num_train_steps
+      step, total = int(state.step), settings.num_train_steps
       origins = [] if warm_start is None else list(warm_start.report())
       notes = [*checkpointer.notes, *filter(None, [about_copies, unlike])]
       if is_restored and step < total:
@@ -100,11 +133,11 @@ def starting_point(
       yield Start(step, state, is_restored, checkpointer, copies, lost_metrics, progress, data, origins, notes)
 
 
-def _changed_data(job: Job, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
-  """Returns a line about files that have changed since the position in them was saved, where that is accepted.
+def _check_data(job: TrainJob, saved: Progress, data: Manifest | None, options: TrainOptions) -> str:
+  """Returns a line about files that have changed since the position in them was saved; '' if none has.
 
   Raises:
-    CheckpointError: they have changed, and it is not.
+    CheckpointError: they have changed, and the options do not accept that.
   """
   changed = join_by_host(gather_texts(job.train_input.changes_since(saved.data, data)))
   if not changed:
@@ -119,41 +152,25 @@ def _changed_data(job: Job, saved: Progress, data: Manifest | None, options: Tra
   )
 
 
-def _newest_checkpoint(job: Job, on_damage: OnDamage) -> tuple[int | None, bool]:
-  """Returns the step of the newest checkpoint, None if there is none, and whether it has imported variables alone."""
+def _newest_checkpoint(job: TrainJob, on_damage: OnDamage) -> tuple[int | None, bool]:
+  """Returns the step of the newest checkpoint, None if there is none, and whether it only has imported variables."""
   with contextlib.closing(Checkpointer(job.directory, read_only=True, on_damage=on_damage)) as saved:
     newest = saved.latest_step()
     return newest, newest is not None and saved.has_variables_alone()
 
 
-def _emergency_copies(job: Job) -> EmergencyCopies:
-  settings, partitioned = job.settings.emergency_copies, job.partitioned
-  directories = () if settings.every_n_steps is None else settings.directories
-  return EmergencyCopies(job.directory, directories, partitioned.state_shapes, partitioned.unpadded_state_shapes)
-
-
-def _warm_start(job: Job, is_imported: bool) -> WarmStart | None:
-  """Returns the plan of a start from variables of another run, or from imported ones; None: the run starts anew."""
+def _plan_warm_start(job: TrainJob, is_imported: bool) -> WarmStart | None:
+  """Returns the plan of a start from variables of another run, or from imported ones; None if the run starts anew."""
   settings = job.settings.init_from
   if is_imported and settings.path is None:
     settings = dataclasses.replace(settings, path=str(job.directory))
   return WarmStart(settings, job.partitioned) if settings.path else None
 
 
-def _checkpointer(job: Job, on_damage: OnDamage) -> Checkpointer:
-  settings = job.settings
-  return Checkpointer(
-    job.directory,
-    max_to_keep=settings.max_to_keep,
-    keep_interval_steps=settings.keep_interval_steps,
-    on_damage=on_damage,
-  )
-
-
-def _restored(
-  job: Job, copy: EmergencyCopy | None, checkpointer: Checkpointer
+def _restore(
+  job: TrainJob, copy: EmergencyCopy | None, checkpointer: Checkpointer
 ) -> tuple[TrainState, dict[str, Any] | None, Progress]:
-  """Returns the state of a copy, or of the newest checkpoint, that of the training input after it, and the progress."""
+  """Returns the state, the state of the training input and the progress of a copy, or of the newest checkpoint."""
   shapes, true_shapes = job.partitioned.state_shapes, job.partitioned.unpadded_state_shapes
   if copy is not None:
     return copy.restore(shapes), copy.input_state, Progress.parse(copy.record.get('progress'))

@@ -7,8 +7,7 @@ so that the devices always have work. Reading them also bounds how far the host 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,9 +16,11 @@ import numpy as np
 from praxis_lite.call import Summary
 from praxis_lite.inputs.rows import Struct
 from praxis_lite.jax_internals import reading, unless_unknown
-from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, Record, SummaryWriter, mean_values
+from praxis_lite.records.metrics import MAX_STEPS_IN_FLIGHT, SummaryWriter, mean_values
 from praxis_lite.runtime.console import Console
-from praxis_lite.runtime.nonfinite import SkippedSteps
+from praxis_lite.runtime.hooks import InputState, Observer, PauseReason, Run
+from praxis_lite.runtime.nonfinite import Hints, SkippedSteps
+from praxis_lite.runtime.programs import Program, ProgramResult
 from praxis_lite.runtime.throughput import StartupTimes, Throughput, peak_flops
 from praxis_lite.runtime.trouble import TroubleWatch
 from praxis_lite.training.flops import model_flops
@@ -33,12 +34,12 @@ class _Step(NamedTuple):
   summaries: dict[str, Summary]
 
 
-class TrainLog:
+class TrainLog(Observer):
   """Logs every `log_interval_steps`-th step, the first and the last one, and steps that were not finite.
 
   The first step of a process that resumes a run is shown, and not written: curves have the same steps with restarts.
 
-  Of steps that are skipped in a row, the console shows the first one, and then only how many there are.
+  If several steps in a row are skipped, the console shows the first one, and then only how many there are.
 
   Args:
     partitioned, batch_struct: the task that is trained, and the shapes of one global batch.
@@ -46,10 +47,10 @@ class TrainLog:
     startup: reported with the first step of this process.
     first_step: steps taken before.
     more: returns further figures for the summaries of a step.
-    trouble: is told of steps that were not finite, and of losses where it needs them.
+    trouble: takes the steps that were not finite, and losses if it needs them.
 
   Attributes:
-    skipped: the steps skipped in a row until now, of those that were looked at.
+    skipped: the steps skipped in a row until now, as far as their metrics were read.
   """
 
   def __init__(
@@ -75,12 +76,29 @@ class TrainLog:
     self._trouble = trouble
     raises: bool = partitioned.jax_task.learner.on_nonfinite == 'raise'
     self.skipped = SkippedSteps(
-      first_step, settings.max_skipped_steps, raises, console.line, trouble.not_finite if trouble else None
+      first_step, settings.max_skipped_steps, raises, console.line, trouble.add_nonfinite if trouble else None
     )
     self._in_flight: deque[_Step] = deque()
     self._throughput = Throughput(
       batch_struct, flops_per_step=_model_flops(partitioned), devices=partitioned.mesh.devices.flat
     )
+
+  def on_step(self, run: Run, out: TrainStepOutput, read_from: InputState) -> None:
+    self.add(run.step, out)
+
+  def on_evaluation(self, run: Run, program: Program, result: ProgramResult) -> None:
+    self._console.line(program.result_line(run.step, result))
+    self._writer.write(run.step, program.split, result.metrics, result.summaries)
+
+  def on_pause(self, run: Run, reason: PauseReason) -> None:
+    self.drain()
+
+  def on_resume(self, run: Run) -> None:
+    self._throughput.restart(run.step)  # The time of an evaluation or a save does not count as training.
+
+  def failure(self, *, is_over: bool) -> Callable[[Hints], Exception] | None:
+    skipped = self.skipped
+    return skipped.error if skipped.too_many or (is_over and skipped.all_steps) else None
 
   def add(self, step: int, out: TrainStepOutput) -> None:
     """Takes the outputs of a step that has just been dispatched; `step` counts it.
@@ -93,30 +111,17 @@ class TrainLog:
       self._startup.mark('first step')
       self._console.line(self._startup.report())
       self.drain()
-      self.restart_clock(step)
-    self._look_at_all_but(MAX_STEPS_IN_FLIGHT)
+      self._throughput.restart(step)
+    self._read_all_but(MAX_STEPS_IN_FLIGHT)
 
   def drain(self) -> None:
     """Waits for all dispatched steps, and logs them; raises NonFiniteError as `add` does."""
-    self._look_at_all_but(0)
-
-  def move(self, directory: Path) -> None:
-    """Says that the run's directory was moved to another path, where what follows is written."""
-    self._writer.move(directory)
-
-  @property
-  def unwritten(self) -> Sequence[Record]:
-    """Lines of metrics that the disk has not taken."""
-    return self._writer.unwritten
-
-  def restart_clock(self, step: int) -> None:
-    """Excludes the time since the last step, of an evaluation or a save, from the speeds; call after `drain`."""
-    self._throughput.restart(step)
+    self._read_all_but(0)
 
   def _is_logged(self, step: int) -> bool:
     return step % self._interval == 0 or step in (1, self._last_step)
 
-  def _look_at_all_but(self, count: int) -> None:
+  def _read_all_but(self, count: int) -> None:
     while len(self._in_flight) > count:
       step, means, summaries = self._in_flight.popleft()
       was_skipped = self.skipped.add(step, means)
@@ -124,7 +129,7 @@ class TrainLog:
         self._trouble.add_loss(step, float(np.asarray(means['loss'][0])))
       if self._is_logged(step) or step == self._first_step + 1:
         metrics, rates = mean_values(means), self._throughput.rates(step)
-        metrics = {**metrics, **(rates.as_metrics() if rates else {}), **self._more()}
+        metrics = {**metrics, **(rates.to_metrics() if rates else {}), **self._more()}
         if was_skipped:
           self._console.progress(step)
         else:
@@ -134,13 +139,13 @@ class TrainLog:
 
 
 def _model_flops(partitioned: PartitionedTask) -> float | None:
-  """Operations of a training step; None if a device's peak is unknown."""
+  """Returns the operations of a training step; None if a device's peak is unknown."""
   # Counting needs a trace, so it is done only if the count will be compared to a peak.
   if not all(map(peak_flops, partitioned.mesh.devices.flat)):
     return None
 
-  def counted() -> float:
+  def count() -> float:
     with reading('a traced step'):
       return model_flops(partitioned)
 
-  return unless_unknown('no share of the peak FLOP/s', counted, None)
+  return unless_unknown('no share of the peak FLOP/s', count, None)
