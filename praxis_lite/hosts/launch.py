@@ -94,7 +94,7 @@ class _RunDirectory:
     if self.path is None or self._about is None:
       return False
     try:
-      return not os.path.samestat(os.stat(self.path), self._about)
+      return os.stat(self.path).st_ino != self._about.st_ino  # Mounted again, it may be of another device.
     except (FileNotFoundError, NotADirectoryError):
       return True
     except OSError:
