@@ -478,6 +478,35 @@ def test_lookup_of_slices_that_are_split_unevenly(guarded):
   np.testing.assert_array_equal(run(program, (x, ids))[0], read(x, ids))
 
 
+@pytest.mark.slow
+def test_lookups_by_two_ids():
+  """Values and gradients of all forms; `tools/enumerate_splits.py --kinds="functions of lookups"` has more."""
+  forms = (
+    (lambda x, i, j: x[:, :, i, j], P(None, None, 'a')),
+    (lambda x, i, j: x[:, :, i[0], j[0]], P(None, 'a')),
+    (lambda x, i, j: x[i, :, j], P(None, None, 'a')),
+    (lambda x, i, j: x[i[0], :, j[0]], P('a')),
+    (lambda x, i, j: x[:, i], P(None, None, 'a')),
+    (lambda x, i, j: x[i], P('a', 'b')),
+  )
+  mesh, x = mesh_of('a', 'b'), integers(3, 4, 5, 6)
+  ids = np.array([2, 0, 2], np.int32), np.array([1, 3, 3], np.int32)
+
+  def all_forms(x, i, j, split):
+    found = []
+    for fn, out in forms:
+      for spec in (P(), P(None, None, 'a', 'b'), P('b', 'a')):
+        lookup = split(lambda x, fn=fn: fn(x, i, j), spec, out)
+        found += [lookup(x), jax.grad(lambda x, lookup=lookup: jnp.sum(lookup(x) ** 2))(x)]
+    return jnp.concatenate([jnp.ravel(y) for y in found])
+
+  def split(fn, spec, out):
+    return constrained(mesh, fn, [spec], out)
+
+  found, _ = run(lambda x, *ids: all_forms(x, *ids, split), (x, *ids))
+  np.testing.assert_array_equal(found, all_forms(x, *ids, lambda fn, spec, out: fn))
+
+
 @GUARDED
 @pytest.mark.parametrize('out', [P(), P(None, 'a')])
 def test_scatter_of_one_row_into_an_uneven_table(guarded, out):
@@ -646,6 +675,42 @@ def test_gradient_of_writing_slices_of_a_batch(guarded):
   split = constrained(mesh_of('a', 'b'), lambda u: u, [P('a', 'b')], P('a', 'b'))
   found, _ = run(lambda u: gradient(u, split), (updates,), guarded)
   assert np.array_equal(found, gradient(updates, lambda u: u)) == (guarded or JAX >= (0, 12))
+
+
+@GUARDED
+@pytest.mark.parametrize('spec, out', [(P('a'), P()), (P(), P('a')), (P('a'), P('a'))])
+def test_slices_with_strides(guarded, spec, out):
+  def read(x):
+    return jax.lax.slice(x, (1,), (2,), (3,))
+
+  x = np.array([5, 7], np.float32)
+  split = constrained(mesh_of('a'), read, [spec], out)
+  found, changed = run(split, (x,), guarded)
+  assert np.array_equal(found, [7]) == guarded
+  assert [change.op for change in changed if change.op == 'slice'] == ['slice'] * guarded
+
+
+@GUARDED
+def test_slices_with_strides_compile(guarded):
+  def read(x):
+    return jax.lax.slice(x, (4, 1), (5, 2), (3, 1))
+
+  def gradient(x, read):
+    return jax.grad(lambda x: jnp.sum(read(x) ** 2))(x)
+
+  x, mesh = integers(5, 2), mesh_of('a', 'b', sizes=(4, 2))
+  over = NamedSharding(mesh, P(('a', 'b')))
+  split = constrained(mesh, read, [P(None, ('a', 'b'))], P(('b', 'a')))
+
+  def program(x):
+    total = jax.lax.with_sharding_constraint(jnp.sum(split(x), -1), over)
+    return jnp.concatenate([total, gradient(x, split).ravel()])
+
+  if not guarded:
+    with pytest.raises(jax.errors.JaxRuntimeError, match='INTERNAL'):
+      run(program, (x,), guarded)
+    return
+  np.testing.assert_array_equal(run(program, (x,))[0], [x[4, 1], *gradient(x, read).ravel()])
 
 
 @GUARDED

@@ -13,21 +13,28 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.jax_internals.mlir import ir, run_passes, stablehlo
 from praxis_lite.partitioning.guards import guard
+from praxis_lite.partitioning.guards.arrays import filled
 from praxis_lite.partitioning.propagation import Propagation, Site, inline_calls
 from tools.splits.assign import Dims, Splits
+
+# Instead of the name of an operation: a function of several, whose arguments and result are split as stated.
+SEVERAL = 'stablehlo.optimization_barrier'
+# What stands in an operand where a dimension was padded to be split: XLA pads with 0 where it splits what was whole,
+# which hides that an operation reads it.
+_PADDING = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A function that makes one operation of a kind.
+  """A function that makes one operation of a kind, or several.
 
   Attributes:
     name: what it is, such as 'bv,vc->bc b=4 v=8 c=12'.
-    op: the name of its operation, such as 'stablehlo.dot_general'; it makes one of these.
+    op: the name of its operation, such as 'stablehlo.dot_general'; it makes one of these. Or `SEVERAL`.
     fn: the function; it returns an array.
     args: its arguments, whose sums and products are exact.
     expected: the result.
-    dims: of the operation's operands, then of its results.
+    dims: of the operation's operands, then of its results; of a function of several, of its arguments and result.
   """
 
   name: str
@@ -62,7 +69,7 @@ def run(program: Program, mesh_shape: Sequence[int], cases: Sequence[Splits], gu
     results = []
     for number in range(len(cases)):
       with jax.named_scope(f'case_{number}'):
-        result = program.fn(*args)
+        result = _between_barriers(program.fn, *args) if program.op == SEVERAL else program.fn(*args)
       results.append(jnp.ravel(result))
     return jnp.concatenate(results)
 
@@ -78,6 +85,12 @@ def run(program: Program, mesh_shape: Sequence[int], cases: Sequence[Splits], gu
   return [Found('right' if ok else 'wrong', i in changed, seen[i] == cases[i]) for i, ok in enumerate(right)]
 
 
+def _between_barriers(fn: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+  less = [x - np.array(_PADDING, x.dtype) for x in args]
+  arrays = [x + np.array(_PADDING, x.dtype) for x in jax.lax.optimization_barrier(less)]
+  return jax.lax.optimization_barrier(fn(*arrays))
+
+
 def _number(where: str) -> int:
   return int(where.partition('case_')[2].partition('/')[0])
 
@@ -89,24 +102,50 @@ def _state(lowered: jax.stages.Lowered, program: Program, cases: Sequence[Splits
     inline_calls(module.operation)
     run_passes('builtin.module(symbol-dce)', module.operation)  # The functions that were called.
     propagation = Propagation(module, {program.op})
-    propagation.sites = [site for site in propagation.sites if 'case_' in site.where]
-    if len(propagation.sites) != len(cases):
-      raise ValueError(f'{program.name} makes {len(propagation.sites) / len(cases):g} operations {program.op}, not one')
-    for site, splits in zip(propagation.sites, cases):
+    sites = propagation.sites = [site for site in propagation.sites if 'case_' in site.where]
+    if program.op == SEVERAL:
+      for first, last, splits in zip(sites[::2], sites[1::2], cases, strict=True):
+        _state_ends(first, last, splits)
+      return [*cases]
+    if len(sites) != len(cases):
+      raise ValueError(f'{program.name} makes {len(sites) / len(cases):g} operations {program.op}, not one')
+    for site, splits in zip(sites, cases):
       _state_one(site, splits)
     return [instance.splits for instance in propagation.instances()]
+
+
+def _state_ends(first: Site, last: Site, splits: Splits) -> None:
+  """States how arguments are split before and after a barrier, and a result before one, after which it is whole."""
+  for i, (result, split) in enumerate(zip([*first.op.results], splits)):
+    with ir.InsertionPoint(first.op), first.op.location:
+      first.op.operands[i] = first.constraint(first.op.operands[i], split).result
+    with ir.InsertionPoint.after(first.op), first.op.location:
+      after = first.constraint(result, split)
+    result.replace_all_uses_except(after.result, [after.operation])
+  (result,), split = last.op.results, splits[-1]
+  with ir.InsertionPoint(last.op), last.op.location:
+    last.op.operands[0] = last.constraint(last.op.operands[0], split).result
+  with ir.InsertionPoint.after(last.op), last.op.location:
+    whole = last.constraint(result, ((),) * len(split))
+  result.replace_all_uses_except(whole.result, [whole.operation])
 
 
 def _state_one(site: Site, splits: Splits) -> None:
   """Barriers keep what is stated of an operation apart from what is stated of it later, and its results whole after."""
   op = site.op
   with ir.InsertionPoint(op), op.location:
-    before = [site.constraint(x, split).result for x, split in zip(op.operands, splits)]
+    before = [site.constraint(_added(x, -_PADDING), split).result for x, split in zip(op.operands, splits)]
     for i, (x, split) in enumerate(zip(stablehlo.OptimizationBarrierOp(before).results, splits)):
-      op.operands[i] = site.constraint(x, split).result
+      op.operands[i] = site.constraint(_added(x, _PADDING), split).result
   for result, split in zip([*op.results], splits[len(op.operands) :]):
     with ir.InsertionPoint.after(op), op.location:
       first = site.constraint(result, split)
       after = stablehlo.OptimizationBarrierOp([first.result]).results[0]
       whole = site.constraint(after, ((),) * len(split)).result
     result.replace_all_uses_except(whole, [first.operation])
+
+
+def _added(x: ir.Value, number: int) -> ir.Value:
+  """Adds a number to an array of real numbers."""
+  is_real = isinstance(x.type.element_type, ir.FloatType | ir.IntegerType)
+  return stablehlo.AddOp(x, filled(x.type, number)).result if is_real and x.type.rank else x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tools.splits import calls, images, lookups, products, reshapes, reshards
+from tools.splits import calls, images, lookups, parts, products, reductions, reshapes, reshards
 from tools.splits.batches import Program
 
 KINDS: dict[str, Callable[[], Iterator[Program]]] = {
@@ -19,7 +19,15 @@ KINDS: dict[str, Callable[[], Iterator[Program]]] = {
   'reshards': reshards.programs,
   'gathers': lookups.gathers,
   'scatters': lookups.scatters,
-  'slices': lookups.slices,
+  'functions of lookups': lookups.functions,
+  'dynamic slices': lookups.slices,
+  'slices': parts.slices,
+  'concatenations': parts.concatenations,
+  'reversals': parts.reversals,
+  'functions of slices': parts.functions,
+  'reductions': reductions.reductions,
+  'cumulative operations': reductions.cumulative,
+  'largest entries': reductions.largest,
   'sorts': calls.sorts,
   'transforms': calls.transforms,
   'factorizations': calls.factorizations,

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
+from tools.splits.assign import Dims
 from tools.splits.batches import Program
+from tools.splits.parts import of_function, of_gradient
 
 # The table, the ids, the dimensions of a slice in the result and in the table, those that are looked up, those that
 # both have, and the sizes of a slice. Some ids are past the end, where XLA clamps them, or drops their updates.
@@ -70,42 +73,27 @@ _LOOKUPS: tuple[Any, ...] = (
 
 
 def gathers() -> Iterator[Program]:
-  for kind, shape, of_ids, numbers, sizes, dims in _LOOKUPS:
-    dimensions = GatherDimensionNumbers(
-      numbers['offset'],
-      numbers['collapsed'],
-      numbers['looked_up'],
-      numbers.get('batch', ()),
-      numbers.get('batch_of_ids', ()),
-    )
-    table, ids = _table(shape), _ids(shape, of_ids, numbers['looked_up'])
-    fn = _gather(dimensions, sizes)
-    yield Program(f'{kind} {shape} {of_ids}', 'stablehlo.gather', fn, (table, ids), np.asarray(fn(table, ids)), dims)
+  for kind, table, ids, numbers, sizes, dims in _lookups():
+    fn = _gather(GatherDimensionNumbers(*numbers), sizes)
+    name = f'{kind} {table.shape} {ids.shape}'
+    yield Program(name, 'stablehlo.gather', fn, (table, ids), np.asarray(fn(table, ids)), dims)
 
 
 def scatters() -> Iterator[Program]:
-  for kind, shape, of_ids, numbers, sizes, dims in _LOOKUPS:
-    dimensions = ScatterDimensionNumbers(
-      numbers['offset'],
-      numbers['collapsed'],
-      numbers['looked_up'],
-      numbers.get('batch', ()),
-      numbers.get('batch_of_ids', ()),
-    )
-    gathered = GatherDimensionNumbers(
-      numbers['offset'],
-      numbers['collapsed'],
-      numbers['looked_up'],
-      numbers.get('batch', ()),
-      numbers.get('batch_of_ids', ()),
-    )
-    table, ids = _table(shape), _ids(shape, of_ids, numbers['looked_up'])
-    rows = np.asarray(_gather(gathered, sizes)(table, ids)) + 7
+  for kind, table, ids, numbers, sizes, dims in _lookups():
+    rows = np.asarray(_gather(GatherDimensionNumbers(*numbers), sizes)(table, ids)) + 7
     for write in (jax.lax.scatter_add, jax.lax.scatter_max):
-      fn = _scatter(write, dimensions)
-      name = f'{write.__name__}: {kind} {shape} {of_ids}'
+      fn = _scatter(write, ScatterDimensionNumbers(*numbers))
+      name = f'{write.__name__}: {kind} {table.shape} {ids.shape}'
       arrays = (dims[0], dims[1], dims[2], dims[0])
       yield Program(name, 'stablehlo.scatter', fn, (table, ids, rows), np.asarray(fn(table, ids, rows)), arrays)
+
+
+def _lookups() -> Iterator[tuple[str, np.ndarray, np.ndarray, tuple[tuple[int, ...], ...], tuple[int, ...], Dims]]:
+  """Of each lookup what it is called, the table, the ids, the numbers of its dimensions, and the rest of `_LOOKUPS`."""
+  for kind, shape, of_ids, numbers, sizes, dims in _LOOKUPS:
+    of_dims = tuple(numbers.get(name, ()) for name in ('offset', 'collapsed', 'looked_up', 'batch', 'batch_of_ids'))
+    yield kind, _table(shape), _ids(shape, of_ids, numbers['looked_up']), of_dims, sizes, dims
 
 
 def slices() -> Iterator[Program]:
@@ -149,3 +137,46 @@ def _slice(sizes: Sequence[int]) -> Callable[..., jax.Array]:
 
 def _write_slice(x: Any, update: Any, *starts: Any) -> jax.Array:
   return jax.lax.dynamic_update_slice(x, update, starts)
+
+
+_X4, _X3, _X2 = (3, 4, 5, 6), (5, 6, 4), (7, 6)
+_I, _J, _MANY, _OTHERS = 2, 3, (2, 0, 2), (1, 3, 3)
+# Of each function the shape of its array, and its ids.
+_FUNCTIONS: tuple[tuple[str, Callable[..., jax.Array], tuple[int, ...], tuple[Any, ...]], ...] = (
+  ('x[i]', lambda x, i: x[i], _X2, (_I,)),
+  ('x[ids]', lambda x, i: x[i], _X2, (_MANY,)),
+  ('x[:, i]', lambda x, i: x[:, i], _X2, (_I,)),
+  ('x[:, ids]', lambda x, i: x[:, i], _X2, (_MANY,)),
+  ('x[:, :, i, j]', lambda x, i, j: x[:, :, i, j], _X4, (_I, _J)),
+  ('x[:, :, ids, ids]', lambda x, i, j: x[:, :, i, j], _X4, (_MANY, _OTHERS)),
+  ('x[i, :, j]', lambda x, i, j: x[i, :, j], _X3, (_I, _J)),
+  ('x[ids, :, ids]', lambda x, i, j: x[i, :, j], _X3, (_MANY, _OTHERS)),
+  ('x[i, :, ids]', lambda x, i, j: x[i, :, j], _X3, (_I, _OTHERS)),
+  ('take', lambda x, i: jnp.take(x, i, axis=1), _X3, (_MANY,)),
+  ('dynamic_index', lambda x, i: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), _X3, (_I,)),
+  (
+    'take_along_axis',
+    lambda x, i: jnp.take_along_axis(x, i, axis=1),
+    _X2,
+    (((1,), (5,), (0,), (2,), (2,), (3,), (4,)),),
+  ),
+  (
+    'one-hot rows',
+    lambda x, i: jnp.take_along_axis(x, i[..., None], axis=-1)[..., 0],
+    (3, 5, 4),
+    (((1, 0, 3, 3, 2),) * 3,),
+  ),
+  ('set', lambda x, i: x.at[i].set(x[:3] + 20, unique_indices=True), _X2, ((4, 0, 6),)),
+  ('set columns', lambda x, i: x.at[:, i].set(x[:, :2] + 20), _X2, ((5, 1),)),
+  ('set one', lambda x, i: x.at[:, i].set(x[:, 0] + 20), _X2, (_I,)),
+  ('multiplied', lambda x, i: x.at[i].multiply(x[:3] + 2, unique_indices=True), _X2, ((4, 0, 6),)),
+)
+
+
+def functions() -> Iterator[Program]:
+  """Lookups and writes as they are written with `jax.numpy`, and the gradients by the array."""
+  for name, fn, shape, ids in _FUNCTIONS:
+    x = np.random.default_rng(0).integers(-9, 10, shape).astype(np.float32)
+    args = (x, *(np.array(i, np.int32) for i in ids))
+    yield of_function(name, fn, args)
+    yield of_gradient(name, fn, args, 0)

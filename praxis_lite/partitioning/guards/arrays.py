@@ -82,13 +82,6 @@ def joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
   return tuple(found)
 
 
-def split_over(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
-  """The split with one dimension over some axes, which, or parts of which, split no other one."""
-  names = {axis.name for axis in axes}
-  others = tuple(tuple(axis for axis in entry if axis.name not in names) for entry in split)
-  return (*others[:dim], axes, *others[dim + 1 :])
-
-
 def if_changed(instance: Instance, after: Sequence[Split]) -> tuple[Split, ...] | None:
   """The splits, or None if the arrays are split so already."""
   return None if (*after,) == instance.splits else (*after,)

@@ -69,6 +69,7 @@ _GUARDS: dict[str, Callable[[Instance], tuple[Split, ...] | None]] = {
   'stablehlo.reduce_window': images.guard_windows,
   'stablehlo.pad': images.guard_pad,
   'stablehlo.select_and_scatter': images.guard_max_pooling_gradient,
+  'stablehlo.slice': lookups.guard_static_slice,
   'stablehlo.dynamic_slice': lookups.guard_slice,
   'stablehlo.dynamic_update_slice': lookups.guard_slice,
   GATHER: lookups.guard_lookup,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, integers, split_over, whole
+from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, integers, whole
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 
@@ -55,95 +55,76 @@ def guard_slice(dynamic: Instance) -> None:
         op.operands[first + dim] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
 
 
+def guard_static_slice(static: Instance) -> tuple[Split, ...]:
+  """Splits an array and its slice alike, and not at all along dimensions of which every second, or third, entry is read.
+
+  Where these are split, XLA makes slices of a wrong size, which do not compile, or are those of another device. On a
+  mesh a 2: `x[:, 1::3]` of two columns, the result over (None, 'a'); on a mesh a 3, `x[::3]` of 6 rows. Test:
+  `test_slices_with_strides`.
+  """
+  strided = [dim for dim, stride in enumerate(integers(static.site.op, 'strides')) if stride > 1]
+  return tuple(whole(split, strided) for split in static.compatible)
+
+
 def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
-  """Keeps what XLA pads out of the result where updates are not split evenly.
+  """Each device writes its updates into its part of the table: ids are split as updates, slices as the table.
 
-  Where a dimension of the ids is split unevenly, XLA pads it, and its partitioned scatter (the gradient of a lookup)
-  writes the padding's update, which may be anything, to row 0. On a mesh a 2 x b 2: the gradient of
-  `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are added are masked, which costs nothing; others are
-  gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`. Ids are split as their updates first, or the padding would
-  come after the mask. Test: `test_scatter_of_ids_that_are_split_otherwise_than_their_updates`.
+  XLA is right where all of these are so, and wrong in thousands of other ways, of which some tests are:
 
-  It is also wrong where the table is split in another way than the result, and where one row is written into a table
-  with split rows, which are gathered: `table.at[ids].add(x)` of 4 rows over an axis of 3, the result replicated, or
-  not; and past the end of rows that divide. Tests: `test_scatter_of_one_row_into_an_uneven_table`,
-  `test_scatter_of_one_row_past_the_end`.
+  * The table is split in another way than the result. `test_scatter_of_one_row_into_an_uneven_table`
+  * An axis splits a dimension of the slices and another one of the table, or ids in another way than their updates.
+    `test_scatters_that_enumeration_found`, `test_scatter_of_ids_that_are_split_otherwise_than_their_updates`
+  * The entries of one id are on several devices.
 
-  Where an axis splits a dimension of the slices and another one of the table, or ids in another way than their
-  updates, rows are written to other places, or not at all. Test: `test_scatters_that_enumeration_found`.
+  Slices that are neither one entry nor a whole dimension, and rows into which one update is written, are whole:
+  `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a') on a mesh a 2;
+  `table.at[ids].add(x)` of 4 rows over an axis of 3; and past the end of rows that divide. Tests:
+  `test_slices_are_scattered`, `test_scatter_of_one_row_into_an_uneven_table`, `test_scatter_of_one_row_past_the_end`.
 
-  Dimensions along which slices are written that are neither one entry nor all are gathered too. On a mesh a 2:
-  `jax.vmap(lax.dynamic_update_slice)(x, u, i)`, the result [1, 3] over (None, 'a'). Test: `test_slices_are_scattered`.
+  Where a dimension of the ids is split unevenly, XLA pads it, and writes the padding's update, which may be anything,
+  to row 0. On a mesh a 2 x b 2: the gradient of `jnp.take(table, ids, axis=0)` with 3 ids over 'a'. Updates that are
+  added are masked, which costs nothing; others are gathered. Test: `test_gradient_of_a_lookup_of_uneven_ids`.
 
   Unsigned ids that are split unevenly, as in the gradient of `jnp.sort`, abort the process. Test:
   `test_gradient_of_a_sort`.
   """
   if len(scatter.site.op.operands) != 3:  # A scatter of several arrays, which JAX does not make.
-    return None
+    return tuple(whole(split, range(len(split))) for split in scatter.splits)
   _sign_ids(scatter)
-  if scatter.splits[0] != scatter.splits[-1]:
-    return (scatter.splits[-1], *scatter.splits[1:])
-  if (by_slices := _written_slices(scatter)) is not None:
-    return by_slices
-  if (alike := _as_table_and_updates(scatter)) is not None:
-    return alike
-  uneven = _uneven_updates(scatter)
-  if not uneven:
-    return None
-  if (apart := _ids_as_updates(scatter)) is not None:
-    return apart
-  if _adds(scatter.site.op):
+  after = _local(scatter)
+  uneven = _uneven_updates(scatter, after)
+  if uneven and not _adds(scatter.site.op):
+    table, ids, updates, _ = after
+    numbers = _numbers(scatter)
+    batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
+    table = whole(table, [batch[dim] for dim in uneven.values() if dim in batch])
+    after = (table, whole(ids, uneven.values()), whole(updates, uneven), table)
+  elif after == scatter.splits:
     _mask_updates(scatter, uneven)
-    return None
-  after = [*scatter.splits]
-  after[ROWS], after[IDS] = whole(after[ROWS], uneven), whole(after[IDS], uneven.values())
-  return (*after,)
+  return after
 
 
 def _numbers(scatter: Instance) -> stablehlo.ScatterDimensionNumbers:
   return stablehlo.ScatterDimensionNumbers(scatter.site.op.attributes['scatter_dimension_numbers'])
 
 
-def _written_slices(scatter: Instance) -> tuple[Split, ...] | None:
-  """Splits in which no part of a dimension that is written by slices is split."""
+def _local(scatter: Instance) -> tuple[Split, ...]:
+  """Splits of a scatter that is local to each device, but for sums; what is written in part is whole."""
   numbers = _numbers(scatter)
+  _, ids, updates, table = scatter.compatible
   skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
-  table, updates = scatter.site.shapes[0], scatter.site.shapes[ROWS]
   window = dict(zip([dim for dim in range(len(table)) if dim not in skipped], numbers.update_window_dims))
-  parts = [dim for dim, of_updates in window.items() if updates[of_updates] != table[dim]]
-  if math.prod(n for dim, n in enumerate(updates) if dim not in {*numbers.update_window_dims}) == 1:
+  shapes = scatter.site.shapes
+  parts = [dim for dim, of_updates in window.items() if shapes[ROWS][of_updates] != shapes[0][dim]]
+  if math.prod(n for dim, n in enumerate(shapes[ROWS]) if dim not in {*numbers.update_window_dims}) == 1:
     parts += [dim for dim in numbers.scattered_dims_to_operand_dims if dim not in parts]
-  after = [*scatter.splits]
-  after[0], after[-1] = whole(after[0], parts), whole(after[-1], parts)
-  after[ROWS] = whole(after[ROWS], [window[dim] for dim in parts if dim in window])
-  return if_changed(scatter, after)
+  table, updates = whole(table, parts), whole(updates, [window[dim] for dim in parts if dim in window])
+  return table, _as_rows(ids, updates, _scattered(scatter)), updates, table
 
 
-def _as_table_and_updates(scatter: Instance) -> tuple[Split, ...] | None:
-  """Splits of slices as those of the table, where an axis splits something else of it, and of ids as the updates."""
-  table, ids, updates, _ = scatter.splits
-  numbers, used = _numbers(scatter), axes_of(table)
-  skipped = {*numbers.inserted_window_dims, *numbers.input_batching_dims}
-  window = dict(zip(numbers.update_window_dims, [dim for dim in range(len(table)) if dim not in skipped]))
-  for dim, of_table in window.items():
-    if updates[dim] != table[of_table] and used.intersection(updates[dim]):
-      updates = split_over(updates, dim, table[of_table])
-  return if_changed(scatter, (table, _as_rows(ids, updates, _scattered(scatter)), updates, table))
-
-
-def _ids_as_updates(scatter: Instance) -> tuple[Split, ...] | None:
-  """Splits of ids as those of their updates, and of a table whose rows are split over none of these axes."""
-  table, ids, updates, _ = scatter.splits
-  numbers = _numbers(scatter)
-  ids = _as_rows(ids, updates, _scattered(scatter))
-  over = axes_of(ids)
-  rows = [dim for dim in numbers.scattered_dims_to_operand_dims if over.intersection(table[dim])]
-  return if_changed(scatter, (whole(table, rows), ids, updates, whole(table, rows)))
-
-
-def _uneven_updates(scatter: Instance) -> dict[int, int]:
+def _uneven_updates(scatter: Instance, splits: Sequence[Split]) -> dict[int, int]:
   """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
-  ids, updates, sizes = scatter.splits[IDS], scatter.splits[ROWS], scatter.site.shapes[ROWS]
+  ids, updates, sizes = splits[IDS], splits[ROWS], scatter.site.shapes[ROWS]
   return {i: j for i, j in _scattered(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
 
 
