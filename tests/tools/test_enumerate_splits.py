@@ -58,6 +58,14 @@ def test_a_wrong_product_is_found_without_the_guards():
   assert [one.guarded for one in found] == [True, False]
 
 
+def test_a_wrong_gradient_of_several_operations_is_found_without_the_guards():
+  """Of every third row, split over two devices."""
+  program = next(p for p in PROGRAMS['functions of slices'] if p.name.startswith('gradient of every third'))
+  cases = [(((), ()), ((), ()), ((A,), ())), (((), (A,)), ((), (A,)), ((), (A,)))]
+  assert [one.outcome for one in run(program, (2,), cases, guarded=False)] == ['wrong', 'right']
+  assert [(one.outcome, one.guarded) for one in run(program, (2,), cases)] == [('right', True), ('right', False)]
+
+
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_and_finds_what_aborts(tmp_path):
   record = tmp_path / 'record'

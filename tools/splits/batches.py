@@ -86,9 +86,7 @@ def run(program: Program, mesh_shape: Sequence[int], cases: Sequence[Splits], gu
 
 
 def _between_barriers(fn: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-  less = [x - np.array(_PADDING, x.dtype) for x in args]
-  arrays = [x + np.array(_PADDING, x.dtype) for x in jax.lax.optimization_barrier(less)]
-  return jax.lax.optimization_barrier(fn(*arrays))
+  return jax.lax.optimization_barrier(fn(*jax.lax.optimization_barrier(args)))
 
 
 def _number(where: str) -> int:
@@ -118,10 +116,11 @@ def _state_ends(first: Site, last: Site, splits: Splits) -> None:
   """States how arguments are split before and after a barrier, and a result before one, after which it is whole."""
   for i, (result, split) in enumerate(zip([*first.op.results], splits)):
     with ir.InsertionPoint(first.op), first.op.location:
-      first.op.operands[i] = first.constraint(first.op.operands[i], split).result
+      first.op.operands[i] = first.constraint(_added(first.op.operands[i], -_PADDING), split).result
     with ir.InsertionPoint.after(first.op), first.op.location:
-      after = first.constraint(result, split)
-    result.replace_all_uses_except(after.result, [after.operation])
+      before = first.constraint(result, split)
+      after = first.constraint(_added(before.result, _PADDING), split)
+    result.replace_all_uses_except(after.result, [before.operation])
   (result,), split = last.op.results, splits[-1]
   with ir.InsertionPoint(last.op), last.op.location:
     last.op.operands[0] = last.constraint(last.op.operands[0], split).result

@@ -56,7 +56,7 @@ def guard_slice(dynamic: Instance) -> None:
 
 
 def guard_static_slice(static: Instance) -> tuple[Split, ...]:
-  """Splits an array and its slice alike, and not at all along dimensions of which every second, or third, entry is read.
+  """Splits an array and its slice alike, and not at all along dimensions of which every second or third entry is read.
 
   Where these are split, XLA makes slices of a wrong size, which do not compile, or are those of another device. On a
   mesh a 2: `x[:, 1::3]` of two columns, the result over (None, 'a'); on a mesh a 3, `x[::3]` of 6 rows. Test:
