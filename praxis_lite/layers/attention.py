@@ -188,10 +188,9 @@ class MultiHeadAttention(Layer):
           f'{self.path_name}.dims_per_head: num_heads, {N}, does not divide the model dims, {D}; set dims_per_head'
         )
       self.dims_per_head = D // N
-    if self.sliding_window is not None and self.sliding_window < 1:
-      raise ConfigError(f'{self.path_name}.sliding_window: expected at least 1, got {self.sliding_window}')
-    if self.block_size is not None and self.block_size < 1:
-      raise ConfigError(f'{self.path_name}.block_size: expected at least 1, got {self.block_size}')
+    for field in ('sliding_window', 'block_size', 'cache_page_size'):
+      if (size := getattr(self, field)) is not None and size < 1:
+        raise ConfigError(f'{self.path_name}.{field}: expected at least 1, got {size}')
     if not 0 <= self.dropout_rate < 1:
       raise ConfigError(f'{self.path_name}.dropout_rate: expected at least 0 and less than 1, got {self.dropout_rate}')
     if self.implementation is None:  # As configs recorded by older versions may say.
@@ -203,8 +202,6 @@ class MultiHeadAttention(Layer):
       dtype = jnp.dtype(self.cache_dtype)
       if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f'{self.path_name}.cache_dtype: expected int8 or a floating dtype, got {dtype}')
-    if self.cache_page_size < 1:
-      raise ConfigError(f'{self.path_name}.cache_page_size: expected at least 1, got {self.cache_page_size}')
     if self.combine_qkv and self.kv_input_dims not in (None, self.input_dims):
       raise ConfigError(f'{self.path_name}.combine_qkv: queries and keys of different dims cannot share a weight')
     if self.kv_input_dims is None:

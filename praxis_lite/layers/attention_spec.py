@@ -10,10 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.blocks import Formula, OffsetBias
 from praxis_lite.layers.masks import AttentionMask, to_mask
 
+Axes = str | tuple[str, ...] | None  # Those that split a dimension.
 AttentionImplementation = Literal['auto', 'xla', 'dense', 'blockwise', 'cudnn']
 
 
@@ -94,6 +96,19 @@ class Integers(NamedTuple):
   query_pos: jax.Array | None = None
   key_pos: jax.Array | None = None
   seeds_BTN: jax.Array | None = None
+
+
+def argument_specs(heads: Heads, integers: Integers, rows: Axes, length: Axes, head: Axes) -> tuple[Heads, Integers]:
+  """Returns the specs of arguments whose rows, lengths and heads these axes split; [1, ...] is of all rows."""
+
+  def spec(x: jax.Array, rank: int = 3) -> PartitionSpec:
+    """Returns the spec of [B, T, N, ...], or of its first dimensions."""
+    return PartitionSpec(*(rows if x.shape[0] > 1 else None, length, head)[: min(x.ndim, rank)])
+
+  arrays, others = jax.tree.map(spec, (heads._replace(bias=None), integers[1:]))
+  biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), head), heads.bias)
+  mask = integers.mask.map_arrays(query=lambda x: spec(x, 2), key=lambda x: spec(x, 2), row=lambda x: spec(x, 1))
+  return arrays._replace(bias=biases), Integers(mask, *others)
 
 
 def sort_arguments(

@@ -28,6 +28,7 @@ from praxis_lite.layers.attention_spec import (
   Integers,
   LogitBias,
   ProbabilityDropout,
+  argument_specs,
   sort_arguments,
 )
 from praxis_lite.layers.blocks import Formula
@@ -50,30 +51,14 @@ class RowSplit:
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
 
-  def map_rows(self, fn: Any, arrays: tuple[Heads, Integers], more: Any, results: Any) -> Any:
-    """Returns `fn(*arrays, *more)` mapped over the devices, with these specs of `more` and of the results."""
-    heads, integers = arrays
-    B = heads.query.shape[0]
-    specs = jax.tree.map(lambda x: self.row_spec(x, B), (heads._replace(bias=None), integers))
-    biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), self._heads), heads.bias)
-    mask = jax.tree.map(lambda x: PartitionSpec(*self.row_spec(x, B)[:1]), integers.mask)
-    specs = specs[0]._replace(bias=biases), specs[1]._replace(mask=mask)
-    results = specs[0] if results is None else results
-    return jax.shard_map(fn, in_specs=(*specs, *more), out_specs=results, check_vma=False)
-
-  def row_spec(self, x: jax.Array, batch_size: int) -> PartitionSpec:
-    """Returns the spec of [B, T, N, ...], or of its first dimensions; [1, T, ...] is the same for all rows."""
-    rows = axes_to_entry(self.batch_axes) if x.shape[0] == batch_size else None
-    return PartitionSpec(*(rows, None, self._heads)[: x.ndim])
-
-  @property
-  def block_spec(self) -> PartitionSpec:
-    """The spec of [I, B, K, ...]."""
-    return PartitionSpec(None, axes_to_entry(self.batch_axes), self._heads)
-
-  @property
-  def _heads(self) -> str | tuple[str, ...] | None:
-    return axes_to_entry(self.head_axes)
+  def map_rows(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool) -> Any:
+    """Returns the forward or backward pass mapped over the devices."""
+    rows, head = axes_to_entry(self.batch_axes), axes_to_entry(self.head_axes)
+    specs = argument_specs(heads, integers, rows, None, head)
+    queries, lse = specs[0].query, PartitionSpec(None, rows, head)
+    if backward:
+      return jax.shard_map(fn, in_specs=(*specs, queries, lse, queries), out_specs=specs[0], check_vma=False)
+    return jax.shard_map(fn, in_specs=specs, out_specs=(queries, lse), check_vma=False)
 
 
 def blockwise_attention(
@@ -140,8 +125,7 @@ def _forward(
     return blocks.unblock_queries(out, heads.query.shape[1]).astype(heads.query.dtype), lse
 
   if split is not None:
-    results = split.row_spec(heads.query, heads.query.shape[0]), split.block_spec
-    local = split.map_rows(local, (heads, integers), (), results)
+    local = split.map_rows(local, heads, integers, backward=False)
   out_BTNH, lse = local(heads, integers)
   # Both are kept together, or the backward pass would compute both again.
   out_BTNH, lse = checkpoint_name(out_BTNH, 'context'), checkpoint_name(lse, 'context')
@@ -180,8 +164,7 @@ def _backward(
 
   heads, integers, out_BTNH, lse = residuals
   if split is not None:
-    row_spec = split.row_spec(out_BTNH, out_BTNH.shape[0])
-    local = split.map_rows(local, (heads, integers), (row_spec, split.block_spec, row_spec), None)
+    local = split.map_rows(local, heads, integers, backward=True)
   return local(heads, integers, out_BTNH, lse, do_BTNH), None
 
 

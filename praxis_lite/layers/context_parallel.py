@@ -169,5 +169,4 @@ def _attend_all_to_all(plan: SequencePlan, formula: Formula, heads: Heads, integ
     )
     return exchange(pad_len(out, L * plan.devices, 'constant'), split_axis=1, concat_axis=2)
 
-  specs = plan.specs(heads, integers)
-  return plan.map_parts(local, specs, specs[0].query)(heads, integers)
+  return plan.map_parts(local, heads, integers, keeps=False)(heads, integers)

@@ -25,6 +25,7 @@ from praxis_lite.layers.precision import sum_dtype, widened
 from praxis_lite.layers.sequence_parts import SequencePlan, cut_local_blocks, from_runs, to_runs
 
 T = TypeVar('T')
+D = TypeVar('D')
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -40,17 +41,16 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
   def local(heads: Heads, integers: Integers) -> tuple[jax.Array, jax.Array]:
     queries, keys, mask = cut_local_blocks(plan, heads, integers)
 
-    def add(sums: blocks.Sums, keys: Keys, mask: AttentionMask) -> blocks.Sums:
+    def add(sums: blocks.Sums, dkv: None, keys: Keys, mask: AttentionMask) -> tuple[blocks.Sums, None]:
       pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
-      return blocks.add_blocks(formula, mask, heads.bias, queries, keys, pairs, sums)
+      return blocks.add_blocks(formula, mask, heads.bias, queries, keys, pairs, sums), dkv
 
-    sums = _go_round(plan, keys, mask, blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3])), add)
+    sums, _ = _go_round(plan, keys, mask, blocks.zero_sums(queries.x.shape, sum_dtype(*heads[:3])), None, add)
     out, lse = blocks.finish_sums(sums)
     out_BLNH = from_runs(plan, blocks.unblock_queries(out, queries.at.size), plan.query_len)
     return out_BLNH.astype(heads.query.dtype), lse
 
-  specs = plan.specs(heads, integers)
-  out, lse = plan.map_parts(local, specs, (specs[0].query, plan.lse_spec))(heads, integers)
+  out, lse = plan.map_parts(local, heads, integers)(heads, integers)
   # Both are kept together, or the backward pass would compute both again.
   out, lse = checkpoint_name(out, 'context'), checkpoint_name(lse, 'context')
   return out, (heads, integers, out, lse)
@@ -66,7 +66,7 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     results = blocks.Results(lse, delta_blocks, do_blocks)
 
     def add(
-      sums: tuple[jax.Array, Any], keys: Keys, mask: AttentionMask, dkv: jax.Array
+      sums: tuple[jax.Array, Any], dkv: jax.Array, keys: Keys, mask: AttentionMask
     ) -> tuple[tuple[jax.Array, Any], jax.Array]:
       pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
       gradients = blocks.Gradients(sums[0], dkv[0], dkv[1], sums[1])
@@ -75,15 +75,10 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
 
     zeros = blocks.zero_gradients(queries, keys, heads.bias)
     dkv = jnp.stack([zeros.k, zeros.v])
-    (dq, dbias), dkv = _go_round_with_gradients(plan, keys, mask, (zeros.q, zeros.bias), dkv, add)
+    (dq, dbias), dkv = _go_round(plan, keys, mask, (zeros.q, zeros.bias), dkv, add)
     dk, dv = (blocks.unblock_keys(x, keys.at.size) for x in dkv)
-    dk, dv = jnp.split(
-      from_runs(
-        plan, jnp.concatenate([dk.astype(heads.key.dtype), dv.astype(heads.value.dtype)], axis=2), plan.key_len
-      ),
-      2,
-      axis=2,
-    )
+    dkv = jnp.concatenate([dk.astype(heads.key.dtype), dv.astype(heads.value.dtype)], axis=2)
+    dk, dv = jnp.split(from_runs(plan, dkv, plan.key_len), 2, axis=2)
     dq = from_runs(plan, blocks.unblock_queries(dq, queries.at.size).astype(heads.query.dtype), plan.query_len)
     dbias = jax.tree.map(
       lambda d, p: jax.lax.psum(d, (plan.split.axis, *plan.split.batch_axes)).astype(p.dtype), dbias, heads.bias
@@ -91,48 +86,34 @@ def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: j
     return Heads(dq, dk, dv, dbias)
 
   heads, integers, out, lse = residuals
-  specs = plan.specs(heads, integers)
-  in_specs = (*specs, specs[0].query, plan.lse_spec, specs[0].query)
-  return plan.map_parts(local, in_specs, specs[0])(heads, integers, out, lse, do), None
+  return plan.map_parts(local, heads, integers, backward=True)(heads, integers, out, lse, do), None
 
 
 ring_attention.defvjp(_forward, _backward)
 
 
 def _go_round(
-  plan: SequencePlan, keys: Keys, mask: AttentionMask, sums: T, add: Callable[[T, Keys, AttentionMask], T]
-) -> T:
-  """Returns the sums after `sums = add(sums, keys, mask)` for the keys of each device, those of this one among them."""
-  start = _send(plan, _pack_keys(keys, mask), plan.first)
-
-  def step(carry: tuple[_KeyArrays, T], offset: jax.Array) -> tuple[tuple[_KeyArrays, T], None]:
-    arrays, sums = carry
-    following = _send(plan, arrays, 1)
-    return (following, add(sums, *_unpack_keys(plan, arrays, mask, offset))), None
-
-  (arrays, sums), _ = jax.lax.scan(step, (start, sums), jnp.arange(plan.first, plan.last))
-  return add(sums, *_unpack_keys(plan, arrays, mask, jnp.int32(plan.last)))
-
-
-def _go_round_with_gradients(
   plan: SequencePlan,
   keys: Keys,
   mask: AttentionMask,
   sums: T,
-  dkv: jax.Array,
-  add: Callable[[T, Keys, AttentionMask, jax.Array], tuple[T, jax.Array]],
-) -> tuple[T, jax.Array]:
-  """As `_go_round`; the gradients of keys and values go along with them, and home at the end."""
+  dkv: D,
+  add: Callable[[T, D, Keys, AttentionMask], tuple[T, D]],
+) -> tuple[T, D]:
+  """Returns the sums after `sums, dkv = add(sums, dkv, keys, mask)` for the keys of each device, this one included.
 
-  def step(carry: tuple[_KeyArrays, jax.Array, T], offset: jax.Array) -> tuple[tuple[_KeyArrays, jax.Array, T], None]:
+  `dkv`, the gradients of keys and values, go along with them, and home at the end; in the forward pass it is None.
+  """
+
+  def step(carry: tuple[_KeyArrays, D, T], offset: jax.Array) -> tuple[tuple[_KeyArrays, D, T], None]:
     arrays, dkv, sums = carry
     following = _send(plan, arrays, 1)
-    sums, dkv = add(sums, *_unpack_keys(plan, arrays, mask, offset), dkv)
+    sums, dkv = add(sums, dkv, *_unpack_keys(plan, arrays, mask, offset))
     return (following, _send(plan, dkv, 1), sums), None
 
   start = _send(plan, _pack_keys(keys, mask), plan.first)
   (arrays, dkv, sums), _ = jax.lax.scan(step, (start, dkv, sums), jnp.arange(plan.first, plan.last))
-  sums, dkv = add(sums, *_unpack_keys(plan, arrays, mask, jnp.int32(plan.last)), dkv)
+  sums, dkv = add(sums, dkv, *_unpack_keys(plan, arrays, mask, jnp.int32(plan.last)))
   return sums, _send(plan, dkv, -plan.last)
 
 

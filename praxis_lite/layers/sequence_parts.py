@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers import blocks
-from praxis_lite.layers.attention_spec import Heads, Integers
+from praxis_lite.layers.attention_spec import Heads, Integers, argument_specs
 from praxis_lite.layers.blocks import Keys, Queries
 from praxis_lite.layers.masks import AttentionMask, has_causal, split_offsets
 from praxis_lite.partitioning.specs import axes_to_entry
@@ -126,37 +126,15 @@ class SequencePlan:
     even = self.device % 2 == 0
     return [jnp.where(even, x, y), jnp.where(even, y, x)]
 
-  def spec(self, x: jax.Array) -> PartitionSpec:
-    """Returns the spec of [B, T, N, ...], or of its first dimensions; [1, T, ...] is the same for all rows."""
-    return PartitionSpec(*(self._rows(x), self.split.axis, self._heads)[: x.ndim])
-
-  def specs(self, heads: Heads, integers: Integers) -> tuple[Heads, Integers]:
-    """Returns the specs of the arguments; those of the bias's parameters, [..., N], split the heads."""
-    arrays = jax.tree.map(self.spec, heads._replace(bias=None))
-    biases = jax.tree.map(lambda x: PartitionSpec(*(None,) * (x.ndim - 1), self._heads), heads.bias)
-
-    def part_spec(x: jax.Array) -> PartitionSpec:
-      return PartitionSpec(self._rows(x), self.split.axis)
-
-    mask = integers.mask.map_arrays(query=part_spec, key=part_spec, row=lambda x: PartitionSpec(self._rows(x)))
-    others = jax.tree.map(self.spec, integers[1:])
-    return arrays._replace(bias=biases), Integers(mask, *others)
-
-  @property
-  def lse_spec(self) -> PartitionSpec:
-    """The spec of blocks [I, B, K, G, Q]."""
-    return PartitionSpec(self.split.axis, axes_to_entry(self.split.batch_axes), self._heads)
-
-  @property
-  def _heads(self) -> str | tuple[str, ...] | None:
-    return axes_to_entry(self.split.head_axes)
-
-  def _rows(self, x: jax.Array) -> str | tuple[str, ...] | None:
-    return axes_to_entry(self.split.batch_axes) if x.shape[0] > 1 else None
-
-  def map_parts(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Returns `fn` mapped over the devices."""
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=self.split.mapped_axes, check_vma=False)
+  def map_parts(self, fn: Any, heads: Heads, integers: Integers, *, backward: bool = False, keeps: bool = True) -> Any:
+    """Returns a pass mapped over the devices; `keeps` says whether a forward pass returns (output, lse)."""
+    rows, head = axes_to_entry(self.split.batch_axes), axes_to_entry(self.split.head_axes)
+    specs = argument_specs(heads, integers, rows, self.split.axis, head)
+    queries, lse = specs[0].query, PartitionSpec(self.split.axis, rows, head)
+    shard = functools.partial(jax.shard_map, fn, axis_names=self.split.mapped_axes, check_vma=False)
+    if backward:
+      return shard(in_specs=(*specs, queries, lse, queries), out_specs=specs[0])
+    return shard(in_specs=specs, out_specs=(queries, lse) if keeps else queries)
 
 
 def cut_local_blocks(plan: SequencePlan, heads: Heads, integers: Integers) -> tuple[Queries, Keys, AttentionMask]:
