@@ -1,4 +1,4 @@
-"""Why every array is split over a mesh as it is, what that costs, and what is wrong with it: from shapes alone."""
+"""Explains how and why arrays are split over a mesh, what that costs, and what is wrong with it. Needs only shapes."""
 
 from praxis_lite.explain.check import Limits, Problem, Severity, check, format_problems, has_errors
 from praxis_lite.explain.explanation import (

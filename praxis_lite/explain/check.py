@@ -1,9 +1,9 @@
-"""check: what is wrong with a task's shardings, found before anything is compiled, each with its remedy.
+"""check: finds problems of a task's shardings before anything is compiled, each with its remedy.
 
 error     unknown axis, axis used twice, mapping of the wrong rank, a rule or strategy that does not fit
-warning   unused axis, large replicated weight, padding, a product whose operands do not fit, shadowed rule, unused
-          pattern, optimizer slot unlike its weight, experts that are gathered, unbalanced or see later tokens, stages
-          that do not divide by their mesh axis
+warning   unused axis, large replicated weight, padding, a product whose operands are split differently, shadowed rule,
+          unused pattern, optimizer slot split unlike its weight, experts that are gathered, unbalanced or see later
+          tokens, a number of stages that is not a multiple of its mesh axis
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from praxis_lite.trees import inserted, leaves_by_path, path_matches, path_name
 
 
 class Severity(enum.StrEnum):
-  """An error does not run; a warning runs, and wastes memory, time or communication."""
+  """A task with an error does not run; a task with a warning runs, but wastes memory, time or communication."""
 
   ERROR = 'error'
   WARNING = 'warning'
@@ -41,11 +41,11 @@ class Severity(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What is wrong with a sharding.
+  """A problem of a sharding.
 
   Attributes:
-    severity, kind: whether it keeps the task from running, and which check has found it, such as 'unused axis'.
-    path: the field, rule, variable or axis it is about.
+    severity, kind: whether it keeps the task from running, and its kind, such as 'unused axis'.
+    path: the field, rule, variable or axis that it is about.
     message, remedy: what was found, and what to change.
   """
 
@@ -62,12 +62,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """From where on something is a problem.
+  """Thresholds of warnings.
 
   Attributes:
-    replicated_bytes: a replicated weight of so many bytes.
-    wasted_fraction: this share of padding in a stored array, or of rows in a batch that only fill up the mesh.
-    wasted_bytes: padding of fewer bytes than this is never reported for a stored array.
+    replicated_bytes: smallest replicated weight that is reported, in bytes.
+    wasted_fraction: share of padding in a stored array, or in the rows of a batch, above which it is reported.
+    wasted_bytes: smallest padding of a stored array that is reported, in bytes.
   """
 
   replicated_bytes: int = 64 * 2**20
@@ -83,12 +83,12 @@ def check(
   limits: Limits | None = None,
   layout: StateLayout | None = None,
 ) -> list[Problem]:
-  """Returns the problems of a task's shardings, errors first. No device is used and nothing is compiled.
+  """Returns the problems of a task's shardings, errors first. It uses no device and compiles nothing.
 
   Args:
-    task_or_experiment, inputs_struct, mesh_sizes: as of `explain`; without inputs, activations are not checked either.
-    limits: from where on something is a problem.
-    layout: of the train state, where it is not the task's own.
+    task_or_experiment, inputs_struct, mesh_sizes: see `explain`; without inputs, it does not check activations either.
+    limits: thresholds of warnings.
+    layout: layout of the train state; by default the task's own.
   """
   limits = limits or Limits()
   try:
@@ -118,12 +118,12 @@ def check(
 
 
 def has_errors(problems: Sequence[Problem]) -> bool:
-  """Whether one of them keeps the task from running."""
+  """Whether any of the problems keeps the task from running."""
   return any(p.severity is Severity.ERROR for p in problems)
 
 
 def format_problems(problems: Sequence[Problem]) -> str:
-  """The problems, errors first, and how many there are."""
+  """Returns the problems as text, errors first, and their number."""
   if not problems:
     return 'no problems found'
   ordered = sorted(problems, key=lambda p: p.severity is not Severity.ERROR)
@@ -146,7 +146,7 @@ _KINDS = {
 
 
 def _error(error: UserError, path: str = 'task') -> Problem:
-  """An exception as a problem. Messages begin with the path they are about and end with what would be right."""
+  """Returns an exception as a problem. Messages begin with the path that they are about."""
   head, separator, text = str(error).partition(': ')
   if separator and ' ' not in head:
     path = head
@@ -159,7 +159,7 @@ def _error(error: UserError, path: str = 'task') -> Problem:
 def _placing_errors(
   jax_task: SingleTask, inputs_struct: Mapping[str, object] | None, sizes: Mapping[str, int]
 ) -> list[Problem]:
-  """Every variable and input that cannot be placed, not the first alone; each message once."""
+  """Returns a problem for every variable and input that cannot be placed, without repeated messages."""
   rules, strategy, mapping = jax_task.logical_axis_rules, jax_task.strategy, jax_task.train.inputs_split_mapping
   variables, inputs = leaves_by_path(jax_task.model.abstract_init()), leaves_by_path({'inputs': inputs_struct})
   found: dict[str, Problem] = {}
@@ -196,7 +196,7 @@ def _shadowed_rules(jax_task: SingleTask) -> list[Problem]:
 
 
 def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Patterns of the strategy that decide no variable."""
+  """Returns a problem for each pattern of the strategy that decides no variable."""
   placements = leaves_by_path(place_task_variables(jax_task, sizes))
   strategy = jax_task.strategy or ()
   by_strategy = {path: placement for path, placement in placements.items() if placement.pattern is not None}
@@ -215,7 +215,7 @@ def _unused_patterns(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Pro
 
 
 def _unused_axes(explained: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
-  """Mesh axes that split nothing."""
+  """Returns a problem for each mesh axis that splits nothing."""
   used = {axis for e in explained for axis in e.mesh_axes}
   return [
     _warn(
@@ -231,7 +231,7 @@ def _unused_axes(explained: Sequence[Explanation], sizes: Mapping[str, int]) -> 
 
 
 def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], limits: Limits) -> list[Problem]:
-  """Large replicated weights, and large replicated slots of no weight."""
+  """Returns a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
   problems = []
   for e in (*variables, *slots):
     if e.owner or e.num_devices == 1 or e.replication < e.num_devices or e.bytes < limits.replicated_bytes:
@@ -249,7 +249,7 @@ def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], 
 
 
 def _uneven_stages(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Problem]:
-  """Pipelines whose stages are not spread evenly over their mesh axis."""
+  """Returns a problem for each pipeline whose stages are not spread evenly over their mesh axis."""
   problems = []
   for layer in jax_task.model.descendants():
     parts = math.prod(sizes[axis] for axis in layer.stage_axes) if isinstance(layer, Pipelined) else 1
@@ -264,7 +264,7 @@ def _uneven_stages(jax_task: SingleTask, sizes: Mapping[str, int]) -> list[Probl
 
 
 def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Problem]:
-  """Slots of the shape of their weight that are split in another way."""
+  """Returns a problem for each slot that has the shape of its weight and is split in another way."""
   shapes = {path_name(p): s.shape for p, s in leaves_by_path(layout.unpadded_shapes.mdl_vars).items()}
   specs = {path_name(p): s for p, s in leaves_by_path(layout.specs.mdl_vars).items()}
   problems = []
@@ -279,7 +279,7 @@ def _unlike_slots(slots: Sequence[Explanation], layout: StateLayout) -> list[Pro
 
 
 def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
-  """Arrays of which much is padding."""
+  """Returns a problem for each array with too much padding."""
   problems = []
   for e in explained:
     if e.wasted_fraction <= limits.wasted_fraction or e.wasted_bytes < limits.wasted_bytes:
@@ -295,7 +295,7 @@ def _padding(explained: Sequence[Explanation], limits: Limits) -> list[Problem]:
 
 
 def _batch_padding(inputs: Sequence[Explanation], limits: Limits) -> list[Problem]:
-  """Rows that only fill up the mesh; they are the same in all arrays of a batch."""
+  """Returns a problem if a batch has too many rows of padding; all arrays of a batch have the same rows."""
   for e in inputs:
     if e.wasted_fraction > limits.wasted_fraction:
       size, rows = e.dims[0].size, e.dims[0].padded
@@ -308,7 +308,7 @@ def _batch_padding(inputs: Sequence[Explanation], limits: Limits) -> list[Proble
 
 
 def _mismatches(step: TracedStep, variables: Sequence[Explanation], sizes: Mapping[str, int]) -> list[Problem]:
-  """Products for which an operand is moved; see `contractions.py`."""
+  """Returns a problem for each product that moves an operand; see `contractions.py`."""
   by_path = {e.path: e for e in variables}
   splits: list[Split | None] = [None] * len(step.jaxpr.in_avals)
   for i, path in enumerate(leaves_by_path(step.task.state_shapes)):

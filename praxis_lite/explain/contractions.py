@@ -1,14 +1,14 @@
-"""Products of matrices whose operands are split so that one of them has to be moved.
+"""Finds matrix products whose operands are split so that one of them has to be moved.
 
-The traced train step is followed with what is certain: specs of weights, constraints of layers, and operations that
-keep a split (casts, transposes, element by element). At a product of the forward pass,
+It follows known splits through the traced train step: specs of weights, constraints of layers, and operations that keep
+a split, such as casts, transposes and elementwise operations. A product of the forward pass can be
 
-    x [B, T, F/mdl]  w [F/mdl, D]    the sum is over parts of F: one reduction, nothing moves
+    x [B, T, F/mdl]  w [F/mdl, D]    a sum over parts of F: one reduction, nothing moves
     x [B/data, T, D] w [D/data, F]   w is gathered: fully sharded training, as intended
-    x [B, T, F/mdl]  w [F/data, D]   the parts of F are not the same: one of the two has to be moved
-    x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one has to be moved
+    x [B, T, F/mdl]  w [F/data, D]   the parts of F are not the same: one operand has to be moved
+    x [B, T, F/mdl]  w [F, D/mdl]    the same axis splits F of x and D of w: one operand has to be moved
 
-only the last two are reported. What is not certain is not followed, so nothing is reported that does not happen.
+It reports only the last two. It drops a split as soon as it is uncertain, so it reports no move that does not happen.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
 
 Axes = tuple[str, ...]
 
-# Operations whose result is split as their operands of the same shape are.
+# Operations whose result is split like their operands of the same shape.
 _KEEPS_SPLIT = ELEMENTWISE | {'name', 'optimization_barrier'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """How an array is known to be split: the axes of each dimension, what it is called, whether it is a weight."""
+  """The known split of an array: the axes of each dimension, its name, and whether it is a weight."""
 
   axes: tuple[Axes, ...]
   label: str
   is_weight: bool = False
 
   def elsewhere(self, dim: int) -> set[str]:
-    """The axes that split other dimensions."""
+    """The axes that split dimensions other than `dim`."""
     return {axis for axes in self.axes for axis in axes} - {*self.axes[dim]}
 
 
@@ -48,9 +48,10 @@ class Mismatch(NamedTuple):
   """A product for which one operand has to be moved.
 
   Attributes:
-    left, right: what the operands are called.
-    size, left_axes, right_axes: of the dimension that is summed over, and the mesh axes on it.
-    shared: an axis that splits the summed dimension of one and another dimension of the other; '' if it is not that.
+    left, right: names of the operands.
+    size: size of the summed dimension.
+    left_axes, right_axes: mesh axes that split the summed dimension of each operand.
+    shared: an axis that splits the summed dimension of one operand and another dimension of the other; '' if none does.
   """
 
   left: str
@@ -64,10 +65,10 @@ class Mismatch(NamedTuple):
 def find_mismatches(
   jaxpr: ClosedJaxpr, splits: Sequence[Split | None], mesh_sizes: Mapping[str, int]
 ) -> list[Mismatch]:
-  """Returns the mismatches in the forward pass of a traced program, each once.
+  """Returns the mismatches in the forward pass of a traced program, without duplicates.
 
   Args:
-    jaxpr, splits: the program, and how each of its arguments is split; None where that is not known.
+    jaxpr, splits: the program, and the split of each of its arguments; None if a split is not known.
     mesh_sizes: size of each mesh axis; axes of size 1 split nothing.
   """
   walker = _Walker(mesh_sizes)
@@ -76,7 +77,7 @@ def find_mismatches(
 
 
 def splitting_axes(spec: PartitionSpec, mesh_sizes: Mapping[str, int]) -> tuple[Axes, ...]:
-  """The axes of each entry of a spec that are larger than 1: the others split nothing."""
+  """Returns the axes larger than 1 in each entry of a spec; other axes split nothing."""
   return tuple(tuple(axis for axis in spec_axes(entry) if mesh_sizes.get(axis, 1) > 1) for entry in spec)
 
 
@@ -86,7 +87,7 @@ class _Walker:
     self.found: list[Mismatch] = []
 
   def walk(self, jaxpr: Jaxpr, splits: Sequence[Split | None], scope: str) -> list[Split | None]:
-    """Follows a jaxpr; returns what is known of its results."""
+    """Follows splits through a jaxpr; returns the splits of its results, None if not known."""
     known: dict[Var, Split] = {v: s for v, s in zip(jaxpr.invars, splits) if s is not None}
 
     def of(atom: Var | Literal) -> Split | None:
@@ -94,14 +95,14 @@ class _Walker:
 
     for eqn in jaxpr.eqns:
       own = str(eqn.source_info.name_stack)
-      if 'transpose(' in own:  # The backward pass: what it moves follows from the forward pass.
+      if 'transpose(' in own:  # The backward pass only repeats the mismatches of the forward pass.
         continue
       results = self.step(eqn, [of(a) for a in eqn.invars], '/'.join(part for part in (scope, scopes(own)) if part))
       known.update({v: s for v, s in zip(eqn.outvars, results) if s is not None})
     return [of(v) for v in jaxpr.outvars]
 
   def step(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
-    """Returns what is known of the results of one equation."""
+    """Returns the splits of the results of one equation, None if not known."""
     name = eqn.primitive.name
     unknown: list[Split | None] = [None] * len(eqn.outvars)
     if name == 'sharding_constraint':
@@ -111,7 +112,7 @@ class _Walker:
       return unknown
     if name == 'transpose' and (first := operands[0]):
       return [dataclasses.replace(first, axes=tuple(first.axes[i] for i in eqn.params['permutation']))]
-    if name == 'slice' and not any(eqn.params['start_indices']):  # Padding is cut off.
+    if name == 'slice' and not any(eqn.params['start_indices']):  # This slice removes padding.
       return [operands[0]]
     if name in _KEEPS_SPLIT:
       said = [s for s, v in zip(operands, eqn.invars) if s and _shape(v) == _shape(eqn.outvars[0])]
@@ -123,7 +124,7 @@ class _Walker:
     if inner is None:
       return unknown
     inner = without_values(inner)
-    if name == 'shard_map' or len(inner.invars) != len(operands):  # Inside shard_map are parts, not arrays.
+    if name == 'shard_map' or len(inner.invars) != len(operands):  # Values inside shard_map are parts of arrays.
       self.walk(inner, [None] * len(inner.invars), where)
       return unknown
     results = self.walk(inner, operands, where)
@@ -140,7 +141,7 @@ class _Walker:
     return Split(axes, f'the activation of {where.replace("/", ".") or "the model"}')
 
   def scan(self, eqn: JaxprEqn, operands: list[Split | None], where: str) -> list[Split | None]:
-    """The body sees slices of what is scanned; what it passes on is not followed from one round to the next."""
+    """Follows splits into the body of a scan, which sees slices of the scanned arrays; does not follow the carry."""
     consts, carry, _ = scan_sizes(eqn)
     slices = [dataclasses.replace(s, axes=s.axes[1:]) if s and s.axes else None for s in operands[consts + carry :]]
     self.walk(eqn.params['jaxpr'].jaxpr, [*operands[:consts], *[None] * carry, *slices], where)
@@ -154,7 +155,7 @@ class _Walker:
     for i, j in zip(left_dims, right_dims):
       size = _shape(eqn.invars[0])[i]
       a, b, elsewhere = left.axes[i], right.axes[j], (left.elsewhere(i), right.elsewhere(j))
-      # A weight's axis that splits the batch of the activation is gathered: fully sharded training, as intended.
+      # A weight is gathered over an axis that splits the batch of the activation: fully sharded training, as intended.
       if left.is_weight and not right.is_weight:
         a = tuple(axis for axis in a if axis not in elsewhere[1])
       elif right.is_weight and not left.is_weight:
@@ -163,7 +164,7 @@ class _Walker:
       if a[:shorter] != b[:shorter]:
         self.found.append(Mismatch(left.label, right.label, size, a, b, ''))
         continue
-      # One of them is split further: each device cuts its part of the other, unless that axis splits it elsewhere.
+      # One operand is split further. Each device cuts its part of the other, unless the axis splits it elsewhere.
       extra, other = (a[shorter:], elsewhere[1]) if len(a) > len(b) else (b[shorter:], elsewhere[0])
       crossed = next((axis for axis in extra if axis in other), '')
       if crossed and left.is_weight != right.is_weight:

@@ -1,4 +1,4 @@
-"""What `check` says of mixtures of experts: what runs, and wastes memory, communication or experts."""
+"""The warnings of `check` about mixtures of experts that waste memory, communication or experts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from praxis_lite.layer import Layer
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.transformer import TransformerBlock
 
-# From so many devices on, an exchange as large as all tokens wastes more than it is worth.
+# With at least this many devices, an exchange with room for all tokens wastes more than it is worth.
 _MANY_DEVICES = 4
 
 
 class ExpertProblem(NamedTuple):
-  """A kind of problem, the field it is about, what was found, and what to change."""
+  """A problem: its kind, the field that it is about, what was found, and what to change."""
 
   kind: str
   path: str
@@ -23,7 +23,7 @@ class ExpertProblem(NamedTuple):
 
 
 def expert_problems(model: Layer, sizes: Mapping[str, int]) -> Iterator[ExpertProblem]:
-  """Yields what is wrong with the mixtures of experts of a model on mesh axes of these sizes."""
+  """Yields the problems of a model's mixtures of experts on mesh axes of these sizes."""
   for layer in model.descendants():
     if isinstance(layer, MoeFeedForward):
       yield from _of_layer(layer, sizes)

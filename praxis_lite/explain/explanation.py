@@ -1,4 +1,4 @@
-"""Explanation: how one array is split over a mesh, what decided it, and what it costs; and tables of them.
+"""Explanation: how one array is split over a mesh, what decided the split, and its cost; and tables of explanations.
 
 dimension   size   mesh axes   parts   each device   padding   why
 0           50257  mdl         4       12565         3         lm.softmax.weight_split_dims_mapping.wt
@@ -22,7 +22,7 @@ from praxis_lite.partitioning.specs import UNCONSTRAINED, Placement, spec_axes
 
 
 class Kind(enum.StrEnum):
-  """What an explained array is."""
+  """Kinds of explained arrays."""
 
   VARIABLE = 'variable'
   SLOT = 'optimizer slot'
@@ -35,9 +35,9 @@ class Dimension:
   """One dimension of an array on a mesh.
 
   Attributes:
-    size, entry: true size, and its entry in the spec.
-    parts, local: into how many parts it is split, and the size of each, padding included.
-    source: the field, rule or strategy that says so, or why it is not split.
+    size, entry: its size without padding, and its entry in the spec.
+    parts, local: the number of its parts, and the size of each part with padding.
+    source: the field, rule or strategy that decided the split, or the reason why it is not split.
   """
 
   size: int
@@ -53,7 +53,7 @@ class Dimension:
 
   @property
   def free(self) -> bool:
-    """Whether the compiler decides how it is split."""
+    """Whether the compiler decides its split."""
     return self.entry is UNCONSTRAINED
 
   @property
@@ -79,17 +79,17 @@ class Explanation:
   """How an array is split, and why.
 
   Attributes:
-    path, kind: what it is called, and what it is.
-    dims: its dimensions. Those of an activation that the compiler places are not split: what is said of its bytes is
-      then the most it can take.
+    path, kind: its name and its kind.
+    dims: its dimensions. If the compiler places an activation, they count as not split, and its bytes are an upper
+      bound.
     dtype, mesh_sizes: its dtype, and the size of each mesh axis.
-    remarks: what else is worth knowing.
-    owner: of an optimizer slot, the variable it belongs to.
-    trainable: of a variable, whether an optimizer may change it.
-    frozen: of a trainable variable, whether the task's learner leaves it as it is.
-    per_device: whether the shape is that of one device's part, as inside `shard_map`.
-    num_active: of a variable, how many of its entries one token uses, where it does not use all of them.
-    compiled: of an activation, the shape that each device has in a compiled program; None if that is not known.
+    remarks: further remarks.
+    owner: for an optimizer slot, the variable that it belongs to.
+    trainable: for a variable, whether an optimizer may change it.
+    frozen: for a trainable variable, whether the task's learner leaves it unchanged.
+    per_device: whether the shape describes the part of one device, as inside `shard_map`.
+    num_active: for a variable, the number of entries that one token uses; None if it uses all of them.
+    compiled: for an activation, its shape on each device in a compiled program; None if that is not known.
   """
 
   path: str
@@ -107,14 +107,14 @@ class Explanation:
 
   @property
   def differs(self) -> bool:
-    """Whether the compiler has split it in another way than is declared."""
+    """Whether the compiler has split it in another way than declared."""
     return self.compiled is not None and any(
       part != dim.local and not dim.free for part, dim in zip(self.compiled, self.dims)
     )
 
   @property
   def constrained(self) -> bool:
-    """Whether its split is stated; False where the compiler decides, or each device has an array of its own."""
+    """Whether its split is stated; False if the compiler decides it, or each device has an array of its own."""
     return not self.per_device and not (self.dims and all(d.free for d in self.dims))
 
   @property
@@ -133,7 +133,7 @@ class Explanation:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Global shape, without padding."""
+    """The global shape without padding."""
     return tuple(d.size for d in self.dims)
 
   @property
@@ -142,7 +142,7 @@ class Explanation:
 
   @property
   def local_shape(self) -> tuple[int, ...]:
-    """Shape of the part on each device, padding included."""
+    """The shape of the part on each device, with padding."""
     return tuple(d.local for d in self.dims)
 
   @property
@@ -151,12 +151,12 @@ class Explanation:
 
   @property
   def replication(self) -> int:
-    """How many devices hold each element."""
+    """The number of devices that hold each element."""
     return self.num_devices // math.prod(d.parts for d in self.dims)
 
   @property
   def bytes(self) -> int:
-    """Of the array, once, without padding."""
+    """The bytes of one copy of the array without padding."""
     return math.prod(self.shape) * self.dtype.itemsize
 
   @property
@@ -165,22 +165,22 @@ class Explanation:
 
   @property
   def wasted_bytes(self) -> int:
-    """Bytes of padding in one copy of the array, over all the devices that share it."""
+    """The bytes of padding in one copy of the array, on all devices that share it."""
     return (math.prod(self.padded_shape) - math.prod(self.shape)) * self.dtype.itemsize
 
   @property
   def wasted_fraction(self) -> float:
-    """Share of padding in what is stored."""
+    """The share of padding in the stored bytes."""
     return self.wasted_bytes / max(self.bytes + self.wasted_bytes, 1)
 
   @property
   def sources(self) -> tuple[str, ...]:
-    """For each dimension what decided it."""
+    """For each dimension, what decided its split."""
     return tuple(d.source for d in self.dims)
 
   @property
   def why(self) -> str:
-    """What decided the split dimensions, or, where none is split, the last one."""
+    """What decided the split dimensions; if no dimension is split, what decided the last one."""
     split = dict.fromkeys(d.source for d in self.dims if d.axes)
     return '; '.join(split or self.sources[-1:] or self.remarks[:1])
 
@@ -212,9 +212,9 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-  """An `Explanation` of every array of a task, in the order of their trees; activations in that of the train step.
+  """An `Explanation` of every array of a task, in tree order; activations in the order of the train step.
 
-  Activations and inputs are empty where the shapes of a batch are not known.
+  Activations and inputs are empty if the shapes of a batch are not known.
   """
 
   mesh_sizes: Mapping[str, int]
@@ -227,10 +227,10 @@ class ShardingReport:
     return [*self.variables, *self.slots, *self.activations, *self.inputs]
 
   def find(self, path: str) -> Explanation:
-    """Returns the one with this path; raises ConfigError if there is none.
+    """Returns the explanation of the array with this path. Raises ConfigError if there is no such array.
 
-    Paths are 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'; 'opt_states...' or 'ema_vars...'; 'inputs.ids'; an activation's
-    'lm.softmax.out' or the field that splits it.
+    Paths are 'lm.softmax.w' or 'mdl_vars.lm.softmax.w'; 'opt_states...' or 'ema_vars...'; 'inputs.ids'; for an
+    activation, 'lm.softmax.out' or the field that splits it.
     """
     wanted = path.replace('/', '.').removeprefix('mdl_vars.').replace('.activation_split_dims_mapping.', '.')
     known = {e.path: e for e in reversed(self.all())}
@@ -255,7 +255,7 @@ def format_report(report: ShardingReport) -> str:
   ):
     on_each = sum(e.bytes_per_device for e in rows)
     total = f'{format_bytes(sum(e.bytes for e in rows))}, {format_bytes(on_each)} on each device'
-    if title == 'Activations':  # Their bytes do not add up: not all exist at once.
+    if title == 'Activations':  # A sum of their bytes means nothing, because they do not all exist at once.
       total = f'{len(rows)}, of one layer each where layers repeat'
     if rows:
       sections.append(f'{title}: {total}\n{_format_rows(rows)}')
@@ -306,7 +306,7 @@ def _format_rows(rows: Sequence[Explanation]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-  """The rows as lines whose columns are aligned, those of `right` to the right."""
+  """Returns the rows as lines with aligned columns; columns in `right` are aligned to the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
   return ['  '.join(fill(c, w) for fill, c, w in zip(align, row, widths)).rstrip() for row in rows]
@@ -316,9 +316,9 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def format_counts(variables: Sequence[Explanation]) -> str:
-  """'5,916 parameters, all trained', or how many are trained, frozen by the learner, and updated by layers.
+  """Returns '5,916 parameters, all trained', or the numbers that are trained, frozen and not trainable.
 
-  With experts, also how many of them one token uses.
+  If a token uses only some of the parameters, as with experts, the text also gives their number.
   """
   counts = dict.fromkeys(('trained', 'frozen', 'not trainable'), 0)
   for e in variables:
@@ -332,27 +332,27 @@ def format_counts(variables: Sequence[Explanation]) -> str:
 
 
 def format_shape(shape: Sequence[int]) -> str:
-  """'512 x 2048', or 'scalar'."""
+  """Returns '512 x 2048', or 'scalar'."""
   return ' x '.join(map(str, shape)) or 'scalar'
 
 
 def format_entry(entry: str | tuple[str, ...] | None) -> str:
-  """'replica+mdl', '-' where the dimension is not split, '?' where the compiler decides."""
+  """Returns 'replica+mdl', '-' if the dimension is not split, or '?' if the compiler decides."""
   return '?' if entry is UNCONSTRAINED else '+'.join(spec_axes(entry)) or '-'
 
 
 def format_spec(spec: PartitionSpec) -> str:
-  """'data, -, replica+mdl': the mesh axes of each dimension."""
+  """Returns the mesh axes of each dimension: 'data, -, replica+mdl'."""
   return ', '.join(map(format_entry, spec)) or '-'
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-  """'replica 1 x data 16 x mdl 4 = 64 devices'."""
+  """Returns 'replica 1 x data 16 x mdl 4 = 64 devices'."""
   devices = math.prod(sizes.values())
   axes = ' x '.join(f'{name} {size}' for name, size in sizes.items())
   return f'{axes} = {devices} device{"s" * (devices != 1)}'
 
 
 def _format_padding(e: Explanation) -> str:
-  """'+1, -': what each dimension is padded with."""
+  """Returns the padding of each dimension: '+1, -'."""
   return ', '.join(f'+{d.padding}' if d.padding else '-' for d in e.dims) if e.wasted_bytes else '-'

@@ -1,4 +1,4 @@
-"""The report as one page for a browser, without a server: a layer tree, bytes as areas, and each array's parts."""
+"""The report as one HTML page, without a server: a layer tree, a treemap of bytes, and the parts of each array."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _HERE = 'praxis_lite.explain'
 
 
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
-  """Writes the page to the file `path`, which is returned; raises UserError if it cannot be written.
+  """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  Directories above the file are made. `title` says what the report is of; what `check` has found is shown above.
+  It makes missing directories above the file. `title` says what the report describes. `problems` are those of `check`;
+  the page shows them above the report.
   """
   return write_file(path, render_page(report, title, problems))
 
 
 def write_file(path: str, page: str) -> pathlib.Path:
-  """Writes a page to the file `path`, which is returned; raises UserError if it cannot be written."""
+  """Writes a page to the file `path` and returns its path. Raises UserError if the file cannot be written."""
   file = pathlib.Path(path)
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,15 +51,16 @@ def render_page(report: ShardingReport, title: str, problems: Sequence[Problem] 
 
 
 def fill_page(package: str, title: str, data: Mapping[str, object], name: str, scripts: Sequence[str]) -> str:
-  """Returns a page of its own: template, style and scripts of a package, and the data.
+  """Returns a self-contained page from the template, style and scripts of a package, and its data.
 
   Args:
     package: the package with `assets/{name}.html`, `assets/{name}.css` and the scripts.
-    title: what the page is of.
-    data: what the scripts find in the element `data`; JSON can say it.
-    scripts: names of its own scripts, in their order; those that all pages share come before them.
+    title: title of the page.
+    data: the data that the scripts read from the element `data`; must be serializable as JSON.
+    name: name of the template and the style.
+    scripts: names of the page's own scripts, in their order; the scripts that all pages share come before them.
   """
-  # A script ends at the first '</', wherever it stands.
+  # HTML ends a script at the first '</', even inside a string.
   text = json.dumps(data, separators=(',', ':')).replace('</', '<\\/')
   style = '\n'.join([_asset(_HERE, 'common.css'), _asset(package, f'{name}.css')])
   shared = [_asset(_HERE, f'{part}.js') for part in ('common', 'treemap')]
@@ -91,7 +93,7 @@ def _array(e: Explanation) -> dict[str, Any]:
 
 
 def _place(e: Explanation) -> list[str]:
-  """Where it stands in the layer tree: slots beside their variable."""
+  """Returns the path of an array in the layer tree; a slot stands beside its variable."""
   if e.kind is Kind.SLOT and e.owner:
     *layers, name = e.owner.split('.')
     before, _, after = e.path.partition(f'.{e.owner}')

@@ -1,7 +1,7 @@
-"""explain: why any variable, optimizer slot, activation or input of a task is split as it is.
+"""explain: says how and why each variable, optimizer slot, activation or input of a task is split.
 
-All from shapes, for a model and a mesh of any size. Activations are those that the train step constrains; it is traced
-on a mesh without devices.
+It needs only shapes, so a model and a mesh may have any size. Activations are those that the train step constrains; the
+step is traced on a mesh without devices.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import place_task_variables, state_layout
 from praxis_lite.trees import leaves_by_path, path_name
 
-# What has a sharding to explain.
+# The types whose shardings can be explained.
 Explained = SingleTask | Config | type[BaseExperiment] | ExperimentConfig
 
 
 class TracedStep(NamedTuple):
-  """A train step, traced.
+  """A traced train step.
 
   Attributes:
     task: the task on a mesh without devices.
-    constraints: each constraint on an array of its field and shape, once, in the order of the step.
+    constraints: one constraint for each field, shape and dtype, in the order of the step.
     jaxpr: the program; see `PartitionedTask.trace_train_step`.
   """
 
@@ -55,16 +55,16 @@ def explain(
   inputs_struct: Mapping[str, object] | None = None,
   mesh_sizes: Mapping[str, int] | None = None,
 ) -> Explanation:
-  """Returns how one array is split over the mesh, and what decided it.
+  """Returns how one array is split over the mesh, and what decided the split.
 
   Args:
-    task_or_experiment: a task or its config, an experiment class, or what `configure` made of one.
+    task_or_experiment: a task or its config, an experiment class, or the result of `configure` for one.
     path: see `ShardingReport.find`.
     inputs_struct: shapes and dtypes of a batch, for activations and inputs; by default those of the experiment's data.
-    mesh_sizes: size of each mesh axis; by default those the task asks for.
+    mesh_sizes: size of each mesh axis; by default the sizes that the task declares.
 
   Raises:
-    ConfigError: there is no such array.
+    ConfigError: the task has no such array.
     ShardingError: a mapping, rule or strategy does not fit.
   """
   return explain_task(task_or_experiment, inputs_struct, mesh_sizes).find(path)
@@ -75,7 +75,7 @@ def explain_task(
   inputs_struct: Mapping[str, object] | None = None,
   mesh_sizes: Mapping[str, int] | None = None,
 ) -> ShardingReport:
-  """Returns explanations of all arrays of a task; arguments and errors as of `explain`."""
+  """Returns explanations of all arrays of a task; arguments and errors are those of `explain`."""
   jax_task, inputs_struct = task_and_inputs(task_or_experiment, inputs_struct)
   sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
   layout = state_layout(jax_task, abstract_mesh(sizes))
@@ -114,11 +114,11 @@ def parameter_table(jax_task: SingleTask, mesh_sizes: Mapping[str, int]) -> list
 
 
 class Subject(NamedTuple):
-  """What is explained or verified.
+  """A task to explain or verify, and its batches.
 
   Attributes:
     task: a task, or its config.
-    inputs, prompts: shapes and dtypes of a batch to train on, and of one to decode; None where they are not known.
+    inputs, prompts: shapes and dtypes of a batch to train on and of a batch to decode; None if they are not known.
   """
 
   task: object
@@ -127,7 +127,7 @@ class Subject(NamedTuple):
 
 
 def subject_of(named: object, inputs_struct: Mapping[str, object] | None = None) -> Subject:
-  """Returns the task and the batches of whatever names them: see `Explained`; batches as given, or of its data."""
+  """Returns the task and batches of anything that `Explained` allows; by default the batches of its data."""
   if isinstance(named, type) and issubclass(named, BaseExperiment):
     named = configure(named)
   if not isinstance(named, ExperimentConfig):
@@ -139,7 +139,7 @@ def subject_of(named: object, inputs_struct: Mapping[str, object] | None = None)
 def task_and_inputs(
   task_or_experiment: Explained, inputs_struct: Mapping[str, object] | None = None
 ) -> tuple[SingleTask, Mapping[str, object] | None]:
-  """Returns the built task and the shapes of a batch, of whatever names them."""
+  """Returns the built task and the shapes of a batch, for anything that `Explained` allows."""
   named, inputs, _ = subject_of(task_or_experiment, inputs_struct)
   task = named.instantiate() if isinstance(named, Config) else named
   if not isinstance(task, SingleTask):
@@ -148,7 +148,7 @@ def task_and_inputs(
 
 
 def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
-  """The shapes and dtypes of a global batch, to train on if there is one; None if only reading the data would tell."""
+  """Returns the shapes and dtypes of a global batch, preferably for training; None if only the data could tell them."""
   training = [c for c in datasets if getattr(c, 'is_training', False)] or datasets
   for config in training:
     try:
@@ -159,7 +159,7 @@ def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
 
 
 def _filled(config: Config) -> Config:
-  """A copy with text in place of required values that are missing below, such as the path of a text to read."""
+  """Returns a copy in which missing required values, such as the path of a file to read, are replaced by a text."""
   config = config.clone()
   for name, value in config_values(config).items():
     if not isinstance(name, str) or name == 'batch_size':
@@ -175,6 +175,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
   """Traces the train step of a task whose state has this layout, on a mesh that needs no devices.
 
   Args:
+    jax_task, layout: the task, and the layout of its train state.
     inputs_struct: tree of shapes and dtypes of a global batch.
 
   Raises:
@@ -185,7 +186,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
   def listener(constraint: Constraint) -> None:
     key = (constraint.field, constraint.shape, str(constraint.dtype))
-    if constraint.remark or key not in found:  # Of several arrays that a field maps, the one with a remark says more.
+    if constraint.remark or key not in found:  # If a field maps several arrays, keeps the one with a remark.
       found[key] = constraint
 
   jaxpr = task.trace_train_step(listener)
@@ -193,7 +194,7 @@ def trace_step(jax_task: SingleTask, layout: StateLayout, inputs_struct: Mapping
 
 
 def report_of(jax_task: SingleTask, layout: StateLayout, step: TracedStep | None) -> ShardingReport:
-  """Returns explanations of all arrays of a task whose state has this layout; without `step`, those of its state."""
+  """Returns explanations of all arrays of a task whose state has this layout; without `step`, only of its state."""
   sizes = dict(layout.mesh.shape)
   traced = ([], []) if step is None else (_activations(step.constraints, sizes), _inputs(step.task, sizes))
   return ShardingReport(sizes, parameter_table(jax_task, sizes), _slots(layout, sizes), *traced)
@@ -226,7 +227,7 @@ def _slots(layout: StateLayout, sizes: Mapping[str, int]) -> list[Explanation]:
 
 
 def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) -> list[Explanation]:
-  """Explains each activation that a layer names."""
+  """Explains each activation that a layer constrains."""
   counts: collections.Counter[str] = collections.Counter()
   found = []
   for constraint in constraints:
@@ -255,7 +256,7 @@ def _activations(constraints: Iterable[Constraint], sizes: Mapping[str, int]) ->
 
 
 def _inputs(task: PartitionedTask, sizes: Mapping[str, int]) -> list[Explanation]:
-  """Explains each array of a batch as it is split inside a step; rows that only fill up the mesh are padding."""
+  """Explains how each array of a batch is split inside a step; rows that only fill up the mesh are padding."""
   rows = task.train_rows
   over = 'all mesh axes' if rows.apart or task.row_parts == task.mesh.size else f'{task.row_parts} parts'
   taken = f', of which it takes {task.batch_size} and computes {rows.computed}' if rows.apart else ''

@@ -1,4 +1,4 @@
-"""A summary of an experiment in a few lines, from its config and shapes alone: no data is read, no device is needed."""
+"""A short summary of an experiment, from its config and shapes. It reads no data and needs no device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from praxis_lite.training.state import state_layout
 
 
 def summarize(config: ExperimentConfig) -> str:
-  """Returns what an experiment is: its model, mesh, bytes on each device, batch, tokens and length of training.
+  """Returns a summary of an experiment: its model, mesh, bytes on each device, batch, tokens and length of training.
 
   Raises:
     UserError: the config is not valid, or a mapping does not fit its variable or the mesh.
@@ -96,7 +96,7 @@ def _training_dataset(datasets: Iterable[Config]) -> Config | None:
 
 
 def _sequence_length(dataset: Config) -> int | None:
-  """Tokens in an example, where the input or those that it mixes say so, and all say the same."""
+  """Returns the tokens of an example; None unless the input, or the inputs that it mixes, give exactly one length."""
   lengths = {n for c in nested_configs(dataset) if (n := _number(c, 'seq_len')) is not None}
   return lengths.pop() if len(lengths) == 1 else None
 

@@ -1,4 +1,4 @@
-"""visualize_sharding: an array of rank 1 to 4 over a mesh, drawn in a terminal.
+"""visualize_sharding: draws an array of rank 1 to 4 on a mesh in a terminal.
 
     shape (5, 6), spec ('data', 'mdl'), mesh data 2 x mdl 2
 
@@ -10,8 +10,8 @@
      pad 1  |..........|..........|
             +----------+----------+
 
-The last two dimensions are rows and columns; there is one such picture for each part of the dimensions before them.
-A cell lists the devices that hold it; dots are padding.
+The last two dimensions are rows and columns; each part of the dimensions before them gets a picture of its own. A cell
+lists the devices that hold it; dots are padding.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def visualize_sharding(
   """Prints which device holds which part of an array.
 
   Args:
-    shape, spec: of the array, of 1 to 4 dimensions, which need not divide.
+    shape, spec: shape and spec of the array, which has 1 to 4 dimensions; mesh axes need not divide them.
     mesh: the mesh, or the sizes of its axes. Devices are numbered in the order of the mesh.
-    max_parts: so many parts of a dimension are drawn; of more, the first and the last.
-    file: where to print; standard output by default.
+    max_parts: largest number of drawn parts of a dimension; if it has more, the first ones and the last one are drawn.
+    file: the file to print to; standard output by default.
 
   Raises:
-    ShardingError: another rank, or the spec does not fit the shape or the mesh.
+    ShardingError: the array has another rank, or the spec does not fit the shape or the mesh.
   """
   print(draw_sharding(shape, spec, mesh, max_parts=max_parts), file=file)  # type: ignore[call-overload]
 
@@ -73,9 +73,9 @@ def draw_sharding(shape: Sequence[int], spec: PartitionSpec | None, mesh: MeshLi
 
 
 def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
-  """Numbers of the devices that hold each part: [parts of dimension 0, ..., parts of the last, copies].
+  """Returns the numbers of the devices that hold each part: [parts of dimension 0, ..., parts of the last, copies].
 
-  The spec is of full rank. Devices are numbered in the order of the mesh, the last axis fastest.
+  The spec has full rank. Devices are numbered in the order of the mesh, the last axis fastest.
   """
   sizes = axis_sizes(mesh)
   parts = [num_parts(entry, mesh) for entry in spec]
@@ -86,7 +86,7 @@ def device_grid(spec: PartitionSpec, mesh: MeshLike) -> np.ndarray:
 
 
 class _Part(NamedTuple):
-  """A part of a dimension: its number, its slice of the true array, its size, and how much of that is padding."""
+  """A part of a dimension: its number, its slice of the array without padding, its size, and its padding."""
 
   number: int
   name: str
@@ -95,7 +95,7 @@ class _Part(NamedTuple):
 
 
 def _parts(count: int, size: int, limit: int) -> list[_Part | None]:
-  """The parts to draw; None stands for those that are left out where there are more than `limit`."""
+  """Returns the parts to draw; None stands for the omitted parts if there are more than `limit`."""
   local = -(-size // count)
   parts: list[_Part | None] = []
   for i in range(count):
@@ -106,7 +106,7 @@ def _parts(count: int, size: int, limit: int) -> list[_Part | None]:
 
 
 def _picture(devices: np.ndarray, shape: Sequence[int], max_parts: int) -> list[str]:
-  """One or two dimensions: rows of cells with a heading; a vector is one row."""
+  """Draws one or two dimensions as rows of cells with a heading; a vector is one row."""
   is_vector = len(shape) == 1
   if is_vector:
     devices, shape = devices[None], (1, *shape)
@@ -140,7 +140,7 @@ def _picture(devices: np.ndarray, shape: Sequence[int], max_parts: int) -> list[
 
 
 def _cell(text: str, part: _Part, width: int) -> str:
-  """A text, with dots over the part's padding: in proportion, and seen where there is any."""
+  """Returns a text with dots for the part's padding, in proportion to it, at least one if there is any."""
   dots = 0
   if part.padding:
     proportion = max(1, round(width * part.padding / part.size))
@@ -149,7 +149,7 @@ def _cell(text: str, part: _Part, width: int) -> str:
 
 
 def _devices(numbers: np.ndarray) -> str:
-  """'0', '0,4', '0-3', or '0,4,..,60 (16)'."""
+  """Returns '0', '0,4', '0-3', or '0,4,..,60 (16)'."""
   values = sorted(int(n) for n in numbers)
   if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
     return f'{values[0]}-{values[-1]}'

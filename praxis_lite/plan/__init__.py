@@ -1,4 +1,4 @@
-"""What a train step will need and take on chips that are not there: memory, time, communication, and why."""
+"""Predicts memory, time and communication of a train step on chips that this machine does not have, with reasons."""
 
 from praxis_lite.plan.calibration import calibrate, calibrated, calibration_file
 from praxis_lite.plan.cause import Cause, Reason

@@ -1,8 +1,8 @@
-"""How the compiler has really split each activation: what `explain` shows beside what is declared.
+"""How the compiler has split each activation. `explain` shows this beside the declared split.
 
-An activation is found again by its layer and its shape: the operations of the layer, and of those below it, have
-results of that shape on each device. Where the declared part is among them, it is as declared; otherwise what most
-bytes are computed of is what the compiler has made of it.
+An activation is matched by its layer and its shape: operations of the layer and of its children have results of that
+shape on each device. If one of these shapes is the declared part, the activation is split as declared. Otherwise the
+compiler has chosen the shape of which the operations compute most bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def as_compiled(activations: Iterable[Explanation], program: Program, names: LayerNames) -> list[Explanation]:
-  """Returns explanations of activations with the part of them that each device has in a compiled program."""
+  """Returns explanations of activations, completed with the part that each device holds in a compiled program."""
   results: dict[str, collections.Counter[Shape]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions:

@@ -1,11 +1,13 @@
-"""What a step costs by its lowered program, where the compiler of its target is not at hand, refuses it or takes long.
+"""Estimates the cost of a step from its lowered program, without the compiler of its target.
 
-    FLOPs, collectives    as Shardy splits the program: exact but for what XLA combines, moves or removes
-    memory                the state: exact; temporaries: what is live, with guesses of what XLA fuses
-    seconds               products, and what is moved by what is fused, one after the other; collectives of a loop that
-                          can run beside its work are exposed as far as they take longer
+It is used when that compiler is not installed, refuses the step or would take too long.
 
-It takes a second or two for a model and a mesh of any size. Fields that are 'auto' are what they are on the target.
+    FLOPs, collectives    as Shardy splits the program: exact, except where XLA combines, moves or removes operations
+    memory                the state is exact; temporaries are the live values, with guesses of what XLA fuses
+    seconds               products and fusions run one after the other; a collective of a loop that can overlap with
+                          the loop's work is exposed only for the time that it takes longer than that work
+
+This takes a second or two for a model and a mesh of any size. Fields set to 'auto' take their value on the target.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ UNCERTAIN = (
 
 
 def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
-  """Returns what each device of a topology does in the train step of a task on a mesh without devices."""
+  """Returns the program of each device of a topology for a task's train step. The task's mesh needs no devices."""
   step = task.train_step
   with as_if_with_cudnn():
     lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
@@ -49,13 +51,13 @@ def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
 
 
 def analytic_memory(temporaries: int, state: StateBytes, target: Target) -> Memory:
-  """Returns the memory of a step on each device; see above."""
+  """Returns the memory of a step on each device; see the module docstring."""
   live = Live('temporaries', '', '', temporaries, '')
   return Memory(int(target.device_memory), state, state.total, state.total, state.total, temporaries, live=(live,))
 
 
 def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topology, names: LayerNames) -> Cost:
-  """Returns the cost of a step; see above. `names` are those of the model's layers."""
+  """Returns the cost of a step; see the module docstring. `names` finds layers of the model by operation name."""
   target, links = topology.target, Links(topology)
   groups = functools.cache(functools.partial(groups_over, mesh))
   operations = [_product(product, target, names) for product in program.products]
@@ -74,7 +76,7 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
 def _beside_work(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
-  """Collectives of loops, exposed as far as the work of the loop that they may run beside takes less time."""
+  """Sets how long collectives in loops are exposed: the time that they take beyond the work they may overlap with."""
   work, waiting = collections.defaultdict[int, float](float), collections.defaultdict[int, float](float)
   made: list[LocalProduct | LocalFusion] = [*program.products, *program.fusions]
   for local, op in zip(made, operations):
@@ -89,7 +91,7 @@ def _beside_work(
 
 
 def groups_over(mesh: Mapping[str, int], axes: tuple[str, ...]) -> Groups:
-  """The groups of devices that differ along some axes of a mesh, counted in its order."""
+  """Returns groups of device numbers, in mesh order; the members of a group differ only along `axes`."""
   ids = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
   last = np.moveaxis(ids, [list(mesh).index(a) for a in axes], range(-len(axes), 0))
   return tuple(map(tuple, last.reshape(-1, math.prod(mesh[a] for a in axes)).tolist()))

@@ -1,17 +1,17 @@
-"""What programs reach of the published figures of the devices at hand: measured, kept, and read by plans.
+"""Measures which share of their published figures programs reach on local devices, and stores it for plans.
 
     praxis-lite plan --calibrate
 
     measured                a program that runs on                share of
     compute                 a product of bfloat16 matrices        the peak
-    attention               fused attention, where there is any   the peak
+    attention               fused attention, on GPUs              the peak
     memory                  x + 1 of a large array                the memory's bandwidth
     links                   an all-gather over all local devices  the bandwidth of their fast links
     seconds_per_operation   small operations in a row
-    seconds_per_hop         an all-gather of almost nothing
+    seconds_per_hop         an all-gather of 64 bytes a device
 
-Each runs for a second, so that power and clocks are those of a long run. What cannot be measured on one host, the
-network between hosts, stays assumed. Measurements of several kinds of accelerators are kept in one file.
+Each program runs for a second, so that power and clock rates settle as in a long run. One host cannot measure the
+network between hosts, so that figure stays assumed. One file stores the measurements of several kinds of accelerators.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from praxis_lite.plan.topology import Topology
 
 
 def calibration_file() -> Path:
-  """Where `praxis-lite plan` keeps what was measured."""
+  """Returns the path of the file in which `praxis-lite plan` stores measurements."""
   return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'calibration.json'
 
 
 def calibrated(topology: Topology, file: Path) -> Topology:
-  """Returns a topology whose target reaches what was measured, if anything was.
+  """Returns the topology with the measured efficiency of its target; unchanged if `file` has none for it.
 
   Raises:
-    UserError: the file is not what `calibrate` writes.
+    UserError: `file` does not have the format that `calibrate` writes.
   """
   found = _read(file).get(topology.target.name)
   return topology if found is None else dataclasses.replace(topology, target=_reaching(topology.target, found))
@@ -65,19 +65,19 @@ def calibrate(
   seconds: float = 1.0,
   report: Callable[[str], object] = lambda stage: None,
 ) -> Target:
-  """Measures what programs reach on devices, and returns them as a target.
+  """Measures the efficiency of programs on devices, and returns a target with that efficiency.
 
   Args:
-    file: keeps it, beside that of other targets; None keeps it nowhere.
-    devices: of one kind; None: those of this process.
-    matrix: rows and columns of the matrices that are multiplied.
-    megabytes: of arrays that are read, written or gathered; less where the memory is small.
-    seconds: that each program runs.
-    report: called with what is measured next.
+    file: the file to store it in, beside the efficiency of other targets; None stores nothing.
+    devices: devices of one kind; None uses the local devices of this process.
+    matrix: number of rows and of columns of the matrices that are multiplied.
+    megabytes: size of the arrays that are read, written or gathered; at most 1/16 of a device's memory is used.
+    seconds: run time of each program.
+    report: called with the name of the next measurement.
 
   Raises:
-    ConfigError: nothing is published of such devices.
-    UserError: the file is not what this writes.
+    ConfigError: the published figures of these devices are not known.
+    UserError: `file` does not have the format that this function writes.
   """
   devices = list(devices or jax.local_devices())
   kind = devices[0].device_kind
@@ -114,7 +114,7 @@ def _measure(
   seconds: float,
   report: Callable[[str], object],
 ) -> Iterator[tuple[str, float]]:
-  """Yields fields of `Efficiency`; `perfect` reaches all that is published of it."""
+  """Yields names and values of fields of `Efficiency`; `perfect` is the target with an efficiency of 1."""
   with jax.default_device(devices[0]):
     report('products of matrices')
     taken = _time(_product, _normal(0, matrix), _normal(1, matrix) / matrix**0.5, seconds=seconds)
@@ -141,7 +141,7 @@ _OPERATIONS = 64
 
 
 def _time(step: Callable[..., jax.Array], x: jax.Array, *more: jax.Array, seconds: float) -> float:
-  """Seconds of x = step(i, x, *more), many times in one program that runs for about as long as asked."""
+  """Returns the seconds of one x = step(i, x, *more), averaged over one program that loops for about `seconds`."""
   loop = jax.jit(lambda n, x, *more: jax.lax.fori_loop(0, n, lambda i, x: step(i, x, *more), x))
 
   def run(times: int) -> float:
@@ -171,12 +171,12 @@ def _increment(i: jax.Array, x: jax.Array) -> jax.Array:
 
 def _in_a_row(i: jax.Array, x: jax.Array) -> jax.Array:
   for _ in range(_OPERATIONS):
-    x = jax.lax.optimization_barrier(x + 1)  # Else they are one operation.
+    x = jax.lax.optimization_barrier(x + 1)  # Without the barrier, XLA fuses all of them into one operation.
   return x
 
 
 def _gather(mesh: Mesh, i: jax.Array, x: jax.Array) -> jax.Array:
-  """Of a gathered array, a part; the barrier keeps XLA from sending that part alone."""
+  """Returns a part of a gathered array. The barrier keeps XLA from sending only that part."""
 
   @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P('x')), out_specs=P('x'), check_vma=False)
   def gather(i: jax.Array, x: jax.Array) -> jax.Array:
@@ -187,7 +187,10 @@ def _gather(mesh: Mesh, i: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _attention_share(perfect: Target, length: int, seconds: float) -> float:
-  """Of the peak, forward and backward: 2 + 5 products, half of each for the causal mask."""
+  """Returns the share of the peak that fused attention reaches.
+
+  It counts 2 products in the forward pass and 5 in the backward pass, half of each because the mask is causal.
+  """
   heads, dims = 8, 128
   query = jnp.ones((1, length, heads, dims), jnp.bfloat16)
 
@@ -201,7 +204,7 @@ def _attention_share(perfect: Target, length: int, seconds: float) -> float:
 
 
 def _topology_of(target: Target, devices: Sequence[jax.Device]) -> Topology:
-  """That of the devices of one host."""
+  """Returns the topology of the devices of one host."""
   if target.kind != 'tpu':
     return Topology(target, (1, len(devices)) if target.kind == 'gpu' else (len(devices),))
   coordinates = np.array([device.coords for device in devices])

@@ -1,4 +1,4 @@
-"""Why a step communicates: the declaration that has XLA put a collective there, or a surprise and what to change."""
+"""Why a step communicates: the declaration that makes XLA add a collective, or a surprise and its remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class Reason(enum.StrEnum):
-  """Why a collective is there. Those after `OTHER` are surprises."""
+  """Why a step has a collective. The reasons after `OTHER` are surprises."""
 
   GRADIENT = 'gradient reduction'
   WEIGHT = 'gather of a fully sharded weight'
@@ -37,10 +37,10 @@ class Cause:
 
   Attributes:
     reason: the kind of cause.
-    layers: paths of the layers that it is of.
-    fields: config fields that declare it; of a surprise the one to look at first, then those that it disagrees with.
-    remedy: of a surprise, what to change; '' if that is not known.
-    what: of a surprise, what happens.
+    layers: paths of the layers concerned.
+    fields: the config fields that declare it. For a surprise: the suspect field, then the fields that contradict it.
+    remedy: what to change, for a surprise; '' if that is not known.
+    what: what happens, for a surprise.
   """
 
   reason: Reason
@@ -51,7 +51,7 @@ class Cause:
 
   @property
   def expected(self) -> bool:
-    """Whether it is what the declarations ask for."""
+    """Whether the declarations ask for it."""
     return self.reason.expected
 
   def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A step compiled by another process, so that a compiler that takes all memory ends that process and not this one."""
+"""Compiles a step in a child process, so that a compiler that runs out of memory does not end this process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from praxis_lite.plan.compilers import CompileError
 from praxis_lite.plan.planning import Plan
 
-# The directory that a child is to leave its program in.
+# The environment variable that names the directory in which the child stores its program.
 VARIABLE = 'PRAXIS_LITE_PLAN_CHILD'
-# Seconds that a compiler may take.
+# Time limit of the compiler.
 _SECONDS = 3 * 3600.0
 
 
 def compile_in_child(command: Sequence[str], cache: Path) -> None:
-  """Runs a command that makes the same plan, and leaves its program in `cache`.
+  """Runs a command that makes the same plan and stores its compiled program in `cache`.
 
   Raises:
-    CompileError: its compiler refused the step, or the process ended early.
+    CompileError: the compiler refused the step, the process ended early, or it exceeded the time limit.
   """
   environment = {**os.environ, VARIABLE: str(cache)}
   try:
@@ -48,13 +48,13 @@ def compile_in_child(command: Sequence[str], cache: Path) -> None:
 
 
 def outcome_of(plan: Plan) -> str:
-  """What a child prints."""
+  """Returns the line that a child prints: its error, and whether the step does not fit, as JSON."""
   failed = plan.mode != 'compiled'
   error = plan.notes[0].removesuffix('; the numbers are analytic') if failed else ''
   return json.dumps({'error': error, 'does_not_fit': plan.is_refused})
 
 
 def go_first_when_memory_is_short() -> None:
-  """Has Linux end this process, before others, when there is no memory left."""
+  """Makes Linux kill this process first when the machine runs out of memory."""
   with contextlib.suppress(OSError):
     Path('/proc/self/oom_score_adj').write_text('1000')

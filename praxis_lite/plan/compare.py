@@ -1,4 +1,4 @@
-"""Two plans side by side: memory, time and communication, and which is better, and why."""
+"""Compares two plans: memory, time and communication side by side, which is better, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from praxis_lite.figures import format_bytes, format_seconds
 from praxis_lite.plan.planning import Plan
 from praxis_lite.plan.report import format_table
 
-# Kinds of collectives that take less than this share of either step are not shown.
+# Kinds of collectives that take less than this share of both steps are not shown.
 _LEAST_SHARE = 0.005
 
 
@@ -55,7 +55,7 @@ def verdict(first: Plan, second: Plan) -> str:
     over = -(first, second)[other].memory.room
     by = f', by {format_bytes(over)}' if over > 0 else ''
     return f'{names[fits]} is better: {names[other]} does not fit{by}'
-  # Of the same model on as many chips, less time; in general, less time of chips for the same work.
+  # Compares chip time for the same work, since models and numbers of chips may differ.
   costs = [plan.step_seconds * plan.topology.num_chips / plan.work.flops for plan in (first, second)]
   better = 0 if costs[0] <= costs[1] else 1
   if max(costs) <= 1.01 * min(costs):
@@ -92,7 +92,7 @@ _WHY = {
 
 
 def _most_waiting(won: Plan, lost: Plan) -> str:
-  """The collectives that the worse plan waits for, and the better one does not."""
+  """Names the kind of collectives whose exposed time differs most in favour of the better plan."""
   before, after = _collectives(lost), _collectives(won)
   most = max(before, key=lambda key: before[key] - after.get(key, 0.0), default='')
   return f' ({most}: {format_seconds(before[most])} against {format_seconds(after.get(most, 0.0))})' if most else ''
@@ -103,7 +103,7 @@ def _limits(plan: Plan) -> Mapping[str, float]:
 
 
 def _collectives(plan: Plan) -> Mapping[str, float]:
-  """Exposed seconds by kind and mesh axes."""
+  """Returns exposed seconds by kind of collective and mesh axes."""
   found: dict[str, float] = collections.defaultdict(float)
   for c in plan.cost.collectives:
     over = f' over {"+".join(c.axes)}' if c.axes else ''

@@ -1,4 +1,4 @@
-"""The compilers of other machines: their devices, and a step compiled for them, or found in the cache.
+"""Compiles steps for the devices of other machines, or reads them from a cache of compiled programs.
 
 TPU programs are compiled by the package libtpu, GPU programs by JAX's plugin for CUDA; neither needs a chip.
 """
@@ -33,21 +33,22 @@ from praxis_lite.plan.targets import gpu_target_config
 from praxis_lite.plan.topology import Topology
 from praxis_lite.training.partitioned_step import PartitionedStep
 
-# Of each kind of target: modules any of which compiles for it, and the packages that versions are asked of.
+# For each kind of target, the modules that can compile for it; one is enough.
 _MODULES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cpu': ()}
+# The packages whose versions are part of the cache key.
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
-# How XLA's partitioner warns, in its log, of what it does badly.
+# The warning of XLA's partitioner, in its log, about a costly resharding.
 _PARTITIONER = '[SPMD] Involuntary full rematerialization'
-# What a compiler says that a refused step needs: 'Used 33.5G of 15.75G hbm'.
+# The part of a compiler's error that says how much memory a refused step needs: 'Used 33.5G of 15.75G hbm'.
 _USED = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _UNITS = {'K': 10, 'M': 20, 'G': 30, 'T': 40}
-_MOST_SHOWN = 400  # Characters of an error of a compiler.
-_CUDNN_VERSION = 91000  # As in `gpu_target_config`.
+_MOST_SHOWN = 400  # Characters of a compiler's error.
+_CUDNN_VERSION = 91000  # The same version as in `gpu_target_config`.
 _INSTALL = {'tpu': 'libtpu', 'gpu': 'jax-cuda12-plugin and jax-cuda12-pjrt'}
-# Without these, the compilers look for the machine that they are made for.
+# Without these, the compilers look for their own hardware on this machine.
 _ENVIRONMENT = {
   'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Several plans at a time.
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # Allows several plans at a time.
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_WORKER_HOSTNAMES': 'localhost',
 }
@@ -61,14 +62,14 @@ class CompileError(UserError):
   """The compiler of a target refuses a step.
 
   Attributes:
-    does_not_fit: whether that is because it needs more memory than a device has.
+    does_not_fit: whether the step needs more memory than a device has.
   """
 
   does_not_fit = False
 
   @property
   def needs(self) -> int | None:
-    """The bytes on each device that the step needs, if the compiler says so."""
+    """The bytes that the step needs on each device; None if the compiler does not say."""
     used = _USED.search(str(self))
     return int(float(used[1]) * 2 ** _UNITS[used[2]]) if used else None
 
@@ -78,11 +79,11 @@ class CompiledStep:
   """A compiled step, as text and numbers.
 
   Attributes:
-    text: XLA's HLO, optimized.
+    text: XLA's optimized HLO.
     arguments, outputs, aliased, temporaries, code: bytes on each device.
-    seconds: that compiling took.
+    seconds: compile time.
     is_cached: whether an earlier plan compiled it.
-    messages: what XLA's partitioner warned of.
+    messages: warnings of XLA's partitioner.
   """
 
   text: str
@@ -97,7 +98,7 @@ class CompiledStep:
 
 
 def missing_compiler(topology: Topology) -> str:
-  """What is missing to compile for a topology, as a sentence; '' if nothing is."""
+  """Returns a sentence that says which packages are missing to compile for a topology; '' if none are missing."""
   kind = topology.target.kind
   if kind == 'cpu' or any(importlib.util.find_spec(module) for module in _MODULES[kind]):
     return ''
@@ -105,11 +106,11 @@ def missing_compiler(topology: Topology) -> str:
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-  """Returns the devices of a topology, for a mesh that steps are compiled on.
+  """Returns the devices of a topology, for a mesh to compile steps on.
 
   Raises:
-    MissingCompilerError: its compiler is not installed.
-    ConfigError: there are not so many simulated devices, or the compiler knows no such topology.
+    MissingCompilerError: the compiler of the target is not installed.
+    ConfigError: this process has too few simulated devices, or the compiler does not know the topology.
   """
   if missing := missing_compiler(topology):
     raise MissingCompilerError(missing)
@@ -125,7 +126,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   try:
-    with collected_log():  # It says that there are no such devices here.
+    with collected_log():  # Hides the log, which says that this machine has no such devices.
       return _gpu_devices(topology) if target.kind == 'gpu' else _tpu_devices(topology)
   except (RuntimeError, ValueError, NotImplementedError) as error:
     raise ConfigError(f'topology {topology.name}: {first_line(error)[:_MOST_SHOWN].rstrip(".")}') from error
@@ -134,7 +135,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 def _gpu_devices(topology: Topology) -> list[jax.Device]:
   domains, per_domain = topology.shape
   per_host = topology.target.chips_per_host
-  # Domains of fast links, hosts of each, GPUs of each.
+  # Numbers of domains of fast links, of hosts in a domain, and of GPUs in a host.
   sizes = (1, domains, per_domain)
   if per_domain > per_host and per_domain % per_host == 0:
     sizes = (domains, per_domain // per_host, per_host)
@@ -150,12 +151,12 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
 def _tpu_devices(topology: Topology) -> list[jax.Device]:
   target = topology.target
   prefix = 'tpu' if target.name[0].isdigit() else ''
-  # As Cloud TPU counts them: all but v5e and v6e have two of a chip.
+  # Cloud TPU names slices by their number of cores. All chips except v5e and v6e have two cores.
   cores = topology.num_chips * (2 if target.torus == 3 or target.devices_per_chip == 2 else 1)
   kind = {'v5e': 'v5litepod'}.get(target.name, f'{prefix}{target.name}')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', f'{kind}-{cores}')
   options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
-  # A host has 2 x 2 chips, where a slice has so many in both directions.
+  # A host has 2 x 2 chips. In a direction in which the slice has an odd number of chips, it has one.
   if any(size % 2 for size in topology.shape[:2]):
     options['chips_per_host_bounds'] = tuple([2 - size % 2 for size in topology.shape[:2]] + [1])
   name = f'{prefix}{target.name}:{"x".join(map(str, topology.shape))}'
@@ -166,7 +167,7 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
 
 
 def places_of(topology: Topology, devices: Iterable[jax.Device]) -> np.ndarray:
-  """Where devices are, in their order: see `Topology.places`."""
+  """Returns the places of devices, in the order of `devices`; see `Topology.places`."""
   target = topology.target
   if target.kind == 'tpu':
     coordinates: list[Any] = [d.coords for d in devices]
@@ -184,17 +185,17 @@ def compile_step(
   elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> CompiledStep:
-  """Returns a step, compiled for the devices of its mesh, or as an earlier plan compiled it.
+  """Compiles a step for the devices of its mesh, or reads it from the cache.
 
   Args:
-    step: on a mesh of the devices of `topology`.
+    step: a step on a mesh of the devices of `topology`.
     layers: paths of the layers of the model.
-    cache: a directory of programs; None keeps none.
-    elsewhere: has another process compile the step, if it is not in the cache, and leave it there.
-    report: called with what begins: 'tracing', 'compiling'.
+    cache: a directory of compiled programs; None disables the cache.
+    elsewhere: called if the step is not in the cache; makes another process compile the step into the cache.
+    report: called with the name of each stage as it begins: 'tracing', 'compiling'.
 
   Raises:
-    CompileError: the compiler refuses it, or has not enough memory.
+    CompileError: the compiler refuses the step, or runs out of memory.
   """
   report('tracing')
   with as_if_with_cudnn():
@@ -232,7 +233,7 @@ def compile_step(
 
 
 def as_if_with_cudnn() -> contextlib.AbstractContextManager[None]:
-  """Lets fused attention be traced without cuDNN: JAX asks for its version, and the compiler needs nothing of it."""
+  """Lets fused attention be traced without cuDNN. JAX asks for its version; the compiler does not need the library."""
   return without_cudnn(_CUDNN_VERSION)
 
 
@@ -244,7 +245,7 @@ def _compiled(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) 
   except RuntimeError:
     if topology.target.kind != 'tpu':
       raise
-    # It has collectives that several operations carry on, which cannot be read back; this one has fewer of them.
+    # Asynchronous collectives that are spread over several fusions cannot be printed. This compiles without them.
     text = flags.compile(lowered, xla_tpu_enable_async_collective_fusion=False).as_text() or ''
   if not text:
     raise NotImplementedError('the compiled program has no text')
@@ -252,19 +253,19 @@ def _compiled(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) 
 
 
 def _written_down(lowered: jax.stages.Lowered, flags: XlaFlags) -> tuple[jax.stages.Compiled, str]:
-  """Returns a TPU program and the text that its compiler writes to a file; '' if it writes none."""
+  """Returns a TPU program, and its text as the compiler dumps it to a file; '' if the compiler dumps nothing."""
   with tempfile.TemporaryDirectory() as folder:
     compiled = flags.compile(lowered, xla_dump_to=folder, xla_dump_hlo_as_text=True)
     texts = [file.read_text() for file in Path(folder).glob('*.after_optimizations.txt')]
   return compiled, max(texts, key=len, default='')
 
 
-# Where in the memory of a process a rule of partitioning is, as JAX tells XLA.
+# The address of a partitioning rule in the memory of the process, which JAX passes to XLA. It differs in every process.
 _ADDRESS = re.compile(r'(?<=api_version = 2 : i32, backend_config = ")\d+')
 
 
 def _key(lowered: jax.stages.Lowered, step: PartitionedStep, topology: Topology, layers: Sequence[str]) -> str:
-  """What a compiled program is a function of, and the layers that its operations are named after."""
+  """Returns a hash of everything that a compiled program depends on, and of the layers that name its operations."""
   digest = hashlib.sha256()
   versions = [f'{name} {_version(name)}' for name in _PACKAGES]
   order = [d.id for d in step.mesh.devices.flat]
@@ -284,7 +285,7 @@ def _version(package: str) -> str:
 
 
 def _read(file: Path | None) -> CompiledStep | None:
-  """None if there is no such program, or it cannot be read; then it is compiled again, and replaced."""
+  """Returns a cached program; None if it is missing or unreadable, and the step must be compiled again."""
   try:
     return None if file is None else CompiledStep(**json.loads(gzip.decompress(file.read_bytes())), is_cached=True)
   except (OSError, ValueError, TypeError, EOFError):
@@ -292,7 +293,7 @@ def _read(file: Path | None) -> CompiledStep | None:
 
 
 def _write(file: Path, step: CompiledStep) -> None:
-  """Keeps a program; a cache that cannot be written is none."""
+  """Stores a program; does nothing if the cache cannot be written."""
   fields = {name: value for name, value in dataclasses.asdict(step).items() if name != 'is_cached'}
   try:
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,18 @@
-"""What a compiled step costs on each device: operations, bytes of memory, communication, and the time of all of it.
+"""The cost of a compiled step on each device: operations, bytes of memory, communication and time.
 
-The cost of an instruction, times the trip counts of the loops that contain it:
+The cost of an instruction is multiplied by the trip counts of the loops that contain it:
 
-    FLOPs        dot, convolution (a multiplication and an addition for each pair of elements that meet), ragged-dot,
-                 and library calls for products and attention; all else is limited by memory and counts none
-    bytes        operands and results in main memory; of a slice, of what a fusion slices, and of an update in place
-                 only that part
-    seconds      the longer of both at the efficiency of the target, and at least its time of an operation
+    FLOPs        of dot, convolution (a multiplication and an addition for each pair of elements that meet), ragged-dot,
+                 and library calls for products and attention; other instructions are limited by memory and count 0
+    bytes        operands and results in main memory; slices and in-place updates, also those inside a fusion, count
+                 only the part that they touch
+    seconds      the longer of compute time and memory time at the efficiency of the target, and at least
+                 `seconds_per_operation`
     collectives  see `links.py`
 
-Instructions run in the order of the schedule. A collective between its start and its end is overlapped with what runs
-there; what it takes beyond that is exposed. Collectives wait for each other, but for shifts in opposite directions on
-a torus, each of which has links of its own.
+Instructions run in the order of the schedule. A collective overlaps with the instructions between its start and its
+end; the time that it takes beyond them is exposed. Collectives wait for each other. The exception are shifts in
+opposite directions on a torus, which use separate links.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ LayerPaths = Iterable[tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """An instruction of one device, or a fusion of several.
+  """An instruction of one device, or a fusion of several instructions.
 
   Attributes:
     name, opcode: as in the program.
-    layer: path of the layer that it belongs to; '' if none.
-    phase: 'forward', 'backward', 'recomputed' (again, in the backward pass) or 'update'.
+    layer: path of the layer that it belongs to; '' if it belongs to no layer.
+    phase: 'forward', 'backward', 'recomputed' (rematerialized in the backward pass) or 'update'.
     count: executions in a step.
-    flops, bytes, seconds: of one execution.
+    flops, bytes, seconds: cost of one execution.
   """
 
   name: str
@@ -61,7 +62,7 @@ class Operation:
   seconds: float
 
   def limit(self, target: Target) -> str:
-    """What its seconds are those of: 'compute', 'memory', or 'overhead', the time that any operation takes."""
+    """What limits it: 'compute', 'memory', or 'overhead', the minimal time of every operation."""
     at_memory = self.bytes / (target.device_bandwidth * target.efficiency.memory)
     if self.seconds > max(at_memory, target.efficiency.seconds_per_operation):
       return 'compute'
@@ -73,14 +74,14 @@ class Communication:
   """A collective of a step.
 
   Attributes:
-    name, kind, layer, phase, count: as of an `Operation`; the layer that several share if it combines those of several.
-    dtype: of the first array.
+    name, kind, layer, phase, count: see `Operation`; if it combines collectives of several layers, their common parent.
+    dtype: dtype of the first array.
     axes: mesh axes that it communicates over.
-    group_size: devices of a group.
-    result_bytes: on one device.
+    group_size: number of devices in a group.
+    result_bytes: bytes of the result on one device.
     fast_bytes, network_bytes: what a device sends over fast links, and between domains of fast links.
-    seconds, exposed: of one execution, and the part of them in which nothing else runs.
-    cause: why it is there; None where that was not asked.
+    seconds, exposed: time of one execution, and the part of it in which nothing else runs.
+    cause: why the step has it; None if causes were not searched for.
   """
 
   name: str
@@ -100,12 +101,12 @@ class Communication:
 
   @property
   def expected(self) -> bool:
-    """Whether it is what the declarations ask for, as far as is known."""
+    """Whether the declarations ask for it; True if the cause is not known."""
     return self.cause is None or self.cause.expected
 
   @property
   def sent_bytes(self) -> float:
-    """What a device sends in one execution."""
+    """The bytes that a device sends in one execution."""
     return self.fast_bytes + self.network_bytes
 
 
@@ -114,10 +115,10 @@ class Span:
   """When an operation, a collective or a loop runs.
 
   Attributes:
-    name: as of an `Operation` or a `Communication`, or the name of the loop.
-    start, end: in seconds since the step began, or since the round began of the loop that it is in.
-    rounds: how often what is inside runs, one after the other; 0 if it is no loop.
-    inside: of one round.
+    name: name of the `Operation`, the `Communication` or the loop.
+    start, end: seconds since the start of the step, or of the iteration of the loop that contains it.
+    rounds: number of iterations of a loop; 0 if it is not a loop.
+    inside: the spans of one iteration.
   """
 
   name: str
@@ -133,9 +134,10 @@ class Cost:
 
   Attributes:
     operations, collectives: in the order of the schedule.
-    seconds: of a step.
-    unknown_loops: of the loops whose trip count the program does not say, the layer, or else the name; they count once.
-    schedule: when each of them runs; empty if there is no schedule, as without a compiler.
+    seconds: time of a step.
+    unknown_loops: loops whose trip count the program does not say, by layer, or by name if they belong to no layer.
+      Each is counted as one iteration.
+    schedule: when each operation and collective runs; empty without a compiler, which makes the schedule.
   """
 
   operations: tuple[Operation, ...]
@@ -163,7 +165,7 @@ class Cost:
   def seconds_by_limit(self, target: Target) -> dict[str, float]:
     """Seconds of a step by what limits them: 'compute', 'memory', 'overhead' (many small operations), 'communication'.
 
-    Asynchronous copies are in 'memory', also where they are overlapped.
+    Asynchronous copies count as 'memory', even if they are overlapped.
     """
     limits = dict.fromkeys(('compute', 'memory', 'overhead', 'communication'), 0.0)
     for op in self.operations:
@@ -184,8 +186,8 @@ def cost_of(
 
   Args:
     program: a compiled step, read by `partitioning.hlo.parse`.
-    target, links: of the chips that run it.
-    mesh: the size of each mesh axis; the devices of the program are in its order.
+    target, links: the chips that run it, and their links.
+    mesh: the size of each mesh axis; the devices of the program are in mesh order.
     layers: the names of the model's layers.
   """
   model = _CostModel(program, target, links, dict(mesh or {}), layers or LayerNames(()))
@@ -208,18 +210,19 @@ class LayerNames:
       for part in path:
         below = below.setdefault(part, {})
 
-  @functools.cache  # noqa: B019 - as long as a plan.
+  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
   def layer(self, op_name: str) -> str:
-    """'lm.transformer.layers.ff' of 'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general'.
+    """Returns the path of the layer of an operation; '' if it belongs to no layer.
 
-    XLA joins the names of operations that it combines, as in 'layers/(ff/up/dot:ff/gate/dot)': they share 'layers.ff'.
+    'jit(step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/dot_general' gives 'lm.transformer.layers.ff'.
+    XLA joins the names of operations that it combines: 'layers/(ff/up/dot:ff/gate/dot)' gives 'layers.ff'.
     """
     paths = [layer.split('.') for layer in self.layers(op_name)]
     same = [parts[0] for parts in zip(*paths) if len(set(parts)) == 1]
     return '.'.join(same)
 
   def layers(self, op_name: str) -> tuple[str, ...]:
-    """The layers of all operations that XLA has combined into one of this name."""
+    """Returns the layers of all operations that XLA combined into the operation of this name."""
     head, _, joined = scopes(op_name).partition('/(')
     if not joined:
       return ('.'.join(self._walk(head.split('/'))),)
@@ -251,7 +254,7 @@ _DIRECTIONS = ('up', 'down')
 
 @dataclasses.dataclass
 class _Timeline:
-  """What a computation runs, and its seconds."""
+  """The operations and collectives that a computation runs, and its time."""
 
   operations: list[Operation] = dataclasses.field(default_factory=list)
   collectives: list[Communication] = dataclasses.field(default_factory=list)
@@ -259,13 +262,13 @@ class _Timeline:
   seconds: float = 0.0
 
   def append(self, other: _Timeline) -> None:
-    """Adds what runs after it."""
+    """Adds a timeline that runs after this one."""
     begins = self.seconds
     self.spans += [dataclasses.replace(s, start=begins + s.start, end=begins + s.end) for s in other.spans]
     self._count(other, 1)
 
   def repeat(self, other: _Timeline, times: int, name: str) -> None:
-    """Adds the rounds of a loop."""
+    """Adds the iterations of a loop."""
     ends = self.seconds + other.seconds * times
     if times and other.spans:
       self.spans.append(Span(name, self.seconds, ends, times, tuple(other.spans)))
@@ -285,7 +288,7 @@ class _CostModel:
     self.unknown_loops: list[str] = []
 
   def timeline(self, computation: Computation, within: str = '') -> _Timeline:
-    """What a computation runs, once; `within` is the name of the loop that it is of."""
+    """Returns the timeline of one run of a computation; `within` is the name of the loop that contains it."""
     if computation.name not in self._done:
       self._within[computation.name] = within
       self._done[computation.name] = self._run(computation)
@@ -333,7 +336,7 @@ class _CostModel:
         copying[instruction.name] = copies_free
       elif instruction.opcode == 'async-start' and inside:
         start(instruction.name, *inside[0], overlapped=True)
-      elif inside and instruction.opcode == 'fusion':  # TPU: fusions start, carry forward and end collectives.
+      elif inside and instruction.opcode == 'fusion':  # TPU: fusions start, continue and end collectives.
         line.seconds += self._compute(instruction, computation, line)
         marks = {target for _, called in inside for target in called.custom_calls}
         for found, where in inside:
@@ -372,7 +375,7 @@ class _CostModel:
   def _compute(
     self, instruction: Instruction, computation: Computation, line: _Timeline, begins: float | None = None
   ) -> float:
-    """Adds an operation that begins now, or as given, and returns its seconds."""
+    """Adds an operation that begins at `begins`, by default now, and returns its seconds."""
     products = list(products_of(instruction, computation, self._program))
     moved = bytes_of(instruction, computation, self._program)
     if not products and not moved:
@@ -381,7 +384,7 @@ class _CostModel:
     reached = {False: efficiency.compute, True: efficiency.attention}
     computes = sum(p.flops / (target.peak(p.dtype) * reached[p.is_attention]) for p in products)
     seconds = max(computes, moved / (target.device_bandwidth * efficiency.memory), efficiency.seconds_per_operation)
-    # A fusion has the name of its last operation; what is most expensive in it is what it is for.
+    # XLA names a fusion after its last operation. The name of its most expensive product says more about its purpose.
     name = max(products, key=lambda p: p.flops).op_name if products else self._name(instruction, computation)
     flops = sum(p.flops for p in products)
     begins = line.seconds if begins is None else begins
@@ -401,13 +404,13 @@ class _CostModel:
     return seconds
 
   def _name(self, instruction: Instruction, computation: Computation) -> str:
-    """The name of an operation, or where XLA dropped it that of what it is computed from, if of the same loop."""
+    """Returns the name of an operation. If XLA dropped it: of an operand in the same loop, otherwise of the loop."""
     name, loop = name_of(instruction, computation), self._within.get(computation.name, '')
     of_loop = not loop or name.startswith(loop.rpartition('/')[0])
     return name if instruction.op_name or of_loop else loop
 
   def _collectives_inside(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
-    """The collectives in the computation of a fusion, or of a generic asynchronous start."""
+    """Returns the collectives in the computation of a fusion, or of a generic asynchronous start."""
     if instruction.opcode not in ('fusion', 'async-start'):
       return []
     return self._collectives_below(instruction)
@@ -443,14 +446,14 @@ class _CostModel:
     )
 
   def _directions(self, instruction: Instruction) -> tuple[str, ...]:
-    """Which links of a torus a collective uses: those of one direction, if it is a shift."""
+    """Returns the directions of a torus in which a collective uses links; a shift uses only one."""
     if instruction.collective != 'collective-permute' or not self._target.torus:
       return _DIRECTIONS
     up = [pair[0] < pair[1] for pair in groups_of(instruction, self._program.num_devices) if len(pair) > 1]
     return _DIRECTIONS[:1] if sum(up) * 2 >= len(up) else _DIRECTIONS[1:]
 
   def _axes(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ."""
+    """Returns the mesh axes along which the members of a group differ."""
     sizes = tuple(self._mesh.values())
     if math.prod(sizes) != self._program.num_devices or not self._mesh:
       return ()
@@ -462,7 +465,7 @@ class _CostModel:
 
 
 def name_of(instruction: Instruction, computation: Computation) -> str:
-  """The name of an operation, or where XLA dropped it that of what it is computed from."""
+  """Returns the name of an operation; if XLA dropped it, the name of its first operand that has one."""
   for _ in range(4):
     operands = computation.operands(instruction)
     if instruction.op_name or not operands:

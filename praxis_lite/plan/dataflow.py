@@ -1,6 +1,6 @@
-"""Which argument of a program a value is: seen through casts, slices, transposes, fusions, and loops that carry it.
+"""Traces values of a program back to its arguments, through casts, slices, transposes, fusions and loops.
 
-A value that is computed is none. So a gathered weight is told from a gathered activation, whatever XLA has made of it.
+A computed value has no argument. This tells a gathered weight from a gathered activation, however XLA transforms it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from praxis_lite.partitioning.hlo import Computation, Instruction, Program
 
-# What has the same elements as its first operand, or some of them.
+# Operations whose result has the elements of their first operand, or some of them.
 _KEEPS = {'bitcast', 'bitcast-convert', 'convert', 'copy', 'reshape', 'transpose', 'slice', 'dynamic-slice', 'pad'}
 _KEEPS |= {'optimization-barrier', 'copy-start', 'copy-done', 'slice-start', 'slice-done', 'domain', 'reverse'}
 _KEEPS |= {'all-gather', 'all-gather-start', 'all-gather-done', 'dynamic-slice-start', 'dynamic-slice-done'}
 _KEEPS |= {'collective-permute', 'collective-permute-start', 'collective-permute-done'}
 _PASSED_ON = {'fusion', 'call', 'async-start', 'async-update', 'async-done'}
 
-Index = tuple[int, ...]  # Of an element of a nested tuple.
+Index = tuple[int, ...]  # The index of an element of a nested tuple.
 
 
 class Dataflow:
@@ -32,19 +32,19 @@ class Dataflow:
           self._callers.setdefault(called.name, (instruction, computation))
 
   def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
-    """Yields each collective, and where it is; of one that several fusions carry on, each part."""
+    """Yields each collective and its computation; for a collective spread over several fusions, each part."""
     for computation in self._program.computations.values():
       for instruction in computation.instructions:
         if instruction.collective:
           yield instruction, computation
 
   def arguments(self, instruction: Instruction, computation: Computation) -> list[str]:
-    """The argument that each operand is, as `argument_path` spells it; '' for one that is computed."""
+    """Returns the argument that each operand comes from, in the form of `argument_path`; '' for a computed operand."""
     return [self.argument(operand, computation) for operand in computation.operands(instruction)]
 
   def argument(self, instruction: Instruction, computation: Computation, index: Index = ()) -> str:
-    """The argument that a value is, or an element of it; '' if it is computed."""
-    for _ in range(200):  # Programs are finite, and loops that carry a value on are looked through once.
+    """Returns the argument that a value, or its element at `index`, comes from; '' if the value is computed."""
+    for _ in range(200):  # A limit against endless chains.
       opcode, operands = instruction.opcode, computation.operands(instruction)
       if opcode == 'parameter':
         if computation is self._program.entry:
@@ -86,7 +86,7 @@ class Dataflow:
     return ''
 
   def _carries(self, body: Computation, element: int) -> bool:
-    """Whether a loop gives an element of its state to the next round as it is."""
+    """Whether a loop passes an element of its state to the next iteration unchanged."""
     root = body.root
     if root.opcode != 'tuple' or element >= len(root.operands):
       return False
@@ -99,6 +99,6 @@ class Dataflow:
 
 
 def argument_path(op_name: str) -> str:
-  """'mdl_vars.lm.out.w' of the name that JAX gives an argument of a step, "state.mdl_vars['lm']['out']['w']"."""
+  """Returns 'mdl_vars.lm.out.w' for "state.mdl_vars['lm']['out']['w']", the name that JAX gives a step's argument."""
   name = op_name.replace('\\', '').removeprefix('state.')
   return '.'.join(re.findall(r"[^\[\]'.]+", name))

@@ -1,11 +1,12 @@
-"""What a task declares of a mesh axis, and which declaration disagrees with the others.
+"""How a task declares the use of each mesh axis, and which declaration contradicts the others.
 
 Every dimension of a weight or activation has a role: the rows of a batch, the positions of its sequences, or features
-of some size. Declarations of the same role should split it over the same axes. For one axis, each declaration votes,
-whether it splits the role over it; the few against the many are the suspects. Who cannot say abstains:
+of some size. Declarations should split dimensions of the same role over the same axes. For one axis and role, each
+declaration votes whether it splits the role over the axis; the declarations in the minority are the suspects. These
+abstain:
 
     features of an array that splits another dimension over the axis
-    weights, about the axes of the batch: they are gathered where they are used (fully sharded training)
+    weights, about the axes of the batch, because fully sharded training gathers weights where they are used
     dimensions that are left to the compiler
 """
 
@@ -24,14 +25,16 @@ Role = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-  """How a weight of one layer, or an activation, is declared to be split; without the dimensions of stacks of layers.
+  """The declared split of a weight of one layer or of an activation, without the dimensions that stack layers.
 
   Attributes:
-    path, layer: of the array, and of its layer.
-    field: the config field that declares it; where there are several, that of the first dimension.
-    shape, axes, sources: of each dimension its size, the mesh axes of a size that split it, and what says so.
-    roles: what each dimension is; None where the compiler decides.
-    is_weight: or an activation.
+    path, layer: paths of the array and of its layer.
+    field: the config field of its last dimension, whether it is set or not.
+    shape: size of each dimension.
+    axes: for each dimension, the mesh axes larger than 1 that split it.
+    sources: for each dimension, the config field that declares its split.
+    roles: role of each dimension; None if the compiler decides its split.
+    is_weight: True for a weight, False for an activation.
   """
 
   path: str
@@ -51,11 +54,11 @@ class Declaration:
     return {axis for axes in self.axes for axis in axes}
 
   def fields_of(self, axes: Collection[str]) -> list[str]:
-    """The fields that split it over any of some axes."""
+    """Returns the fields that split the array over any of `axes`."""
     return [source for own, source in zip(self.axes, self.sources) if set(own) & set(axes)]
 
   def votes(self, axis: str, batch_axes: Collection[str]) -> list[tuple[Role, bool]]:
-    """What it says of an axis: of which roles, and whether it splits them over it."""
+    """Returns its votes about an axis: roles, each with whether it splits the role over the axis."""
     if self.is_weight and axis in batch_axes:
       return []
     split = [axis in axes for axes in self.axes]
@@ -70,9 +73,9 @@ class Declarations:
   """All declarations of a task on a mesh.
 
   Args:
-    report: of `explain`.
-    stacks: by path of a variable, how many of its dimensions are stacks of layers.
-    manual: whether the whole step is mapped over devices, each with rows of its own.
+    report: the report of `explain`.
+    stacks: for each path of a variable, the number of its leading dimensions that stack layers.
+    manual: whether the whole step runs inside `shard_map`, where each device has rows of its own.
   """
 
   def __init__(self, report: ShardingReport, stacks: Mapping[str, int], manual: bool = False):
@@ -108,20 +111,20 @@ class Declarations:
     return [w for w in self.weights if w.path in wanted]
 
   def weights_near(self, layers: Collection[str]) -> list[Declaration]:
-    """The weights of some layers and of those below; of the layer around, where they have none."""
+    """Returns the weights of some layers and their children; if there are none, those of the layers around them."""
     found = [w for w in self.weights if any(is_below(w.layer, layer) for layer in layers)]
     return found or [w for w in self.weights if any(is_below(layer, w.layer) for layer in layers if w.layer)]
 
   def fields_of(self, declarations: Iterable[Declaration], axes: Collection[str]) -> tuple[str, ...]:
-    """The fields that split some arrays over any of some axes, each once."""
+    """Returns the fields that split some arrays over any of `axes`, without duplicates."""
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
-    """Those that an array on one device may be a part of, whatever the order of its dimensions."""
+    """Returns the declarations of which an array on one device may be a part, in any order of its dimensions."""
     local = tuple(sorted(d for d in dims if d != 1))
     return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
 
-  @functools.cache  # noqa: B019 - as long as a plan.
+  @functools.cache  # noqa: B019 - the object lives only as long as a plan.
   def _fits(self, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     if len(local) != len(shape):
       return False
@@ -134,9 +137,10 @@ class Declarations:
   # ---------------------------------------------------------------- what disagrees
 
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
-    """Returns the declaration that disagrees with most others about some axes, nearest to some layers, and whom with.
+    """Returns the declaration nearest to `layers` that contradicts others about `axes`, and those others.
 
-    None where all agree. Those that it disagrees with are of the same role, the nearest first.
+    Of several as near, returns the one that contradicts others most often. Returns None and no others if all
+    declarations agree. The others declare the same role; the nearest come first.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):
@@ -157,7 +161,7 @@ class Declarations:
       return -nearness(item[0].layer, layers), -counts[item[0].path]
 
     suspect, others = min(accused.values(), key=order)
-    # The nearest first; of those, what is stated, of arrays of its kind.
+    # The nearest come first; of several as near, stated fields before unset ones, then arrays of the same kind.
     near = sorted(
       dict.fromkeys(others),
       key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),
@@ -167,7 +171,7 @@ class Declarations:
 
 @functools.cache
 def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
-  """The sizes that a dimension may have on one device: split over any of the mesh axes, or padded for them."""
+  """Returns the sizes that a dimension may have on one device, split over any of the mesh axes, padded or not."""
   products = {1}
   for n in mesh:
     products |= {p * n for p in products}
@@ -176,12 +180,12 @@ def parts_of(size: int, mesh: tuple[int, ...]) -> frozenset[int]:
 
 
 def is_below(path: str, layer: str) -> bool:
-  """Whether a path is that of a layer, or below it."""
+  """Whether a path names a layer or something below it."""
   return path == layer or path.startswith(f'{layer}.')
 
 
 def nearness(path: str, layers: Collection[str]) -> int:
-  """How many parts a path has in common with the nearest of some layers."""
+  """Returns the number of leading parts that a path shares with the nearest of some layers."""
 
   def common(a: list[str], b: list[str]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,8 +1,8 @@
-"""The mesh of an experiment, made to fit other chips.
+"""Fits the mesh of an experiment to another number of chips.
 
-One rule: each axis keeps as much of its size as divides the number of chips, and what is left goes to the largest axis
-that splits the rows of a batch. So tensor, expert, context and stage axes stay as they are wherever they can. Of
-several TPU slices, that axis is the one that goes across them.
+Each axis keeps the largest factor of its size that divides the number of chips. The largest axis that splits the rows
+of a batch takes the rest. So tensor, expert, context and stage axes keep their sizes where possible. With several TPU
+slices, the axis that takes the rest also extends across them.
 
     replica 1, data 16, mdl 4    on 4,096 chips    1 x 1024 x 4
                                  on 2 chips        1 x 1 x 2
@@ -20,9 +20,9 @@ from praxis_lite.plan.topology import Topology
 
 
 def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
-  """Returns overrides that give a task a mesh of as many devices as a topology, and what was done, as a sentence.
+  """Returns overrides that fit the mesh of a task to the devices of a topology, and a sentence that says what changes.
 
-  Both are empty if the mesh of the task has that many.
+  Both are empty if the mesh already has the right number of devices.
   """
   names: tuple[str, ...] = task.mesh_axis_names or ('data',)
   ici = task.ici_mesh_shape or (1,) * len(names)
@@ -46,7 +46,7 @@ def made_to_fit(task: Config, topology: Topology) -> tuple[list[str], str]:
 
 
 def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, int]:
-  """Returns a mesh of so many devices: each axis keeps what it can of its size, `rest` takes what is left."""
+  """Returns a mesh of `devices` devices: each axis keeps what it can of its size, `rest` takes what is left."""
   fitted, left = dict(sizes), devices
   for name in sizes:
     if name != rest:
@@ -56,9 +56,9 @@ def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, 
 
 
 def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
-  """The largest of the mesh axes that split the rows of a batch, or of all, if the task does not say.
+  """Returns the largest mesh axis that splits the rows of a batch; of all axes, if the task does not say.
 
-  Of several as large, it is the one that is named 'data', which by convention splits the weights, too.
+  Of several as large, it is the axis named 'data', which by convention splits the weights, too.
   """
   mapping: Mapping[str, Any] = task.train.inputs_split_mapping or {}
   rows = {axis for entries in mapping.values() if entries for axis in all_axes(tuple(entries)[:1])}

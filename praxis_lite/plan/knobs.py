@@ -1,7 +1,7 @@
-"""What may be changed of an experiment without changing what it learns: its mesh, what it recomputes, microbatches.
+"""The knobs of an experiment: mesh, rematerialisation and microbatches, which do not change what it learns.
 
 A setting is a value for each knob. Its neighbours differ in one knob by one step: a prime factor moves from one mesh
-axis to another, a number of microbatches doubles or halves, or another policy of rematerialisation is taken.
+axis to another, a number of microbatches doubles or halves, or the policy of rematerialisation changes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.repeat import Repeat
 from praxis_lite.task import SingleTask
 
-# From what takes most memory to what takes most work.
+# From the policy that takes most memory to the policy that takes most work.
 _REMAT = ('none', 'products', 'dots_with_no_batch_dims_saveable', 'full')
 _MOST_MICROBATCHES = 64
 
-# A value for each knob, in their order.
+# A value for each knob, in the order of the knobs.
 Setting = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-  """Fields of a config that have one value.
+  """Config fields that are set together, to the same value.
 
   Attributes:
-    paths: of the fields.
-    own: the value that the experiment has.
-    near: the values next to one.
+    paths: paths of the fields.
+    own: the experiment's own value.
+    near: a function that returns the neighbours of a value.
   """
 
   paths: tuple[str, ...]
@@ -48,14 +48,14 @@ class Knob:
 
 @dataclasses.dataclass(frozen=True)
 class Configured:
-  """The configs of an experiment, or of a task alone, and the shapes of a batch, if they were given."""
+  """The configs of an experiment, or only the config of a task, and the shapes of a batch if they were given."""
 
   roots: Mapping[str, Any]
   inputs: Mapping[str, object] | None = None
 
   @classmethod
   def of(cls, task: Explained, inputs: Mapping[str, object] | None = None) -> Configured:
-    """Raises ConfigError unless `task` names the config of a task."""
+    """Returns the configs of `task`. Raises ConfigError if it is neither an experiment nor the config of a task."""
     if isinstance(task, type):
       task = configure(task)
     if isinstance(task, ExperimentConfig):
@@ -70,14 +70,14 @@ class Configured:
     return task
 
   def with_overrides(self, overrides: Sequence[str]) -> Configured:
-    """A copy with some fields set; raises ConfigError if one cannot be."""
+    """Returns a copy with some fields set. Raises ConfigError if a field cannot be set."""
     roots = copy.deepcopy(dict(self.roots))
     apply_overrides(roots, overrides)
     return dataclasses.replace(self, roots=roots)
 
   @property
   def explained(self) -> Explained:
-    """As `plan` takes it."""
+    """The experiment or task, in the form that `plan` takes."""
     return ExperimentConfig(**self.roots) if 'datasets' in self.roots else self.task
 
 
@@ -85,8 +85,8 @@ def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Knob]:
   """Returns the knobs of an experiment.
 
   Args:
-    config: of it; its mesh fits the chips.
-    batch_sizes: rows of a global batch to try, beside those that it has. They change what is learned.
+    config: the experiment; its mesh fits the chips.
+    batch_sizes: more sizes of a global batch to try, in rows. They change what the experiment learns.
   """
   task = config.task
   names = task.mesh_axis_names or ('data',)
@@ -111,7 +111,10 @@ def knobs_of(config: Configured, batch_sizes: Sequence[int] = ()) -> list[Knob]:
 
 
 def batch_path(config: Configured) -> tuple[str, int] | None:
-  """The path of the field that says the rows of a training batch, and their number; None if the data say it."""
+  """Returns the path of the field that sets the training batch size, and its value.
+
+  Returns None if the shapes of a batch were given, or no dataset is for training.
+  """
   for i, dataset in enumerate(config.roots.get('datasets', ())):
     if getattr(dataset, 'is_training', False) and config.inputs is None:
       return f'datasets[{i}].batch_size', int(dataset.batch_size)
@@ -119,14 +122,14 @@ def batch_path(config: Configured) -> tuple[str, int] | None:
 
 
 def neighbours(knobs: Sequence[Knob], setting: Setting) -> Iterator[Setting]:
-  """Yields the settings that differ from one in one knob by one step."""
+  """Yields the settings that differ from `setting` in one knob by one step."""
   for i, (knob, value) in enumerate(zip(knobs, setting)):
     for near in knob.near(value):
       yield (*setting[:i], near, *setting[i + 1 :])
 
 
 def overrides_of(knobs: Sequence[Knob], setting: Setting) -> list[str]:
-  """The overrides that make an experiment have a setting; none for what it has already."""
+  """Returns the overrides that apply a setting to an experiment, without knobs that keep the experiment's value."""
   return [line for knob, value in zip(knobs, setting) if value != knob.own for line in knob.overrides(value)]
 
 
@@ -143,7 +146,7 @@ def _moved_factors(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _primes(number: int) -> list[int]:
-  """The primes that divide a number, the smallest first."""
+  """Returns the primes that divide a number, in ascending order."""
   found, prime = [], 2
   while number > 1:
     if number % prime == 0:

@@ -1,18 +1,18 @@
-"""How long collectives take on the links that their groups of devices really use.
+"""How long collectives take on the links that their groups of devices use.
 
-With n devices in a group, m of them in each of s domains of fast links (n = m s), a device sends, in bytes:
+A group has n devices, m in each of s domains of fast links (n = m s). Each device sends, in bytes:
 
                        over fast links                over the network between domains
     all-gather         R (m - 1) / m                  R (s - 1) / n              R: bytes of the result
     reduce-scatter     O (m - 1) / m                  O (s - 1) / n              O: bytes of the operand
     all-reduce         2 R (m - 1) / m                2 R (s - 1) / n
     all-to-all         O (m - 1) / n                  O (n - m) / n
-    permute            O                              O, if a pair is of two domains
+    permute            O                              O, if a pair spans two domains
 
-Both go on at the same time, in pieces, so the slower one counts. On a torus, a group that is a box uses the links of
-all dimensions that it extends over: in both directions where these close to a ring, in one on a line. Where its members
-are k places apart, k groups share the links. An all-to-all on a torus is limited by the links across its longest
-dimension.
+Both transfers run at the same time, in pieces, so the slower one sets the time. On a torus, a group that forms a box
+uses the links of all dimensions that it extends over: in both directions if the dimension is a ring, in one if it is a
+line. If the members are k places apart, k groups share the links. An all-to-all on a torus is limited by the links
+across its longest dimension.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """What one collective sends from each device, in bytes over each kind of links, and its seconds."""
+  """The bytes that each device sends in one collective, over each kind of links, and its seconds."""
 
   fast_bytes: float
   network_bytes: float
@@ -43,12 +43,14 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class _Extent:
-  """Where the members of a group are: how many in how many domains, and what of the fast links is theirs.
+  """How the members of a group are placed, and their share of the fast links.
 
   Attributes:
-    links: how many links' bandwidth a device of the group has for sums and gathers; may be a fraction.
+    members: members in each domain of fast links.
+    domains: number of domains.
+    links: bandwidth of a device for sums and gathers, in units of one link; may be a fraction.
     across: the same for an all-to-all.
-    hops: places that the farthest message passes.
+    hops: number of places that the farthest message passes.
   """
 
   members: float
@@ -63,7 +65,7 @@ class Links:
 
   Args:
     topology: the chips.
-    places: where the devices of the program are, in its order: see `Topology.places`; by default in that order.
+    places: the places of the program's devices, in the order of the program; by default `Topology.places`.
   """
 
   def __init__(self, topology: Topology, places: np.ndarray | None = None):
@@ -75,9 +77,9 @@ class Links:
     """Returns what one collective costs.
 
     Args:
-      kind: as in `partitioning.hlo.KINDS`.
-      groups: the devices of each group; pairs (from, to) of a collective-permute.
-      operand_bytes, result_bytes: on one device.
+      kind: one of `partitioning.hlo.KINDS`.
+      groups: the devices of each group; for a collective-permute, pairs (from, to).
+      operand_bytes, result_bytes: sizes on one device.
     """
     if kind == 'collective-permute':
       return self._permute(groups, operand_bytes)
@@ -95,11 +97,11 @@ class Links:
     return self._timed(fast, network, links, extent.hops)
 
   def hops(self, groups: Groups) -> float:
-    """How many places the farthest message of a group passes."""
+    """Returns the number of places that the farthest message of a group passes."""
     return self._extent(groups).hops
 
   def _permute(self, pairs: Groups, operand_bytes: float) -> Traffic:
-    """Every device sends to one other; on a ring, messages of h hops pass each link h times."""
+    """Every device sends to one other device. On a ring, messages of h hops load each link h times."""
     moving = [(a, b) for a, b in (pair[:2] for pair in pairs if len(pair) > 1) if a != b]
     if not moving:
       return Traffic(0.0, 0.0, 0.0)
@@ -119,7 +121,7 @@ class Links:
     return Traffic(float(fast), float(network), float(seconds + hops * efficiency.seconds_per_hop))
 
   def _extent(self, groups: Groups) -> _Extent:
-    """That of the group that has the slowest links."""
+    """Returns the extent of the group with the slowest links."""
     if groups not in self._extents:
       found = {self._extent_of(group) for group in _unlike(groups, self._places)}
       self._extents[groups] = min(found, key=lambda e: (e.links, -e.domains))
@@ -145,15 +147,15 @@ class Links:
       across = min(across, (8 if ring else 4) / len(at) / apart)
       hops += len(at) / (2 if ring else 1)
       box *= len(at)
-    if not links:  # On one chip.
+    if not links:  # All members are on one chip.
       return _Extent(members, len(domains), float(self._target.torus), float(self._target.torus), 1.0)
-    filled = len(chips) / box  # Where a group is no box, others share its links.
-    busiest = across * (members - 1) / members  # Of n parts of an all-to-all, n - 1 are sent.
+    filled = len(chips) / box  # If the group does not fill a box, other groups share its links.
+    busiest = across * (members - 1) / members  # A device sends n - 1 of the n parts of an all-to-all.
     return _Extent(members, len(domains), links * filled * share, busiest * filled * share, hops)
 
 
 def _unlike(groups: Groups, places: np.ndarray) -> list[tuple[int, ...]]:
-  """One of all groups whose members are placed alike, seen from their first."""
+  """Returns one group for each arrangement of members relative to their lowest coordinates."""
   found: dict[bytes, tuple[int, ...]] = {}
   for group in groups:
     at = places[list(group)]

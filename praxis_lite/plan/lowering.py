@@ -1,7 +1,7 @@
-"""A step lowered for chips that are not there: for a mesh that has a platform, but neither devices nor a compiler.
+"""Lowers a step for chips that this machine does not have: for a mesh with a platform, without devices or compiler.
 
-What the compiler splits by a rule of its own (`custom_partitioning`, as the fused attention of GPUs), JAX lowers only
-for devices. Here it becomes a custom call all the same, with its rule, by which Shardy propagates as for devices.
+JAX lowers `custom_partitioning`, which the fused attention of GPUs uses, only for real devices. This module lowers it
+to a custom call with its sharding rule, so that Shardy propagates shardings as it does for devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _PLATFORMS = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 
 
 def lower_without_devices(traced: jax.stages.Traced, kind: str) -> jax.stages.Lowered:
-  """Returns what was traced on an abstract mesh, lowered for chips of a kind: 'cpu', 'gpu' or 'tpu'.
+  """Lowers a program that was traced on an abstract mesh, for chips of a kind: 'cpu', 'gpu' or 'tpu'.
 
-  What is split by a rule is a custom call named `SPLIT_BY_RULE`; the function that it calls computes it on one device.
+  Each `custom_partitioning` becomes a custom call named `SPLIT_BY_RULE`, whose called function computes it on one
+  device.
 
   Raises:
     UnknownJax: this release of JAX lowers programs in another way.
@@ -30,7 +31,7 @@ def lower_without_devices(traced: jax.stages.Traced, kind: str) -> jax.stages.Lo
 
 
 def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) -> Sequence[ir.Value]:
-  """How `scan` is lowered: as a loop also where it is unrolled, which is marked as `UNROLLED`."""
+  """Lowers `scan` to a loop, even if it is unrolled; marks an unrolled loop as `UNROLLED`."""
   outputs = lower_scan_as_loop(context, *values, **params)
   if unroll >= params['length']:
     for output in outputs:
@@ -42,7 +43,7 @@ def _lower_as_loop(context: Any, *values: ir.Value, unroll: int, **params: Any) 
 def _lower_with_rule(
   context: Any, *values: ir.Value, call: Any, sharding_rule: Any, static_args: Any, **others: Any
 ) -> Sequence[ir.Value]:
-  """How `custom_partitioning` is lowered: as a custom call of what JAX makes of it for one device."""
+  """Lowers `custom_partitioning` to a custom call of the function that JAX lowers it to on one device."""
   outputs = lower_call(context, call, *values)
   made: Any
   (made,) = {output.owner for output in outputs}

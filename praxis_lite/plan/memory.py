@@ -1,10 +1,10 @@
-"""What is in the memory of each device during a step: the state, which is exact, and what the compiler puts beside it.
+"""What occupies the memory of each device during a step: the state, which is exact, and what the compiler adds.
 
     peak = arguments + outputs + temporaries - outputs in the memory of donated arguments
 
-as XLA's `memory_analysis` says. What the temporaries are is estimated from the schedule: which results are live when
-they take most. Buffers that a loop fills layer by layer are saved activations in the forward pass, gradients in the
-backward pass.
+as XLA's `memory_analysis` reports. The content of the temporaries is estimated from the schedule: the results that are
+live when they take most memory. Buffers that a loop fills layer by layer are saved activations in the forward pass and
+gradients in the backward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from praxis_lite.trees import leaves_by_path, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-  """Arrays alike: how many of a shape, such as 'bf16[4, 512, 128]', an operation makes, and the bytes of all."""
+  """Equal buffers: how many of one shape, such as 'bf16[4, 512, 128]', an operation makes, and their total bytes."""
 
   operation: str
   shape: str
@@ -43,10 +43,10 @@ class Live:
 
   Attributes:
     kind: 'saved activations', 'gradients' or 'temporaries'.
-    layer, phase: as of an `Operation`.
-    bytes: on each device.
-    largest: shape of the largest of them, as 'bf16[4, 512, 128]'.
-    buffers: what they are, the largest first.
+    layer, phase: see `Operation`.
+    bytes: total bytes on each device.
+    largest: shape of the largest, such as 'bf16[4, 512, 128]'.
+    buffers: the buffers, the largest first.
   """
 
   kind: str
@@ -59,13 +59,13 @@ class Live:
 
 @dataclasses.dataclass(frozen=True)
 class StateArray:
-  """An array that a step takes.
+  """An argument array of a step.
 
   Attributes:
     kind: 'parameters', 'optimizer slots', 'moving averages' or 'inputs'.
-    layer: path of the layer that it is of; that of a slot is that of its variable.
-    name: in its layer; of a slot, that of its variable and its own.
-    shape, bytes: of the part on each device.
+    layer: path of its layer; for a slot, path of the layer of its variable.
+    name: name in its layer; for a slot, the name of its variable and its own name.
+    shape, bytes: shape and bytes of the part on each device.
   """
 
   kind: str
@@ -77,7 +77,7 @@ class StateArray:
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-  """Bytes on each device of what a step takes: exact, padding included; and each of its arrays."""
+  """Bytes of a step's arguments on each device, exact and with padding, and each argument array."""
 
   parameters: int
   slots: int
@@ -95,12 +95,12 @@ class Memory:
   """The memory of a step on each device, in bytes.
 
   Attributes:
-    capacity: of a device.
-    state: of what a step takes.
-    arguments, outputs, aliased, temporaries, code: what the compiler says; aliased outputs are in donated arguments.
-    live: what the temporaries are at their peak, the largest first; an estimate.
-    over_time: of each instruction, the bytes of temporaries of its computation that are live when it runs. Those of
-      the round of a loop come on top of those of the loop. An estimate.
+    capacity: memory of a device.
+    state: memory of the arguments.
+    arguments, outputs, aliased, temporaries, code: reported by the compiler; aliased outputs reuse donated arguments.
+    live: the temporaries at their peak, the largest first; an estimate.
+    over_time: for each instruction, the bytes of its computation's temporaries that are live when it runs. The
+      temporaries of a loop's body come on top of those of the computation that contains the loop. An estimate.
   """
 
   capacity: int
@@ -119,17 +119,17 @@ class Memory:
 
   @property
   def room(self) -> int:
-    """What is left; negative if the step does not fit."""
+    """The bytes that are left; negative if the step does not fit."""
     return self.capacity - self.peak
 
   def by_kind(self) -> dict[str, int]:
-    """Bytes of the peak by what they are; 'other', what the schedule does not tell, may be negative."""
+    """Bytes of the peak by kind; 'other' is what the schedule does not explain, and may be negative."""
     state = self.state
     parts = {
       'parameters': state.parameters,
       'optimizer slots': state.slots,
       'moving averages': state.averages,
-      'inputs': self.arguments - state.total + state.inputs,  # Those that the step uses.
+      'inputs': self.arguments - state.total + state.inputs,  # Without inputs that the step does not use.
       'saved activations': 0,
       'gradients': 0,
       'temporaries': 0,
@@ -144,7 +144,7 @@ _KINDS = ('parameters', 'optimizer slots', 'moving averages', 'inputs')
 
 
 def state_bytes(task: PartitionedTask) -> StateBytes:
-  """Returns the bytes on each device of the arguments of a train step; those kept in the host's memory count none."""
+  """Returns the bytes of a train step's arguments on each device; arrays in the host's memory count 0."""
   arrays = tuple(_state_arrays(task))
   parameters, slots, averages, inputs = (sum(a.bytes for a in arrays if a.kind == kind) for kind in _KINDS)
   return StateBytes(parameters, slots, averages, inputs, arrays)
@@ -166,7 +166,7 @@ def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
 
 
 def bytes_on_each(tree: Any) -> int:
-  """Returns the bytes on each device of a tree of shapes with shardings; what is in the host's memory counts none."""
+  """Returns the bytes on each device of a tree of shapes with shardings; arrays in the host's memory count 0."""
   total = 0
   for struct in jax.tree.leaves(tree):
     if not is_on_host(struct.sharding):
@@ -176,7 +176,7 @@ def bytes_on_each(tree: Any) -> int:
 
 
 def _hlo_name(dtype: Any) -> str:
-  """'bf16' of bfloat16, 's32' of int32."""
+  """Returns 'bf16' for bfloat16, 's32' for int32."""
   if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
     return 'key'
   return dtype.name.replace('float', 'f').replace('uint', 'u').replace('int', 's')
@@ -187,15 +187,15 @@ def _hlo_name(dtype: Any) -> str:
 
 @dataclasses.dataclass
 class _Buffer:
-  """Memory that the result of an instruction is in, and by which it is told: the instruction, or what fills it."""
+  """Memory of the result of an instruction, described by that instruction or by the operation that fills it."""
 
   array: Array
   defined: int
   op_name: str
   kind: str = 'temporaries'
   last_use: int = -1
-  given: bool = False  # By the caller, or as an argument or a result of the program: not a temporary.
-  operands: tuple[_Buffer, ...] = ()  # Of a fusion, those as large: it may write over one that nothing else needs.
+  given: bool = False  # Not a temporary: the caller's, or an argument, a result or a constant of the program.
+  operands: tuple[_Buffer, ...] = ()  # Operands of equal size of a fusion, which may overwrite one at its last use.
 
   @property
   def shape(self) -> str:
@@ -203,13 +203,13 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
-# What a loop over layers stacks, by its phase; in one that recomputes, it is used at once.
+# What the buffers that a loop over layers fills hold, by its phase. A loop that recomputes uses them at once.
 _FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 
 
 def live_at_peak(program: Program, names: LayerNames) -> tuple[Live, ...]:
-  """Returns what is live when the temporaries of a scheduled program take most, the largest first."""
+  """Returns what is live when the temporaries of a scheduled program take most memory, the largest first."""
   groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
   for buffer in _Liveness(program).peak(program.entry, is_entry=True)[1]:
     if buffer.array.bytes:
@@ -229,14 +229,14 @@ def _alike(buffers: Iterable[_Buffer]) -> tuple[Buffers, ...]:
 
 
 def _operation(op_name: str) -> str:
-  """'dot_general' of 'jit(step)/lm/ff/dot_general'; an argument has a name such as "state.mdl_vars[\\'lm\\']"."""
+  """Returns 'dot_general' for 'jit(step)/lm/ff/dot_general', and 'copy of lm' for "state.mdl_vars[\\'lm\\']"."""
   if keys := re.findall(r"\[\\?'(\w+)", op_name):
     return f'copy of {".".join(keys)}'
   return op_name.rpartition('/')[2].rstrip(')')
 
 
 def live_over_time(program: Program) -> dict[str, int]:
-  """Returns what is live when each instruction of a scheduled program runs; see `Memory.over_time`."""
+  """Returns the live bytes when each instruction of a scheduled program runs; see `Memory.over_time`."""
   liveness = _Liveness(program)
   liveness.peak(program.entry, is_entry=True)
   return {
@@ -251,10 +251,10 @@ class _Liveness:
   def __init__(self, program: Program):
     self._program = program
     self._peaks: dict[str, tuple[int, list[_Buffer]]] = {}
-    self.live: dict[str, list[int]] = {}  # Of each computation, when each of its instructions runs.
+    self.live: dict[str, list[int]] = {}  # For each computation, the live bytes when each of its instructions runs.
 
   def peak(self, computation: Computation, is_entry: bool = False) -> tuple[int, list[_Buffer]]:
-    """Returns the most bytes that a computation needs beside what it is given, and the buffers that take them."""
+    """Returns the peak bytes of a computation beside what it is given, and the buffers that are live at the peak."""
     if computation.name not in self._peaks:
       self._peaks[computation.name] = self._find_peak(computation, is_entry)
     return self._peaks[computation.name]
@@ -273,7 +273,7 @@ class _Liveness:
         inside[at] = max(below, key=lambda peak: peak[0], default=(0, []))
     for buffer in _flat([held[computation.root.name]]):
       buffer.last_use = len(computation.instructions)
-      buffer.given |= True  # The caller has a place for results.
+      buffer.given |= True  # The caller holds the memory of results.
     own = [b for b in buffers if not b.given and b.array.space == 0]
     for buffer in own:
       over = (b for b in buffer.operands if b.last_use == buffer.defined and not b.given and b.array.space == 0)
@@ -289,7 +289,7 @@ class _Liveness:
   def _result(
     self, instruction: Instruction, computation: Computation, used: list[_Held], at: int, buffers: list[_Buffer]
   ) -> _Held:
-    """Where the result of an instruction is: in new memory, or in that of its operands."""
+    """Returns the memory of an instruction's result: a new buffer, or the memory of its operands."""
     opcode = instruction.opcode
     if opcode == 'tuple':
       return tuple(used)
@@ -316,11 +316,11 @@ class _Liveness:
       return buffer
 
     if opcode.endswith('-start') and not isinstance(instruction.shape, Array) and len(used) == 1:
-      return (used[0], *map(new, instruction.shape[1:]))  # It returns its operands, too.
+      return (used[0], *map(new, instruction.shape[1:]))  # The result contains the operand, too.
     return new(instruction.shape)
 
   def _tell_loop(self, loop: Instruction, carried: _Held) -> None:
-    """Says of the buffers that a loop fills part by part what it fills them with."""
+    """Labels the buffers that a loop fills part by part with the operation that fills them."""
     body = self._program.computations.get(loop.attribute('body').lstrip('%'))
     if body is None or not isinstance(carried, tuple):
       return
@@ -331,7 +331,7 @@ class _Liveness:
 
 
 def _phase_of(loop: Instruction, body: Computation) -> str:
-  """The phase of a loop; where XLA dropped its name, that of its body, which may compute again what is of another."""
+  """Returns the phase of a loop; if XLA dropped its name, the phase of its body, in which 'backward' comes first."""
   if loop.op_name:
     return LayerNames.phase(loop.op_name)
   phases = {LayerNames.phase(instruction.op_name) for instruction in body.instructions}
@@ -339,7 +339,7 @@ def _phase_of(loop: Instruction, body: Computation) -> str:
 
 
 def _updated_in_place(instruction: Instruction, program: Program) -> int | None:
-  """The number of the operand in whose memory the result is; None if it is in new memory."""
+  """Returns the number of the operand whose memory holds the result; None if the result is in new memory."""
   if instruction.opcode == 'dynamic-update-slice':
     return 0
   called = program.called(instruction) if instruction.opcode == 'fusion' else []
@@ -362,7 +362,7 @@ def _flat(held: list[_Held] | tuple[_Held, ...]) -> Iterator[_Buffer]:
 
 
 def _live(buffers: list[_Buffer], steps: int) -> list[int]:
-  """The bytes of the buffers that are live at each step."""
+  """Returns the bytes of the buffers that are live at each instruction."""
   change = [0] * (steps + 1)
   for buffer in buffers:
     change[buffer.defined] += buffer.array.bytes

@@ -1,4 +1,4 @@
-"""A plan as one page for a browser, without a server: memory, the step in time, the roofline, and collectives."""
+"""A plan as one HTML page, without a server: memory, the timeline of a step, the roofline, and collectives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SCRIPTS = ('memory', 'timeline', 'roofline', 'tables', 'plan')
 
 
 def write_plan_page(path: str, plan: Plan, title: str) -> pathlib.Path:
-  """Writes the page to the file `path`, which is returned; raises UserError if it cannot be written.
+  """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  Directories above the file are made. `title` says what the plan is of.
+  It makes missing directories above the file. `title` says what was planned.
   """
   return write_file(path, render_plan_page(plan, title))
 
@@ -29,7 +29,7 @@ def render_plan_page(plan: Plan, title: str) -> str:
 
 
 def page_data(plan: Plan, title: str) -> dict[str, object]:
-  """Returns what the page shows, as JSON can say it. Times are in seconds; all else is of each device."""
+  """Returns the data of the page, ready for JSON. Times are in seconds; other figures are for each device."""
   memory, cost, target = plan.memory, plan.cost, plan.topology.target
   return {
     'title': title,
@@ -82,7 +82,7 @@ def _headline(plan: Plan) -> dict[str, object]:
 
 
 def _leaves(plan: Plan) -> Iterator[list[object]]:
-  """Yields what is in memory at the peak: its kind, layer, phase, name, bytes, and what it is in words."""
+  """Yields the content of memory at the peak, as [kind, layer, phase, name, bytes, description]."""
   memory, inputs = plan.memory, 0
   for array in memory.state.arrays:
     inputs += array.bytes if array.kind == 'inputs' else 0
@@ -106,13 +106,13 @@ def _operation(op: Operation, plan: Plan) -> list[object]:
 
 
 def _places(operations: Iterable[Operation], collectives: Iterable[Communication]) -> dict[str, int]:
-  """Where each is in its list; collectives count down from -1."""
+  """Returns the index of each operation in its list; collectives count down from -1."""
   places = {c.name: -1 - i for i, c in enumerate(collectives)}
   return places | {op.name: i for i, op in enumerate(operations)}
 
 
 def _schedule(spans: Sequence[Span], places: Mapping[str, int], live: Mapping[str, int]) -> list[list[object]]:
-  """Spans as [operation or collective, start, end, live bytes]; loops as [name, ..., rounds, spans of a round]."""
+  """Returns spans as [operation or collective, start, end, live bytes]; loops as [..., iterations, inner spans]."""
   found: list[list[object]] = []
   for span in spans:
     row: list[object] = [places.get(span.name, span.name), span.start, span.end, live.get(span.name, 0)]

@@ -1,11 +1,11 @@
-"""plan: what the train step of a task will need and take on chips that are not there.
+"""plan: predicts memory, time and communication of a task's train step on chips that this machine does not have.
 
     found = plan(experiment, None, 'h100:8x8')
     found.fits, found.memory.peak, found.step_seconds, found.bottleneck
     print(format_plan(found))
 
-The step is compiled by the compiler of the target, and read: memory is what the compiler says, time is that of a cost
-model. Without the compiler, or where it refuses the step, formulas take its place; `Plan.mode` and `Plan.notes` say so.
+The compiler of the target compiles the step. It reports the memory; a cost model reads the program to predict the time.
+If the compiler is missing or refuses the step, formulas take its place; `Plan.mode` and `Plan.notes` say so.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import state_layout
 from praxis_lite.trees import leaves_by_path, path_name
 
-# What JAX takes of a GPU's memory by default.
+# The share of a GPU's memory that JAX takes by default.
 _DEFAULT_GPU_FRACTION = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-  """What a step computes for the model, whatever the program does; of all devices.
+  """The work of a step that the model requires on all devices together, whatever the program computes beside it.
 
   Attributes:
-    parameters, active_parameters: all, and those that one token uses.
-    tokens: of a step; None if the batch has no `ids` of shape [B, T].
-    flops: 6 N + 12 L d S for each token: N weights that are multiplied by, S keys, d = heads x dims of L layers.
-      Without tokens, three times those of the forward pass.
-    causal_flops: 6 N + 6 L d S: half of the attention, as a causal mask leaves.
+    parameters, active_parameters: all parameters, and those that one token uses.
+    tokens: tokens of a step; None if the batch has no `ids` of shape [B, T].
+    flops: 6 N + 12 L d S for each token, with N weights in matrix products, S keys, L layers and d = heads x dims.
+      Without tokens, three times the FLOPs of the forward pass.
+    causal_flops: 6 N + 6 L d S for each token; a causal mask leaves half of the attention.
   """
 
   parameters: int
@@ -70,20 +70,20 @@ class ModelWork:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What a train step needs and takes.
+  """Memory, time and communication of a train step.
 
   Attributes:
-    name: of the task.
+    name: name of the task.
     topology, mesh: the chips, and the size of each mesh axis.
     mode: 'compiled' or 'analytic'.
-    memory, cost: on each device.
-    work: what it computes for the model.
-    compile_seconds: of the compiler; 0 if it was not asked.
-    is_cached: whether that was an earlier plan.
-    is_refused: whether the compiler refused the step because it needs more memory than there is.
+    memory, cost: memory and cost on each device.
+    work: the work that the model requires.
+    compile_seconds: time of the compiler; 0 if mode is 'analytic'.
+    is_cached: whether an earlier plan compiled the step.
+    is_refused: whether the compiler refused the step because it needs more memory than a device has.
     notes: what is uncertain, and why.
-    findings: surprises that are no collectives: what is computed more than once.
-    weights, activations: how they are split, as `explain` says; activations also as the compiler has split them.
+    findings: surprises other than collectives, such as work that several devices repeat.
+    weights, activations: their splits, as in `explain`; for activations also the split that the compiler chose.
   """
 
   name: str
@@ -133,7 +133,7 @@ class Plan:
 
   @property
   def bottleneck(self) -> str:
-    """What takes most of a step, and where, in words."""
+    """What takes most of a step, and in which layer, in words."""
     return _bottleneck(self.cost, self.topology)
 
 
@@ -147,20 +147,20 @@ def plan(
   elsewhere: Callable[[], None] | None = None,
   report: Callable[[str], object] = lambda stage: None,
 ) -> Plan:
-  """Returns what the train step of a task needs and takes on a topology.
+  """Returns the memory, time and communication of a task's train step on a topology.
 
   Args:
-    task: a task or its config, an experiment class, or what `configure` made of one.
+    task: a task or its config, an experiment class, or the result of `configure` for one.
     inputs: shapes and dtypes of a global batch; None takes those of the experiment's data.
     topology: the chips, such as 'v5p:4x4x4'; see `plan/topology.py`.
-    compile: False uses formulas alone, in a second.
+    compile: False uses only formulas, which takes a second.
     cache: a directory for compiled programs.
-    elsewhere: has another process compile the step into the cache; see `child.py`. None compiles it in this one.
-    report: called with what begins: 'tracing', 'compiling'.
+    elsewhere: makes another process compile the step into the cache; see `child.py`. None compiles in this process.
+    report: called with the name of each stage as it begins: 'tracing', 'compiling'.
 
   Raises:
-    ConfigError: there is no such topology, or the shapes of a batch are not known.
-    ShardingError: the mesh of the task has another number of devices, or a mapping does not fit it.
+    ConfigError: the topology does not exist, or the shapes of a batch are not known.
+    ShardingError: the mesh of the task has another number of devices than the topology, or a mapping does not fit it.
   """
   topology = parse_topology(topology) if isinstance(topology, str) else topology
   jax_task, struct = task_and_inputs(task, inputs)
@@ -260,7 +260,7 @@ def _padding(partitioned: PartitionedTask) -> list[str]:
 
 
 def doubts(cost: Cost) -> list[str]:
-  """What is wrong with the time of a cost, if it is known, as notes."""
+  """Returns notes about known errors of the predicted time."""
   where = ', '.join(dict.fromkeys(cost.unknown_loops))
   if not where:
     return []
@@ -268,7 +268,7 @@ def doubts(cost: Cost) -> list[str]:
 
 
 def model_work(partitioned: PartitionedTask) -> ModelWork:
-  """Returns what a step of a task computes for its model."""
+  """Returns the work that a step of a task does for its model."""
   jax_task, ids = partitioned.jax_task, partitioned.inputs_shape.get('ids')
   parameters, active = partitioned.total_num_params, partitioned.active_num_params
   if ids is None or len(ids.shape) != 2:
@@ -278,7 +278,7 @@ def model_work(partitioned: PartitionedTask) -> ModelWork:
   tokens = partitioned.batch_size * length
   layers = {layer.path: layer for layer in jax_task.model.descendants()}
   weights = leaves_by_path(jax_task.model.abstract_init())
-  # Tables that are looked up, gains and biases are not multiplied by.
+  # Embedding tables, gains and biases are not in matrix products.
   multiplied = sum(
     weight.num_active
     for path, weight in weights.items()

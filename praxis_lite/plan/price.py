@@ -1,4 +1,4 @@
-"""What training costs: time, chip-hours and money for a number of tokens."""
+"""The cost of training on a number of tokens: time, chip-hours and money."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import dataclasses
 from praxis_lite.figures import duration, short_number
 from praxis_lite.plan.planning import Plan
 
-# Tokens for each parameter at which a model of a given training cost is best (Hoffmann et al., 2022).
+# The number of tokens for each parameter that gives the best model for a training cost (Hoffmann et al., 2022).
 CHINCHILLA = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-  """What a number of tokens costs.
+  """The cost of training on a number of tokens.
 
   Attributes:
-    tokens: how many.
-    steps: of the planned batch.
-    seconds: of all steps; neither evaluation nor checkpoints nor failures.
-    chip_hours: of all chips together.
-    money: at the price of a chip-hour; None if that was not given.
+    tokens: number of tokens.
+    steps: number of steps with the planned batch.
+    seconds: time of all steps, without evaluation, checkpoints and failures.
+    chip_hours: chip-hours of all chips together.
+    money: cost at the given price of a chip-hour; None if no price was given.
   """
 
   tokens: float
@@ -31,12 +31,12 @@ class Price:
 
 
 def chinchilla_tokens(plan: Plan) -> float:
-  """20 tokens for each active parameter."""
+  """Returns 20 tokens for each active parameter."""
   return float(CHINCHILLA * plan.work.active_parameters)
 
 
 def price_of(plan: Plan, tokens: float | None = None, per_chip_hour: float | None = None) -> Price | None:
-  """Returns what a number of tokens costs, by default `chinchilla_tokens`; None if a batch has no tokens."""
+  """Returns the cost of training on `tokens`, by default `chinchilla_tokens`; None if a batch has no tokens."""
   if plan.work.tokens is None:
     return None
   tokens = chinchilla_tokens(plan) if tokens is None else tokens
@@ -47,7 +47,7 @@ def price_of(plan: Plan, tokens: float | None = None, per_chip_hour: float | Non
 
 
 def format_price(plan: Plan, tokens: float | None = None, per_chip_hour: float | None = None) -> str:
-  """Returns a line or two; '' if a batch has no tokens."""
+  """Returns the cost as one or two lines; '' if a batch has no tokens."""
   price = price_of(plan, tokens, per_chip_hour)
   if price is None:
     return ''

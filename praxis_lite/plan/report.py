@@ -12,15 +12,15 @@ from praxis_lite.plan.planning import Plan
 from praxis_lite.plan.why_text import format_why
 
 _MOST_ROWS = 8
-_WIDTH, _BAR, _NARROWEST = 100, 40, 12  # In characters: of a line, a bar, and a column that is cut.
+_WIDTH, _BAR, _NARROWEST = 100, 40, 12  # Widths of a line, a bar and the narrowest shortened column, in characters.
 
 
 def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
-  """Returns what a plan says: whether it fits, memory, time, communication and why, and what is uncertain.
+  """Returns a plan as text: whether it fits, memory, time, communication and its causes, and what is uncertain.
 
   Args:
     plan: the plan.
-    every_cause: the cause of each collective, not of the kinds of them; see `format_why`.
+    every_cause: lists the cause of each collective, instead of one for each kind; see `format_why`.
   """
   topology, work = plan.topology, plan.work
   active = '' if work.active_parameters == work.parameters else f' ({work.active_parameters:,} active for each token)'
@@ -66,7 +66,7 @@ def mode_text(plan: Plan) -> str:
 
 def _fits(plan: Plan) -> str:
   memory = plan.memory
-  if plan.is_refused and memory.room >= 0:  # It has not said how much it needs.
+  if plan.is_refused and memory.room >= 0:  # The compiler did not say how much memory the step needs.
     return f'the compiler needs more than {format_bytes(memory.capacity)} on each device; see the note'
   of = f'{format_bytes(memory.peak)} of {format_bytes(memory.capacity)} on each device'
   return f'{of}, {format_bytes(abs(memory.room))} {"left" if plan.fits else "too much"}'
@@ -90,7 +90,7 @@ def _memory_table(plan: Plan) -> str:
   rows = [('memory on each device', f'of {format_bytes(memory.capacity)}'.ljust(_BAR), 'bytes', 'of peak')]
   whole, below = max(memory.capacity, memory.peak), 0
   for name, size in memory.by_kind().items():
-    if size < 0:  # The schedule counts it twice.
+    if size < 0:  # The schedule counts some memory twice.
       rows.append(('used again', '', f'-{format_bytes(-size)}', f'{size / memory.peak:.1%}'))
     elif size:
       rows.append((name, _bar(below, size, whole), format_bytes(size), f'{size / memory.peak:.1%}'))
@@ -132,7 +132,7 @@ def _time_table(plan: Plan) -> str:
 
 
 def _bar(below: float, size: float, whole: float, letter: str = '#', width: int = _BAR) -> str:
-  """A bar from `below` to `below + size` of `whole`; at least one letter of whatever there is."""
+  """Returns a bar from `below` to `below + size` of `whole`; at least one letter if size > 0."""
   start, end = (round(width * value / whole) for value in (below, below + size))
   return ' ' * min(start, width - 1) + letter * max(end - start, size > 0)
 
@@ -163,9 +163,9 @@ def _collectives_table(plan: Plan) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int | None = None) -> str:
-  """Returns rows of cells, the first of them the head; columns in `right` end at the right.
+  """Returns rows of cells as a table, the first row as its head; columns in `right` are aligned to the right.
 
-  Cells of column `cut` lose what they begin with where a line would be too long for a terminal.
+  If a line would be too long for a terminal, the cells of column `cut` are shortened at their beginning.
   """
   if cut is not None:
     widths = [max(map(len, column)) for column in zip(*rows)]

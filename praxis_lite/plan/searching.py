@@ -1,12 +1,12 @@
-"""search: the best mesh, rematerialisation and microbatches for an experiment on some chips.
+"""search: finds the best mesh, rematerialisation and microbatches for an experiment on some chips.
 
-    estimated    from the experiment's own setting, always the neighbours of the best one so far, by its lowered
-                 program, in a second or two each
-    verified     the experiment's own setting first; what its compiled program differs from its estimate by corrects
-                 the other estimates, and then the best of these are compiled, one after the other
+    estimates       start at the experiment's own setting and always continue with the neighbours of the best one so
+                    far; each reads a lowered program and takes a second or two
+    verification    compiles the experiment's own setting first. The difference between its compiled program and its
+                    estimate corrects the other estimates. Then the best settings are compiled, one after the other
 
-A setting is better if a token takes less time; one that does not fit is worse than all that do. The batch stays the
-experiment's, unless other sizes are asked for: they change what is learned.
+A setting is better if a token takes less time; a setting that does not fit is worse than all that fit. The search keeps
+the experiment's batch size unless other sizes are given, because they change what the experiment learns.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from praxis_lite.plan.planning import Plan, doubts, plan
 from praxis_lite.plan.report import format_table
 from praxis_lite.plan.topology import Topology, parse_topology
 
-# Of overrides, what `plan` takes as `elsewhere`.
+# A function that returns `plan`'s argument `elsewhere` for some overrides.
 Elsewhere = Callable[[Sequence[str]], Callable[[], None] | None]
 
-# The search of neighbours ends when the best so many settings have none left that were not estimated.
+# The search ends when all neighbours of this many of the best settings were estimated.
 _MOST_PROMISING = 5
-# The share of the time that is for estimates, and how many there are in any case.
+# The share of the time for estimates, and the number of estimates that are made even if they take longer.
 _FOR_ESTIMATES = 0.4
 _LEAST_ESTIMATES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-  """A setting, and what it costs.
+  """A setting and its cost.
 
   Attributes:
-    overrides: what makes the experiment have it; none for its own.
-    estimate: its plan by its lowered program.
-    verified: its plan by its compiled program; None if it was not compiled.
-    seconds, peak: of a step, and bytes on each device: what was compiled, or the corrected estimate.
-    is_own: whether it is the experiment's own, its mesh made to fit.
-    failure: why the compiler failed, other than for memory; '' if it did not, or was not asked.
+    overrides: the overrides that apply it; empty for the experiment's own setting, unless its mesh had to be fitted.
+    estimate: its plan, from its lowered program.
+    verified: its plan, from its compiled program; None if it was not compiled.
+    seconds, peak: seconds of a step and peak bytes on each device, compiled or from the corrected estimate.
+    is_own: whether it is the experiment's own setting, with a fitted mesh.
+    failure: why the compiler failed, other than for lack of memory; '' if it did not fail or did not run.
   """
 
   overrides: tuple[str, ...]
@@ -69,12 +69,12 @@ class Ranked:
 
   @property
   def seconds_for_work(self) -> float:
-    """Of a step, for each FLOP of the model: so that batches of different sizes can be compared."""
+    """Seconds of a step for each FLOP of the model, which compares batches of different sizes."""
     return self.seconds / self.estimate.work.flops
 
   @property
   def order(self) -> tuple[bool, bool, float]:
-    """Less is better: what fits is, and what was verified, and takes less time."""
+    """The sort key: settings that fit come first, then verified ones, then those that take less time."""
     return (not self.fits, self.verified is None, self.seconds_for_work if self.fits else self.peak)
 
 
@@ -94,17 +94,17 @@ def search(
   """Returns settings of an experiment on a topology, the best first.
 
   Args:
-    task: a config of a task, an experiment class, or what `configure` made of one.
-    inputs, topology, cache, report: as of `plan`.
-    verify: how many settings are compiled, the experiment's own among them; 0: none.
-    estimates: how many settings are estimated at most.
-    seconds: about how long to search; the experiment's own setting and one other are compiled in any case.
-    batch_sizes: rows of a global batch to try beside those of the experiment.
-    elsewhere: has another process compile; see `Elsewhere`. None compiles in this one.
+    task: a config of a task, an experiment class, or the result of `configure` for one.
+    inputs, topology, cache, report: see `plan`.
+    verify: number of settings to compile, including the experiment's own; 0 compiles nothing.
+    estimates: largest number of settings to estimate.
+    seconds: approximate time limit; the experiment's own setting and one other are compiled even if that takes longer.
+    batch_sizes: more sizes of a global batch to try, in rows.
+    elsewhere: makes another process compile; see `Elsewhere`. None compiles in this process.
 
   Raises:
-    ConfigError: `task` is not a config, or there is no such topology.
-    UserError: the experiment cannot be planned at all.
+    ConfigError: `task` is not a config, or the topology does not exist.
+    UserError: the experiment itself cannot be planned.
   """
   topology = parse_topology(topology) if isinstance(topology, str) else topology
   config = Configured.of(task, inputs)
@@ -152,7 +152,7 @@ class _Search:
     return [ranked for _, ranked in self._ranked()]
 
   def _explore(self, most: int, end: float) -> None:
-    """Estimates the neighbours of the most promising settings, until these have no others."""
+    """Estimates the neighbours of the most promising settings until all of them are estimated or a limit is reached."""
     expanded: set[Setting] = set()
 
     def may_go_on() -> bool:
@@ -170,7 +170,7 @@ class _Search:
           self._estimate(setting)
 
   def _estimate(self, setting: Setting, must: bool = False) -> Plan | None:
-    """None of a setting that the experiment cannot have; `must` raises what is wrong."""
+    """Returns an estimate of a setting. If the setting is invalid, returns None, or raises the error if `must`."""
     self._report(f'estimating, {len(self._estimates) + 1} settings')
     try:
       config = self._config.with_overrides(overrides_of(self._knobs, setting))
@@ -183,7 +183,7 @@ class _Search:
     return found
 
   def _verify(self, setting: Setting) -> float:
-    """Compiles a setting; returns the seconds that it took."""
+    """Compiles a setting and returns the seconds that this took."""
     start, overrides = time.monotonic(), overrides_of(self._knobs, setting)
     config = self._config.with_overrides(overrides)
     number = len(self._verified) + len(self._failed) + 1
@@ -204,7 +204,7 @@ class _Search:
     return time.monotonic() - start
 
   def _ranked(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
-    """All settings, the best first; `by_estimate` whether or not they were compiled."""
+    """Returns all settings, the best first; `by_estimate` does not put compiled settings before the others."""
     found = []
     for setting, estimate in self._estimates.items():
       if estimate is None:
@@ -226,9 +226,9 @@ class _Search:
 
 
 class Correction:
-  """What compiled programs differ from their estimates by, as factors: of operations, collectives and temporaries.
+  """Corrects estimates by factors between compiled programs and their estimates: operations, collectives, temporaries.
 
-  For a setting, the factors are those of the compiled settings that differ from it in the fewest knobs.
+  For a setting, it takes the factors from the compiled settings that differ from it in the fewest knobs.
   """
 
   def __init__(self) -> None:
@@ -238,7 +238,7 @@ class Correction:
     self._pairs.append((setting, estimate, compiled))
 
   def __call__(self, estimate: Plan, setting: Setting = ()) -> tuple[float, float]:
-    """Returns the corrected seconds of a step, and bytes on each device."""
+    """Returns the corrected seconds of a step and the corrected peak bytes on each device."""
     differences = [sum(a != b for a, b in zip(other, setting)) for other, _, _ in self._pairs]
     near = [pair[1:] for pair, count in zip(self._pairs, differences) if count == min(differences)]
     exposed = estimate.cost.exposed_seconds
@@ -249,13 +249,13 @@ class Correction:
 
 
 def _factor(pairs: Sequence[tuple[Plan, Plan]], what: Callable[[Plan], float]) -> float:
-  """The geometric mean of how much more compiled programs have than their estimates say."""
+  """Returns the geometric mean of the ratios between compiled programs and their estimates."""
   ratios = [what(compiled) / what(estimate) for estimate, compiled in pairs if what(estimate) > 0 < what(compiled)]
   return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
 
 
 def format_search(found: Sequence[Ranked], most: int = 12) -> str:
-  """Returns a table of settings, the best first: all that were compiled, and the best of the others."""
+  """Returns a table of settings, the best first: all compiled settings, and the best of the others."""
   shown = [ranked for ranked in found if ranked.verified or ranked.failure or ranked.is_own]
   shown = sorted([*shown, *[r for r in found if r not in shown][: max(most - len(shown), 2)]], key=lambda r: r.order)
   own = next(ranked for ranked in found if ranked.is_own)

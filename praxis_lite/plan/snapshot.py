@@ -1,10 +1,10 @@
-"""A plan as a text to keep: how weights are split, memory, and collectives; and what has become worse since.
+"""A plan as a text file to keep: splits of weights, memory and collectives; and a comparison with a later plan.
 
     keep(snapshot_of(found, 'lm_sizes.Llama8B'), path)
     differences(read(path), snapshot_of(found, 'lm_sizes.Llama8B'))
 
-It is for people: one line an entry, so that a change shows in a diff. Columns are apart by two spaces or more. The
-limits stand in the file and may be changed there.
+People read the file: each entry has one line, so that a diff shows each change. Two or more spaces separate columns.
+The file contains the limits of the comparison, which may be edited there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Shares by which a step may become worse; a new collective may send `sent` / 50 of all bytes."""
+  """Shares by which a step may become worse. A new collective may send at most `sent` / 50 of all bytes."""
 
   memory: float = 0.05
   sent: float = 0.05
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """How a weight is split: its shape, mesh axes of each dimension, and the fields that say so."""
+  """The split of a weight: its shape, the mesh axes of each dimension, and the fields that declare them."""
 
   shape: str
   split: str
@@ -56,7 +56,7 @@ class Group:
 
   Attributes:
     times: how many of them a step runs.
-    sent: bytes that each device sends in all of them.
+    sent: bytes that each device sends in all of them together.
     why, fields: the reason, and the fields that declare it.
   """
 
@@ -68,13 +68,13 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-  """What is kept of a plan.
+  """The part of a plan that is stored.
 
   Attributes:
-    experiment, overrides: how it is named, and what was set.
-    topology, mesh, mode: as of a `Plan`; mode 'declared' if only what takes no trace is known.
-    limits: by how much it may become worse.
-    memory: bytes on each device by what they are; 'peak' is all of it.
+    experiment, overrides: name of the experiment, and the overrides that were set.
+    topology, mesh, mode: see `Plan`; mode is 'declared' for a snapshot that was made without a trace.
+    limits: how much worse a later plan may be.
+    memory: bytes on each device by kind; 'peak' is the total.
     weights: by path.
     collectives: by (kind, mesh axes, layer, phase).
   """
@@ -115,14 +115,14 @@ class Snapshot:
 def snapshot_of(
   plan: Plan, experiment: str = '', overrides: Iterable[str] = (), limits: Limits | None = None
 ) -> Snapshot:
-  """Returns what is kept of a plan; `experiment` and `overrides` say how it is named and changed on a command line."""
+  """Returns a snapshot of a plan; `experiment` and `overrides` are the experiment's name and --set arguments."""
   groups: dict[tuple[str, str, str, str], Group] = {}
   for c in plan.collectives:
     key = (c.kind, '+'.join(c.axes) or '-', c.layer or '-', c.phase)
     sent, cause = round(c.count * c.sent_bytes), c.cause
     why, fields = (str(cause), ', '.join(cause.fields[:2])) if cause else ('unknown', '')
     old = groups.get(key, Group(0, 0, why, fields))
-    if cause is not None and not cause.expected:  # What is said of several is what is wrong with one.
+    if cause is not None and not cause.expected:  # A surprise describes the whole group.
       old = dataclasses.replace(old, why=why, fields=fields)
     groups[key] = dataclasses.replace(old, times=old.times + c.count, sent=old.sent + sent)
   least = sum(group.sent for group in groups.values()) / 1e5
@@ -147,10 +147,10 @@ def _memory(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def declared_snapshot(task: Explained, kept: Snapshot) -> Snapshot:
-  """Returns what of a snapshot shapes alone tell, in milliseconds: weights, and the memory of the state.
+  """Returns a snapshot of only weights and the memory of the state, computed from shapes in milliseconds.
 
   Args:
-    task: a task or its config, an experiment class, or what `configure` made of one.
+    task: a task or its config, an experiment class, or the result of `configure` for one.
     kept: the snapshot that it will be compared with.
   """
   jax_task, _ = task_and_inputs(task)
@@ -168,7 +168,7 @@ def declared_snapshot(task: Explained, kept: Snapshot) -> Snapshot:
 
 
 def weights_of(explained: Iterable[Explanation]) -> dict[str, Weight]:
-  """Returns how weights are split, as `explain` says, by path."""
+  """Returns the splits of weights by path, from the report of `explain`."""
   return {e.path: Weight(format_shape(e.shape), format_spec(e.spec), e.why.replace('; ', ', ')) for e in explained}
 
 
@@ -176,7 +176,7 @@ def weights_of(explained: Iterable[Explanation]) -> dict[str, Weight]:
 
 
 def keep(snapshot: Snapshot, path: Path) -> None:
-  """Writes a snapshot, with the limits of the one that it replaces."""
+  """Writes a snapshot. If it replaces another one, it takes over the limits of that one."""
   if path.exists():
     snapshot = dataclasses.replace(snapshot, limits=read(path).limits)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def read(path: Path) -> Snapshot:
   """Returns the snapshot in a file.
 
   Raises:
-    ConfigError: there is none, or a line is not as they are written; it is named.
+    ConfigError: the file is missing or a line has another format; the message names the line.
   """
   try:
     lines = read_plain(path).decode().splitlines()
@@ -246,13 +246,13 @@ def _limits(text: str) -> Limits:
 
 
 def differences(kept: Snapshot, new: Snapshot, limits: Limits | None = None) -> list[str]:
-  """Returns what has become worse than it was, one text each; none if all is within the limits.
+  """Returns one text for each thing that has become worse; an empty list if everything is within the limits.
 
-  Where one of both was not compiled, what formulas tell is compared: weights, and the memory of the state.
+  If the modes of the snapshots differ, it compares only the splits of weights and the memory of the state.
 
   Args:
     kept, new: snapshots on the same topology and mesh.
-    limits: in place of those of `kept`.
+    limits: limits to use in place of those of `kept`.
   """
   limits = limits or kept.limits
   found = [
@@ -260,7 +260,7 @@ def differences(kept: Snapshot, new: Snapshot, limits: Limits | None = None) -> 
     for name, before, now in (('topology', kept.topology, new.topology), ('mesh', kept.mesh, new.mesh))
     if before != now
   ]
-  if found:  # Nothing else can be compared.
+  if found:  # Other figures cannot be compared.
     return found
   found += _weights(kept.weights, new.weights)
   if kept.mode == new.mode:

@@ -1,7 +1,7 @@
-"""Accelerators that a step can be planned for: their published figures, and what programs reach of these.
+"""The accelerators that a step can be planned for: their published figures, and the shares that programs reach.
 
-Shares of the published figures are assumed where nothing was measured. `praxis-lite plan --calibrate` measures them on
-the devices at hand; see `calibration.py`.
+The shares are assumptions unless they were measured. `praxis-lite plan --calibrate` measures them on local devices; see
+`calibration.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Efficiency:
   """Shares of the published figures that programs reach.
 
   Attributes:
-    compute: of the peak, in products of matrices.
-    attention: of the peak, in a fused kernel for attention.
-    memory, links, network: of the memory's bandwidth, fast links, and links across hosts.
-    seconds_per_operation: what each operation takes at least.
-    seconds_per_hop: what a message takes at least, between neighbours and across hosts alike.
-    calibrated: what they were measured on, and which of them; '' if all are assumed.
+    compute: share of the peak in matrix products.
+    attention: share of the peak in a fused kernel for attention.
+    memory, links, network: shares of the bandwidth of memory, of fast links, and of links between hosts.
+    seconds_per_operation: minimal time of an operation.
+    seconds_per_hop: minimal time of a message, between neighbours and between hosts.
+    calibrated: where the shares were measured, and which are still assumed; '' if all are assumed.
   """
 
   compute: float
@@ -35,10 +35,10 @@ class Efficiency:
   calibrated: str = ''
 
 
-# What the best products reach is published for some: 86 % on A100, 80 % on H100 and H200, 78 % on B200 (Machine
-# Learning Engineering Open Book, "Maximum Achievable Matmul FLOPS"). Those of a step are not of the best shape, and
-# share the power of the chip with what runs beside them: 0.9 of that. Links of TPUs reach 45 of 50 and 90 of 100 GB/s,
-# those of 8 H100 370 of 450 (How to Scale Your Model, chapters 2 and 12). The rest is assumed.
+# The best matrix products reach 86 % on A100, 80 % on H100 and H200, 78 % on B200 (Machine Learning Engineering Open
+# Book, "Maximum Achievable Matmul FLOPS"). Products of a step get 0.9 of that here: their shapes are not the best ones,
+# and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s; links of 8 H100
+# reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
 _TPU = Efficiency(0.9, 0.9, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
 _GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)
 _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
@@ -53,7 +53,7 @@ def _assumed(accelerator: Accelerator) -> Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-  """What XLA's compiler for NVIDIA GPUs asks of a chip, beside its published figures."""
+  """Properties of a chip that XLA's compiler for NVIDIA GPUs needs beside the published figures."""
 
   capability: tuple[int, int]
   cores: int  # Streaming multiprocessors.
@@ -80,11 +80,11 @@ _CUDA = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target(Accelerator):
-  """An accelerator that steps are planned for.
+  """An accelerator that steps can be planned for.
 
   Attributes:
-    efficiency: what programs reach of its figures.
-    cuda: for the compiler for GPUs.
+    efficiency: the shares of its figures that programs reach.
+    cuda: properties for the GPU compiler; None for other accelerators.
   """
 
   efficiency: Efficiency
@@ -100,16 +100,16 @@ TARGETS: Mapping[str, Target] = {name: _target(accelerator) for name, accelerato
 
 
 def find_target(name: str) -> Target:
-  """Returns the target of this name, also spelled 'TPU v5p' or 'RTX 4090'.
+  """Returns the target of this name; spellings such as 'TPU v5p' and 'RTX 4090' work, too.
 
   Raises:
-    ConfigError: there is none; the message names the nearest one.
+    ConfigError: no target has this name; the message suggests the nearest name.
   """
   return TARGETS[accelerator_name(name)]
 
 
-# Of a streaming multiprocessor, by compute capability: shared memory, threads, units for float32 (CUDA C++ Programming
-# Guide, "Compute Capabilities"). A block may use all of the shared memory but 1 KiB.
+# Shared memory, threads and float32 units of a streaming multiprocessor, by compute capability (CUDA C++ Programming
+# Guide, "Compute Capabilities"). A block may use all of the shared memory except 1 KiB.
 _MULTIPROCESSOR = {
   (8, 0): (164 << 10, 2048, 64),
   (8, 6): (100 << 10, 1536, 128),
@@ -121,7 +121,7 @@ _MULTIPROCESSOR = {
 
 
 def gpu_target_config(target: Target) -> str:
-  """Returns what XLA's compiler needs to know of a GPU, as a GpuTargetConfigProto in text form."""
+  """Returns the properties of a GPU that XLA's compiler needs, as a GpuTargetConfigProto in text form."""
   cuda = target.cuda
   assert cuda is not None, target.name
   shared, threads, units = _MULTIPROCESSOR[cuda.capability]

@@ -1,7 +1,7 @@
-"""Which chips a step is planned for, and how many: `v5p:8x16x16`, `v5e:16x16:2`, `h100:512x8`, `a100:8`, `cpu:64`.
+"""The chips that a step is planned for: `v5p:8x16x16`, `v5e:16x16:2`, `h100:512x8`, `a100:8`, `cpu:64`.
 
 TPU     sizes of the torus of a slice; a third part is the number of slices
-GPU     hosts x GPUs of a host (of a rack for gb200), or the number of GPUs
+GPU     hosts x GPUs in a host (in a rack for gb200), or the number of GPUs
 cpu     the number of simulated devices
 """
 
@@ -23,11 +23,11 @@ _FORM = 'expected a form such as v5p:8x16x16, v5e:16x16:2 (two slices), h100:512
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Some chips of one kind, and their links.
+  """A number of chips of one kind, and their links.
 
   Attributes:
-    target: the kind.
-    shape: sizes of the torus of a slice; (domains, chips of a domain) of GPUs, whose fast links end there; (count,).
+    target: the kind of chip.
+    shape: TPU: sizes of the torus of a slice. GPU: (domains of fast links, chips in a domain). cpu: (devices,).
     slices: number of slices, connected by the network of the data center.
   """
 
@@ -37,7 +37,7 @@ class Topology:
 
   @property
   def name(self) -> str:
-    """As `parse_topology` reads it."""
+    """The name, in the form that `parse_topology` reads."""
     return ':'.join(
       [self.target.name, 'x'.join(map(str, self.shape)), *([str(self.slices)] if self.slices > 1 else [])]
     )
@@ -48,14 +48,14 @@ class Topology:
 
   @property
   def num_devices(self) -> int:
-    """Number of JAX devices."""
+    """The number of JAX devices."""
     return self.num_chips * self.target.devices_per_chip
 
   @functools.cached_property
   def places(self) -> np.ndarray:
-    """Where each device is, [devices, 1 + torus dimensions]: its domain of fast links, and coordinates in the torus.
+    """The place of each device, [devices, 1 + torus dimensions]: its domain of fast links and its torus coordinates.
 
-    Devices are counted as JAX does where no compiler says otherwise: first along the first dimension of the torus.
+    Devices are numbered as in JAX without a compiler: first along the first dimension of the torus.
     """
     if not self.target.torus:
       per_domain = self.shape[-1] if self.target.kind == 'gpu' else self.num_devices
@@ -74,7 +74,7 @@ def parse_topology(text: str) -> Topology:
   """Returns the topology of this name.
 
   Raises:
-    ConfigError: there is no such accelerator, or its chips cannot be arranged so; the message says what would be right.
+    ConfigError: the accelerator is not known or its chips have no such arrangement; the message says what is valid.
   """
   name, _, rest = text.partition(':')
   target = find_target(name.strip())
@@ -108,7 +108,7 @@ def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _near_torus(target: Target, chips: int) -> tuple[int, ...]:
-  """A torus of about so many chips, as near to a cube as powers of two allow."""
+  """Returns the sizes of a torus of about `chips` chips, as near to a cube as powers of two allow."""
   sizes, left = [1] * target.torus, max(round(math.log2(chips)), 0)
   for i in range(left):
     sizes[-1 - i % target.torus] *= 2
@@ -144,7 +144,7 @@ _ARRANGED = {'tpu': _torus, 'gpu': _hosts, 'cpu': _count}
 
 
 def check_mesh(sizes: Mapping[str, int], topology: Topology, names: Sequence[str] = ()) -> None:
-  """Raises ShardingError unless a mesh has as many devices as a topology; the message says which mesh would fit."""
+  """Raises ShardingError if a mesh and a topology differ in size; the message says which mesh would fit."""
   devices = math.prod(sizes.values())
   if devices == topology.num_devices:
     return
@@ -158,7 +158,7 @@ def check_mesh(sizes: Mapping[str, int], topology: Topology, names: Sequence[str
 
 
 def fitting_meshes(sizes: Mapping[str, int], devices: int) -> list[dict[str, int]]:
-  """Returns meshes of so many devices that differ from one in a single axis, the axes of size > 1 first."""
+  """Returns up to two meshes of `devices` devices that change one axis of a mesh; the largest axis comes first."""
   fits = []
   for axis in sorted(sizes, key=lambda name: -sizes[name]):
     others = math.prod(size for name, size in sizes.items() if name != axis)

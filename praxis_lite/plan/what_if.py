@@ -1,12 +1,12 @@
-"""What a change would save, and the ways out of what does not fit, without compiling each of them.
+"""What changes of an experiment would save, and which changes make a step fit, without compiling each of them.
 
     state           moments in other dtypes, moving averages, offloading: exact
-    batch, length   the largest that fits: memory is all but linear in them; estimated, then compiled at most twice
-    ways out        of a step that does not fit: the nearest settings that do, by their lowered programs
-    less waiting    where communication is exposed: the mesh next to this one that takes least time
+    batch, length   the largest that fits: memory is nearly linear in them; estimated, then compiled at most twice
+    ways out        the nearest settings that fit, if the step does not; estimated from their lowered programs
+    less waiting    the neighbouring mesh that takes least time, if communication is exposed
 
-Estimates are corrected by what the compiled program of the plan itself differs from its estimate by; of a step that the
-compiler refuses, by the memory that it says it needs.
+The difference between the compiled program of the plan and its estimate corrects the other estimates. If the compiler
+refuses the step, the memory that it reports corrects them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from praxis_lite.plan.report import format_table
 from praxis_lite.plan.searching import Correction, Elsewhere
 from praxis_lite.training.partitioned_task import PartitionedTask
 
-# Exposed communication below this share of a step is left alone.
+# If less than this share of a step is exposed communication, no other mesh is proposed.
 _WORTH_CHANGING = 0.1
 _MOST_WAYS = 3
 _MOST_COMBINED = 2
-# A line through small sizes may lead far away: how much larger the next one is at most, and how many there are.
+# Extrapolation from small sizes is uncertain. These limit the factor to the next size, and the number of sizes.
 _MOST_GROWTH = {'batch_size': 16, 'seq_len': 4}
 _MOST_SIZES = 6
 _MOST_COMPILES = 2
@@ -42,13 +42,13 @@ _MOST_COMPILES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-  """A change of an experiment, and what it does on each device.
+  """A change of an experiment, and its effect on each device.
 
   Attributes:
-    what: in words.
-    overrides: that make it.
-    peak: bytes of memory afterwards.
-    time: of a step for the same work, afterwards, as a share of that before; None if it is not known.
+    what: the change in words.
+    overrides: the overrides that make it.
+    peak: peak bytes of memory after the change.
+    time: time for the same work after the change, as a share of the time before; None if it is not known.
     how: 'exact', 'estimated' or 'compiled'.
   """
 
@@ -60,13 +60,13 @@ class Change:
 
 
 class WhatIf:
-  """Changes of one plan.
+  """Finds changes of one plan.
 
   Args:
-    config: of the experiment, as it was planned.
+    config: the config of the planned experiment.
     planned: its plan.
-    cache, elsewhere: as of `search`.
-    report: called with what begins.
+    cache, elsewhere: see `search`.
+    report: called with the name of each stage as it begins.
   """
 
   def __init__(
@@ -101,7 +101,7 @@ class WhatIf:
     return plan(config.explained, config.inputs, self._topology, compile=False)
 
   def _estimated(self, what: str, overrides: Sequence[str]) -> Change | None:
-    """None if the experiment cannot be changed so."""
+    """Returns the estimated change; None if the experiment cannot be changed in this way."""
     self._report(f'estimating: {what}')
     try:
       found = self._analytic(overrides)
@@ -114,13 +114,13 @@ class WhatIf:
   # ---------------------------------------------------------------- state
 
   def of_state(self) -> list[Change]:
-    """Returns what other moments, moving averages and offloading would do to the state, exactly."""
+    """Returns the exact effects of other moments, moving averages and offloading on the state."""
     found = []
     before = self._planned.memory.state.total
     for what, override in self._state_changes():
       try:
         after = state_bytes(self._partitioned([override])).total
-      except UserError:  # The optimizer, or the mesh, cannot.
+      except UserError:  # The optimizer or the mesh does not support it.
         continue
       if after != before:
         found.append(Change(what, (override,), self._planned.memory.peak + after - before, None, 'exact'))
@@ -146,17 +146,17 @@ class WhatIf:
   # ---------------------------------------------------------------- batch and length
 
   def largest_batch(self) -> Change | None:
-    """Returns the largest batch that fits; None if the data, or arguments, say the batch."""
+    """Returns the largest batch that fits; None if no dataset's field sets the batch."""
     where = batch_path(self._config)
     if where is None:
       return None
     path, rows = where
-    # Other numbers of rows are filled up to a multiple of this one.
+    # A batch is padded to a multiple of this number of rows.
     step = self._partitioned(()).row_parts * self._config.task.train.learner.num_microbatches
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
-    """Returns the largest length of sequences that fits; None if the data do not say it."""
+    """Returns the largest sequence length that fits; None if no dataset's field sets it."""
     datasets = self._config.roots.get('datasets', ())
     training = next((i for i, dataset in enumerate(datasets) if getattr(dataset, 'is_training', False)), None)
     length = None if training is None else getattr(datasets[training], 'seq_len', None)
@@ -168,7 +168,7 @@ class WhatIf:
     return self._largest('seq_len', length, 128, lambda size: [f'{path}={size}' for path in paths])
 
   def _largest(self, what: str, size: int, step: int, overrides: Callable[[int], list[str]]) -> Change | None:
-    """Follows the line through two sizes to the capacity; then compiles what that says, at most twice."""
+    """Extrapolates memory linearly to find the largest size that fits; then compiles that size, at most twice."""
     capacity = self._planned.memory.capacity
     sizes = {size: self._correction(self._own)[1]}
     best: Change | None = None
@@ -217,10 +217,10 @@ class WhatIf:
   # ---------------------------------------------------------------- ways out
 
   def ways_out(self) -> list[Change]:
-    """Returns settings that fit, three at most: one change that is enough, or two; the fastest of them first.
+    """Returns at most three settings that fit, by one change or two; the fastest comes first.
 
-    Tried are the meshes next to this one, more rematerialisation, smaller moments, and as many microbatches, or as few
-    rows, as the temporaries need; then the last two together with those of the others that save most.
+    It tries neighbouring meshes, more rematerialisation and smaller moments. It also tries as many microbatches, or as
+    few rows, as the temporaries require; these two also together with the other changes that save most memory.
     """
     capacity = self._planned.memory.capacity
     alone: list[Change] = []
@@ -244,7 +244,7 @@ class WhatIf:
       yield ('task.train.learner.ema_decay=0.0',)
 
   def _by_parts(self, others: tuple[str, ...]) -> list[Change]:
-    """The least number of microbatches, and the largest batch, that fit together with other changes, if any do."""
+    """Returns the least number of microbatches and the largest batch that fit together with other changes, if any."""
     capacity, found = self._planned.memory.capacity, []
     before = self._analytic(others) if others else self._own
     room = capacity - before.memory.state.total
@@ -272,7 +272,7 @@ class WhatIf:
   # ---------------------------------------------------------------- communication
 
   def less_waiting(self) -> Change | None:
-    """Returns the mesh next to the planned one that takes least time; None if there is none, or little to win."""
+    """Returns the neighbouring mesh that takes least time; None if no neighbour saves at least 2 % of the time."""
     planned = self._planned
     if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
       return None
@@ -292,14 +292,14 @@ def _size(change: Change) -> int:
 
 
 def _on_the_line(sizes: dict[int, float], capacity: float) -> int:
-  """The size at which the line through the two sizes nearest to the capacity reaches it."""
+  """Returns the size that reaches the capacity, on the line through the two sizes whose memory is nearest to it."""
   (a, at_a), (b, at_b) = sorted(sizes.items(), key=lambda pair: abs(pair[1] - capacity))[:2]
   slope = (at_b - at_a) / (b - a)
   return int(a + (capacity - at_a) / slope) if slope > 0 else max(a, b)
 
 
 def format_changes(changes: Sequence[Change], before: float, head: str) -> str:
-  """Returns a table; `before` are the bytes of memory without any of them."""
+  """Returns a table of changes; `before` is the memory without changes, in bytes."""
   rows = [(head, 'memory', 'saved', 'time', 'how', 'set')]
   for change in changes:
     saved = before - change.peak

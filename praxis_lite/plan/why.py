@@ -1,9 +1,11 @@
-"""Finds the cause of each collective of a compiled step, and what is computed more than once.
+"""Finds the cause of each collective of a compiled step, and work that several devices repeat.
 
-what moves          an argument of the step, seen through casts, slices and loops (`dataflow.py`), or what is computed
-over which axes     of the batch, of the weights of its layer, or neither
-in which layer      by the name that JAX gave the operation
-who declares it     fields of weights and activations there; where they disagree, the odd one out (`declared.py`)
+A cause follows from four questions:
+
+what moves          an argument of the step, traced through casts, slices and loops (`dataflow.py`), or a computed value
+over which axes     axes of the batch, axes of the layer's weights, or other axes
+in which layer      the layer in the name that JAX gave the operation
+what declares it    the fields of weights and activations of the layer; the odd one out if they disagree (`declared.py`)
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from praxis_lite.plan.declared import Declaration, Declarations, is_below
 from praxis_lite.training.flops import flops_by_scope
 from praxis_lite.trees import leaves_by_path, path_name
 
-# Primitives by which a layer exchanges for itself, inside `shard_map`.
+# Collectives that layers write themselves, inside `shard_map`.
 _WRITTEN = {'ppermute', 'all_to_all', 'psum', 'psum_invariant', 'psum_scatter', 'reduce_scatter', 'all_gather'}
 _WRITTEN |= {'pmax', 'pmin', 'all_gather_invariant', 'all_gather_reduced', 'unreduced_psum', 'pbroadcast'}
-_SMALL = 1 << 16  # Bytes of numbers, and of what each example came to.
+_SMALL = 1 << 16  # Bytes. Scalars and values for each example are smaller.
 _REMATERIALIZED = re.compile(
   r'Involuntary full rematerialization\. The compiler cannot go from sharding \{(?P<before>[^}]*)\} to '
   r'\{(?P<after>[^}]*)\}.*?for HLO operation %?\S+ = (?P<array>\w+\[[\d,]*\]).*?(?:op_name="(?P<name>[^"]*)")?'
@@ -36,11 +38,11 @@ _REMATERIALIZED = re.compile(
 
 
 class Why:
-  """What explains a step: its declarations, and the names of its layers.
+  """Explains the collectives of a step from its declarations and the names of its layers.
 
   Args:
-    step: the task and its traced train step, as `explain` traces it.
-    names: of the layers of its model.
+    step: the task and its train step, traced by `explain`.
+    names: the names of the model's layers.
   """
 
   def __init__(self, step: TracedStep, names: LayerNames):
@@ -56,7 +58,7 @@ class Why:
   # ---------------------------------------------------------------- collectives
 
   def explained(self, cost: Cost, program: Program) -> Cost:
-    """Returns a cost whose collectives have their causes."""
+    """Returns the cost with a cause for each collective."""
     flow = Dataflow(program)
     parts: dict[str, list[tuple[Instruction, Computation]]] = {}
     for instruction, computation in flow.collectives():
@@ -104,7 +106,7 @@ class Why:
     return self._unsaid(Reason.WEIGHT_MOVED, odd, own, what)
 
   def _written(self, name: str, layers: tuple[str, ...], instruction: Instruction, axes: set[str]) -> Cause | None:
-    """The cause of what a layer exchanges for itself; None if XLA has put it there."""
+    """Returns the cause of a collective that a layer writes itself; None if XLA added the collective."""
     primitive = name.rpartition('/')[2].rstrip(')')
     if 'shard_map' not in name or primitive not in _WRITTEN:
       return None
@@ -133,7 +135,7 @@ class Why:
   def _sum(self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]]) -> Cause:
     declared, batch = self.declared, self.declared.batch_axes
     weights, large = declared.weights_near(layers), [dims for dims in arrays if _rank(dims) > 1]
-    # XLA combines gradients of several layers, and names them after some; parts of a table fit nothing.
+    # XLA combines gradients of several layers under the name of some of them. Parts of a table fit no declared shape.
     of_weights = all(declared.fitting(dims, declared.weights) for dims in large)
     of_activations = any(declared.fitting(dims, declared.activations) for dims in large)
     if axes <= batch:
@@ -160,9 +162,9 @@ class Why:
   def _moved(
     self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]], name: str
   ) -> Cause:
-    """The cause of a collective that moves what is computed."""
+    """Returns the cause of a collective that moves computed values."""
     declared = self.declared
-    # XLA may gather a weight, or reduce its gradient, piece by piece beside the product.
+    # XLA may gather a weight or reduce its gradient piece by piece, overlapped with the product.
     large = [dims for dims in arrays if _rank(dims) > 1]
     near = declared.weights_near(layers)
     weights = [w for dims in large for w in declared.fitting(dims, near)]
@@ -188,7 +190,7 @@ class Why:
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
   def _surprise(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """A cause that names the declaration that disagrees with others about some axes, or those of the layers."""
+    """Returns a cause that names the declaration that contradicts others about `axes`, or else the layers' fields."""
     suspect, others = self.declared.suspects(axes, layers)
     if suspect is None:
       return self._unsaid(reason, axes, layers, what)
@@ -202,7 +204,7 @@ class Why:
     return Cause(reason, layers, fields, remedy, what)
 
   def _unsaid(self, reason: Reason, axes: Collection[str], layers: tuple[str, ...], what: str) -> Cause:
-    """A cause for which no declaration disagrees with others: the fields of the layers are where to say more."""
+    """Returns a cause for which declarations do not contradict each other; it names fields that could say more."""
     activations = [d for d in self.declared.activations if any(is_below(d.layer, p) for p in layers)]
     near = [*activations, *self.declared.weights_near(layers)]
     fields = self.declared.fields_of(near, axes) or tuple(dict.fromkeys(d.field for d in near))
@@ -212,7 +214,7 @@ class Why:
   # ---------------------------------------------------------------- what is computed more than once
 
   def replicated(self, operations: Iterable[Operation], num_devices: int) -> list[Cause]:
-    """What groups of devices compute alike: layers with more FLOPs than their share, by a factor of mesh axes."""
+    """Returns work that several devices repeat: layers whose FLOPs exceed their share by the size of idle mesh axes."""
     whole, done = dict[str, float](), dict[str, float]()
     for scope, flops in flops_by_scope(self._step.jaxpr):
       layer = self._names.layer(scope)
@@ -236,7 +238,7 @@ class Why:
     return causes
 
   def _idle_axes(self, layer: str, ratio: float) -> tuple[str, ...]:
-    """Mesh axes whose devices compute the same in a layer: their sizes make up the ratio, and nothing uses them."""
+    """Returns the axes along which devices repeat a layer's work: no activation uses them, and they explain `ratio`."""
     idle: list[str] = []
     for axis, size in sorted(self.declared.sizes.items(), key=lambda item: -item[1]):
       used = any(axis in d.all_axes for d in self.declared.activations if _are_near(d.layer, [layer]))
@@ -246,7 +248,7 @@ class Why:
     return tuple(idle)
 
   def rematerialized(self, messages: Iterable[str]) -> list[Cause]:
-    """What XLA says it replicates to split it in another way, each once."""
+    """Returns the arrays that XLA says it replicates in order to split them in another way, without duplicates."""
     causes = {}
     for message in messages:
       if found := _REMATERIALIZED.search(message):
@@ -285,7 +287,7 @@ def _and(axes: Iterable[str]) -> str:
 
 
 def _parts(sharding: str) -> str:
-  """'2x4x1 parts' of 'devices=[2,4,1]<=[2,2,2]T(0,2,1)'; copies in the last dimension are left out."""
+  """Returns '2x4x1 parts' for 'devices=[2,4,1]<=[2,2,2]T(0,2,1)'; drops a last dimension of copies."""
   found = re.match(r'devices=\[([\d,]+)\]', sharding)
   if not found:
     return sharding
@@ -294,7 +296,7 @@ def _parts(sharding: str) -> str:
 
 
 def sent_by_reason(collectives: Iterable[Communication]) -> Mapping[Reason, list[Communication]]:
-  """The collectives by their reasons, in the order of `Reason`."""
+  """Returns the collectives by their reasons, in the order of `Reason`."""
   found: dict[Reason, list[Communication]] = {reason: [] for reason in Reason}
   for c in collectives:
     if c.cause is not None:

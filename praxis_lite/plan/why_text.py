@@ -13,7 +13,7 @@ from praxis_lite.plan.planning import Plan
 
 _WIDTH = 100
 _MOST_SURPRISES = 3
-# Surprises that send less than this share of all bytes are left out of the short form.
+# The short form omits surprises that send less than this share of all bytes.
 _NEGLIGIBLE = 1e-3
 
 
@@ -21,8 +21,8 @@ def format_why(plan: Plan, every: bool = False) -> str:
   """Returns the causes of a plan's collectives: expected ones by kind, then surprises with what to change.
 
   Args:
-    plan: of a compiled step; one by formulas has no causes.
-    every: each collective apart, and surprises that cost next to nothing.
+    plan: the plan of a compiled step; a plan by formulas has no causes.
+    every: lists each collective separately, and also surprises of negligible cost.
   """
   if plan.mode != 'compiled':
     return 'why it communicates is read from the compiled program, and this plan is by formulas' if every else ''
@@ -57,7 +57,7 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
 
 
 def _declared_by(found: Iterable[Communication], width: int | None) -> str:
-  """The fields of some collectives; the first one alone, cut where it begins, if there is only so much room."""
+  """Returns the fields of some collectives. With a `width`, returns only the first, shortened at its beginning."""
   fields = list(dict.fromkeys(f for c in found if c.cause for f in c.cause.fields))
   if width is None or not fields:
     return ', '.join(fields) or '-'
@@ -67,7 +67,7 @@ def _declared_by(found: Iterable[Communication], width: int | None) -> str:
 
 
 def _surprises(plan: Plan, every: bool) -> list[str]:
-  """Surprises, those that send most first; those with one remedy together."""
+  """Returns texts of surprises, grouped by remedy; groups that send most bytes come first."""
   least = 0.0 if every else _NEGLIGIBLE * plan.cost.communicated_bytes
   groups: dict[tuple[Reason, str], list[Communication]] = {}
   for c in plan.collectives:

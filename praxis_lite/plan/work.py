@@ -24,11 +24,11 @@ class Product:
   flops: float
   dtype: str
   op_name: str
-  is_attention: bool = False  # By a fused kernel.
+  is_attention: bool = False  # Attention in a fused kernel.
 
 
 def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
-  """Yields the products that an instruction computes, those of a fusion too."""
+  """Yields the products that an instruction computes, including those inside a fusion."""
   if instruction.opcode == 'fusion':
     for called in program.called(instruction):
       for inner in called.instructions:
@@ -48,14 +48,14 @@ def _dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
 
 
 def _ragged_dot_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
-  """Each row meets the weights of its group; where the summed dimension is ragged, each group sums its part."""
+  """Each row is multiplied by the weights of its group. If the summed dimension is ragged, each group sums its part."""
   summed = instruction.integers('lhs_contracting_dims')
   groups = operands[2].dims[-1] if set(instruction.integers('lhs_ragged_dims')) & set(summed) else 1
   return 2.0 * instruction.arrays[0].size * math.prod(operands[0].dims[d] for d in summed) / groups
 
 
 def _convolution_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
-  """Pairs of elements that meet: positions of the kernel over padding, or between dilated elements, count none."""
+  """Counts multiplied pairs of elements; kernel positions over padding or between dilated elements count 0."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   if labels is None or len(operands) < 2:
     return 0.0
@@ -86,9 +86,9 @@ _WINDOW = ('size', 'stride', 'pad', 'lhs_dilate', 'rhs_dilate')
 
 @functools.cache
 def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, apart: int) -> int:
-  """Pairs (output, kernel position) of one dimension at which there is an element of the image."""
+  """Returns the number of pairs (output, kernel position) of one dimension that meet an element of the image."""
   last = (image - 1) * spread
-  if spread == 1:  # Of each kernel position, the first and the last output that it meets the image at.
+  if spread == 1:  # `first` and `end` are the outputs between which each kernel position meets the image.
     shift = pad - np.arange(kernel) * apart
     first, end = -(-shift // stride), (last + shift) // stride
     return int(np.maximum(np.minimum(end, out - 1) - np.maximum(first, 0) + 1, 0).sum())
@@ -98,7 +98,7 @@ def _met(image: int, out: int, kernel: int, stride: int, pad: int, spread: int, 
 
 
 def _custom_call_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
-  """Those of cuBLAS and cuDNN on GPU, and of Pallas kernels that say what they cost."""
+  """Returns the FLOPs of cuBLAS and cuDNN calls on GPUs, and of Pallas kernels that give a cost estimate."""
   target = _target(instruction)
   config = _backend_config(instruction)
   if target.startswith('__cublas$'):
@@ -135,7 +135,7 @@ _FLOPS = {
 
 # ---------------------------------------------------------------- bytes
 
-# These cost nothing themselves.
+# Instructions that move no memory themselves.
 _FREE = {'parameter', 'constant', 'iota', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'add-dependency'}
 _FREE |= {'domain', 'partition-id', 'replica-id', 'optimization-barrier'}
 _FREE |= {'call', 'while', 'conditional', 'async-update'}
@@ -143,7 +143,7 @@ _SLICES = ('slice', 'dynamic-slice', 'gather')
 
 
 def bytes_of(instruction: Instruction, computation: Computation, program: Program) -> float:
-  """Bytes of main memory that an instruction reads and writes."""
+  """Returns the bytes of main memory that an instruction reads and writes."""
   if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
     return 0.0
   operands = computation.operands(instruction)
@@ -172,7 +172,7 @@ def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program:
 
 
 def _read(parameter: Instruction, whole: float, inside: Computation, program: Program) -> float:
-  """Bytes that a fusion, and the fusions in it, read of a parameter that has `whole` bytes."""
+  """Returns the bytes that a fusion, and the fusions in it, read from a parameter of `whole` bytes."""
   parts = 0.0
   for user in _uses(parameter.name, inside, program):
     given = [program.origin(operand, inside) is parameter for operand in inside.operands(user)]
@@ -188,7 +188,7 @@ def _read(parameter: Instruction, whole: float, inside: Computation, program: Pr
 
 
 def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]:
-  """What uses a value, seen through what does not change it; once each."""
+  """Returns the instructions that use a value, directly or through views of it, without duplicates."""
   found: dict[str, Instruction] = {}
   for user in inside.users.get(name, ()):
     found |= {i.name: i for i in (_uses(user.name, inside, program) if program.is_view(user) else [user])}
@@ -196,7 +196,7 @@ def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]
 
 
 def _written(result: Instruction, inside: Computation, program: Program) -> float:
-  """Bytes that a fusion writes of a result: of an update in place, only the part."""
+  """Returns the bytes that a fusion writes for a result; for an in-place update, only those of the updated part."""
   result = program.origin(result, inside)
   if result.opcode == 'fusion' and (called := program.called(result)) and called[0].root.opcode != 'tuple':
     return _written(called[0].root, called[0], program)
