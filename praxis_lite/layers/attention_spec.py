@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.layers.blocks import Formula, OffsetBias
 from praxis_lite.layers.masks import AttentionMask, to_mask
 
-Axes = str | tuple[str, ...] | None  # Those that split a dimension.
+SplitAxes = str | tuple[str, ...] | None  # The mesh axes that split a dimension.
 AttentionImplementation = Literal['auto', 'xla', 'dense', 'blockwise', 'cudnn']
 
 
@@ -98,7 +98,9 @@ class Integers(NamedTuple):
   seeds_BTN: jax.Array | None = None
 
 
-def argument_specs(heads: Heads, integers: Integers, rows: Axes, length: Axes, head: Axes) -> tuple[Heads, Integers]:
+def argument_specs(
+  heads: Heads, integers: Integers, rows: SplitAxes, length: SplitAxes, head: SplitAxes
+) -> tuple[Heads, Integers]:
   """Returns the specs of arguments whose rows, lengths and heads these axes split; [1, ...] is of all rows."""
 
   def spec(x: jax.Array, rank: int = 3) -> PartitionSpec:
