@@ -21,3 +21,19 @@ def test_product_beside_an_axis_of_3():
   assert [found.outcome for found in without] == ['wrong', 'wrong', 'right'], program.name
   assert [found.outcome for found in with_guards] == ['right'] * 3, program.name
   assert [found.guarded for found in with_guards] == [True, True, False]
+
+
+def test_products_of_matrices_in_two_dimensions():
+  """In y[g, h, b] = sum_v x[g, h, b, v] w[g, h, v], one array is split further along g."""
+  cases = [
+    (((), (), (A,), (B,)), ((A,), (), (B,)), ((), (), (A,))),  # w is gathered.
+    (((A,), (), (), (B, C)), ((A,), (), (B, C)), ((A, C), (), ())),  # Sums are split further.
+    (((A,), (), (), (B,)), ((A,), (), (B,)), ((A,), (), (C,))),  # Along b, which w does not have.
+  ]
+  worker = Worker((2, 2, 3))
+  number = next(i for i, program in enumerate(programs()) if program.name.startswith('ghbv,ghv->ghb g=5'))
+  without, with_guards = (worker.run('products', number, cases, guarded) for guarded in (False, True))
+  worker.close()
+  assert [found.outcome for found in without] == ['wrong', 'wrong', 'right']
+  assert [found.outcome for found in with_guards] == ['right'] * 3
+  assert [found.guarded for found in with_guards] == [True, True, False]
