@@ -15,7 +15,7 @@ from praxis_lite.models import ClassificationModel
 from praxis_lite.tasks.image_classification import ImageClassificationTask
 from praxis_lite.tasks.learners import adamw_learner
 
-_NUM_TRAIN = 1437  # Four fifths; the rest is for validation.
+_NUM_TRAIN = 1437  # Four fifths of the images; the others are for validation.
 
 
 def digits(split: str) -> dict[str, np.ndarray]:
@@ -63,7 +63,7 @@ class DigitsConvNet(_Digits):
   """Digits, classified by a small convolutional network with batch norm."""
 
   def network(self) -> Config:
-    # A run has only 500 steps: averages over hundreds of steps would still include the first ones.
+    # A run has only 500 steps, so averages over hundreds of steps would still include the first steps.
     return Config(ConvNet, input_channels=1, channels=(16, 32), norm_tpl=Config(BatchNorm, decay=0.9))
 
 
@@ -107,7 +107,7 @@ class _Digits8(_Digits):
     return task.set(strategy=self.strategy, partitioning=self.partitioning)
 
 
-# Splits variables of more than about 1 KiB: all but the bias of the last layer.
+# Splits variables larger than about 1 KiB, which are all except the bias of the last layer.
 _FULLY_SHARDED = [('.*', 'fsdp(axis="data", min_size_to_shard_mb=0.001)')]
 
 

@@ -33,7 +33,7 @@ class _ByteLm(BaseExperiment):
   def model(self) -> Config:
     model = transformer_lm(vocab_size=256, model_dims=128, num_layers=4, num_heads=4)
     model.lm_tpl.transformer_tpl.unroll = 4  # A loop of four small layers costs more than it saves.
-    # Positions beyond seq_len are not trained, so decoding sees no more.
+    # Positions beyond seq_len are not trained, so decoding attends to at most seq_len tokens.
     model.decoder_tpl.set(max_decode_steps=220, temperature=0.5, max_context=self.seq_len)
     return model.set(tokens_are_bytes=True, packed=False)
 
@@ -68,7 +68,7 @@ class _ShardedByteLm(_ByteLm):
   inputs_split_mapping = {'map_1d': (('replica', 'data'),), 'map_2d': (('replica', 'data'), None)}
 
   def datasets(self) -> list[Config]:
-    # The ids of begin, end and padding follow those of the bytes.
+    # The ids for begin, end and padding follow the ids of bytes.
     tokenizer = Config(ByteTokenizer, bos_id=256, eos_id=257, pad_id=258)
     return [d.set(tokenizer_tpl=tokenizer) for d in super().datasets()]
 
@@ -106,7 +106,7 @@ class StdlibLmMixed(_ShardedByteLm):
 
 
 def counting_data(seq_len: int, batch_size: int) -> list[Config]:
-  """Configs of the data of tests, for training and validation: counting sequences of 37 ids."""
+  """Returns configs of test data for training and validation: counting sequences of 37 ids."""
   train = Config(SyntheticLMInput, name='train', num_synthetic_examples=64, is_training=True)
   validation = Config(SyntheticLMInput, name='validation', num_synthetic_examples=10, seed=1)
   return [d.set(seq_len=seq_len, vocab_size=37, batch_size=batch_size) for d in (train, validation)]

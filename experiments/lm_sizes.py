@@ -21,7 +21,7 @@ from praxis_lite.tasks.learners import adamw_learner
 
 
 class PublishedSize(BaseExperiment):
-  """A language model of `model()` on a text, computed in bfloat16. `batch_axes` split the rows of a batch."""
+  """Trains the language model of `model()` on a text in bfloat16. `batch_axes` split the rows of a batch."""
 
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
   ici_mesh_shape: tuple[int, ...] = (1, 1, 1)

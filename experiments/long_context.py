@@ -1,4 +1,4 @@
-"""Language models of long contexts, whose sequences are split over a mesh axis: context parallelism.
+"""Language models with long contexts: a mesh axis splits their sequences (context parallelism).
 
 praxis-lite show --exp=long_context.Llama8B128k
 praxis-lite train --exp=long_context.RingLmTiny --job_log_dir=runs/ring
@@ -56,7 +56,7 @@ class RingLmTiny(BaseExperiment):
 
 @registry.register
 class AllToAllLmTiny(RingLmTiny):
-  """As RingLmTiny, where devices exchange heads for parts of the sequence instead of passing keys and values round."""
+  """RingLmTiny with all-to-all: devices exchange heads for parts of the sequence; keys and values do not go round."""
 
   context_method = 'all_to_all'
 
@@ -65,7 +65,7 @@ class AllToAllLmTiny(RingLmTiny):
 class Llama8B128k(PublishedSize):
   """LLaMA style, 8.0B parameters with the sizes of Llama 3.1 8B, for sequences of 131,072 tokens on 256 devices.
 
-  Of these, 16 share a sequence, 2 are tensor parallel, and weights are fully sharded over the other 128.
+  16 devices share a sequence, 2 are tensor parallel, and weights are fully sharded over the other 128.
   """
 
   mesh_axis_names = AXES

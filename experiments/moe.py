@@ -19,9 +19,9 @@ from praxis_lite.tasks.learners import adamw_learner
 
 @registry.register
 class MoeTiny(BaseExperiment):
-  """For tests: 5 experts of which a token uses 2, and a shared one, on counting sequences; reads no files.
+  """For tests: 5 experts, 2 for each token, and a shared one, on counting sequences; reads no files.
 
-  Sizes are such that most meshes have to pad. On a mesh, tokens are exchanged over 'data'.
+  Most meshes have to pad its sizes. On a mesh, devices exchange tokens over 'data'.
   """
 
   mesh_axis_names = ('replica', 'data', 'mdl')
@@ -42,7 +42,7 @@ class MoeTiny(BaseExperiment):
 
 
 class _ExpertParallel(PublishedSize):
-  """On 64 devices: the batch is split over 'data' and 'expert', experts over 'expert', all weights fully."""
+  """Splits the batch over 'data' and 'expert', experts over 'expert', and all weights over 'data' and 'expert'."""
 
   mesh_axis_names = ('data', 'expert', 'mdl')
   batch_axes = ('data', 'expert')
@@ -80,9 +80,9 @@ class Mixtral8x7B(_ExpertParallel):
 class FineGrained16B(_ExpertParallel):
   """64 small experts, 6 for each token, and 2 shared ones: 16.4B parameters with the sizes of DeepSeekMoE 16B.
 
-  The first layer is dense. Experts are kept equally loaded by biases, without an auxiliary loss. On 8 x 8 devices,
-  with 8 experts each, so that tokens go to experts over the fast links of a host of 8 GPUs: on 64 H100, a step takes
-  61 % of the time that its plan says for 4 x 16.
+  The first layer is dense. Biases keep the load of experts equal, without an auxiliary loss. The mesh has 8 x 8
+  devices, with 8 experts on each, so that tokens reach experts over the fast links of a host of 8 GPUs. On 64 H100,
+  its plan predicts 61 % of the time of a step on 4 x 16 devices.
   """
 
   ici_mesh_shape = (8, 8, 1)

@@ -42,8 +42,8 @@ class SyntheticLmCircular(SyntheticLmTiny):
 class Gpt3(PublishedSize):
   """GPT-3 style, 175B parameters, on 512 devices: 8 stages in 3 rounds, 8 fully sharded, 8 tensor parallel.
 
-  Its batches have 3.1M tokens (Brown et al., 2020). What is kept for the backward pass are the inputs of stages. Before
-  and after the stages, where all of them would compute the same, they share the rows of the batch.
+  Its batches have 3.1M tokens (Brown et al., 2020). It keeps only the inputs of stages for the backward pass. Layers
+  before and after the stages split the rows of the batch over the stages; otherwise all stages would compute the same.
   """
 
   mesh_axis_names = AXES

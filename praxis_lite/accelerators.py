@@ -1,8 +1,9 @@
-"""Accelerators: their published figures, and which of them a JAX device is.
+"""Accelerators: their published figures, and the lookup of a JAX device's accelerator.
 
-Peaks are dense, in operations per second of one chip; bandwidths are of one direction, in bytes per second. Of GPUs,
-memory and bandwidth are what the device itself reports, which is a little less, or more, than its name says. What is
-not published is marked as assumed, and what was not found again in a source when the table was made, as not checked.
+Peaks are dense, in operations per second of one chip; bandwidths are for one direction, in bytes per second. Memory and
+bandwidth of GPUs are what the device itself reports, which differs a little from its name. Figures that are not
+published are marked as assumed. Figures that could not be found in a source when the table was made are marked as not
+checked.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ class Accelerator:
   """The published figures of one kind of accelerator.
 
   Attributes:
-    name, kind: as in the name of a topology; 'tpu', 'gpu' or 'cpu'.
-    device_kinds: beginnings of the words of `jax.Device.device_kind`, as 'tpu v5 lite'; of several that match, the
-      longest counts.
-    peaks: operations per second by dtype, as HLO spells it.
+    name: the name in a topology, such as 'v5p'.
+    kind: 'tpu', 'gpu' or 'cpu'.
+    device_kinds: beginnings of the words of `jax.Device.device_kind`, such as 'tpu v5 lite'; the longest match counts.
+    peaks: operations per second by dtype, in the spelling of HLO.
     memory, bandwidth: bytes, and bytes per second, of a chip.
-    link: bytes per second of one fast link (TPU), or of all of a chip's (GPU), in one direction.
-    domain: chips that fast links connect; 0: all of a slice.
-    chips_per_host: chips of one host.
+    link: bytes per second of one fast link (TPU), or of all fast links of a chip (GPU), in one direction.
+    domain: number of chips that fast links connect; 0 means all chips of a slice.
+    chips_per_host: chips in a host.
     network: bytes per second of a chip's share of its host's network, in one direction.
-    torus: number of dimensions of the torus; 0: each chip of a domain reaches each other one at full speed.
-    wraps_at: a torus dimension is a ring if its size is a multiple of this; else a line.
+    torus: number of dimensions of the torus; 0 means that all chips of a domain reach each other at full speed.
+    wraps_at: a torus dimension is a ring if its size is a multiple of this, otherwise a line.
     largest: sizes of the largest torus that is sold.
-    devices_per_chip: JAX devices of a chip.
-    source, network_source: where the figures are from.
+    devices_per_chip: JAX devices in a chip.
+    source, network_source: sources of the figures.
   """
 
   name: str
@@ -56,7 +57,7 @@ class Accelerator:
   devices_per_chip: int = 1
 
   def peak(self, dtype: str) -> float:
-    """Operations per second of a JAX device for operands of a dtype; that of float32 for one that is not listed."""
+    """Returns the operations per second of a JAX device for operands of a dtype; unlisted dtypes count as float32."""
     return self.peaks.get(dtype, self.peaks['f32']) / self.devices_per_chip
 
   @property
@@ -72,7 +73,7 @@ _FLOAT8 = tuple(f'f8{kind}' for kind in ('e4m3fn', 'e5m2', 'e4m3', 'e4m3fnuz', '
 
 
 def _peaks(bf16: float, f32: float, int8: float, float8: float | None, **more: float) -> dict[str, float]:
-  """Peaks by dtype, of figures in 1e12/s; float8 of None is computed as float32 is."""
+  """Returns peaks by dtype, from figures in 1e12/s. If `float8` is None, float8 has the peak of float32."""
   eight_bit = {} if float8 is None else dict.fromkeys(_FLOAT8, float8)
   terms = {'bf16': bf16, 'f32': f32, 's8': int8, 'u8': int8, **eight_bit, **more}
   return {dtype: value * _TERA for dtype, value in terms.items()}
@@ -80,7 +81,7 @@ def _peaks(bf16: float, f32: float, int8: float, float8: float | None, **more: f
 
 # ---------------------------------------------------------------- TPU
 
-# The network of a chip, where its page documents none; also links of v2 to v4.
+# The source of networks that the page of a chip does not document, and of the links of v2 to v4.
 _BOOK = 'How to Scale Your Model (Austin et al., 2025), chapter 2'
 
 
@@ -110,8 +111,8 @@ def _torus(largest: tuple[int, ...], wraps_at: int, *kinds: str, devices: int = 
 
 _PAGE = 'Google Cloud documentation: TPU7x, comparison with v5p and v6e'
 _TPUS = (
-  # One of the links of a chip, in one direction: from its documented bandwidth over 4 links (2D) or 6 (3D) in both
-  # directions, and of v2 to v4 from the bisection bandwidth of a pod.
+  # The figure of a link is for one link in one direction. It follows from the documented bandwidth of a chip over 4
+  # links (2D) or 6 links (3D) in both directions; for v2 to v4, from the bisection bandwidth of a pod.
   _tpu(
     *('v2', 45, 45, 45, 16, 700, 62.5),
     **_torus((16, 16), 16, 'tpu v2', devices=2),
@@ -186,7 +187,7 @@ def _adapters(system: str, gigabits: int) -> dict[str, Any]:
   }
 
 
-# Cards on PCIe: the link is that of one slot, x16, through the host.
+# PCIe cards communicate over one x16 slot, through the host.
 _CARD: dict[str, Any] = {'network': 3.125 * _GIGA, 'network_source': 'assumed: 200 Gb/s for a host of 8'}
 _DEVICE = '; memory and bandwidth: specs of XLA for its compiler'
 _A100, _HOPPER = _peaks(312, 156, 624, None), _peaks(989, 494.5, 1979, 1979)
@@ -221,7 +222,7 @@ _GPUS = (
     *('l40s', _peaks(362, 183, 733, 733), 47.6, 864, 32, 'NVIDIA L40S data sheet; memory not checked'),
     **_CARD,
   ),
-  # With sums in float32, GeForce cards multiply bfloat16 and float8 at half of the rate that int8 suggests.
+  # With float32 accumulation, GeForce cards multiply bfloat16 and float8 at half the rate that int8 suggests.
   _gpu(
     *('rtx3090', _peaks(71, 35.6, 284, None), 25.3, 936, 32, 'NVIDIA Ampere GA102 whitepaper; not checked'),
     **_CARD | {'device_kinds': ('rtx 3090',)},
@@ -242,7 +243,7 @@ _GPUS = (
   ),
 )
 
-# Devices that are simulated on one machine; the figures are for orders of magnitude alone.
+# Simulated devices on one machine. The figures give only orders of magnitude.
 _CPU = Accelerator(
   name='cpu',
   kind='cpu',
@@ -267,10 +268,10 @@ _ALIASES = {
 
 
 def accelerator_name(text: str) -> str:
-  """Returns the name in `ACCELERATORS` of 'TPU v5p' or 'RTX 4090'.
+  """Returns the name in `ACCELERATORS` for a spelling such as 'TPU v5p' or 'RTX 4090'.
 
   Raises:
-    ConfigError: there is none; the message names the nearest one.
+    ConfigError: no accelerator has this name; the message suggests the nearest name.
   """
   plain = text.lower().replace(' ', '').replace('_', '-')
   plain = _ALIASES.get(plain, plain)
@@ -282,7 +283,7 @@ def accelerator_name(text: str) -> str:
 
 # ---------------------------------------------------------------- of a JAX device
 
-# Kinds that nothing is planned for: dense bfloat16 (float16 of V100) in 1e12/s of a device, from their data sheets.
+# Devices that `plan` does not support: dense bfloat16 peak (float16 for V100) in 1e12/s, from their data sheets.
 _PEAKS_ALONE: dict[str, float] = {
   **{'tpu v4 lite': 138, 'h100 nvl': 835, 'h100 pcie': 756, 'h800': 989, 'gh200': 989, 'a800': 312},
   **{'l40': 181, 'a10': 125, 'a10g': 70, 'v100': 125},
@@ -290,13 +291,13 @@ _PEAKS_ALONE: dict[str, float] = {
 
 
 def accelerator_of(device_kind: str) -> Accelerator | None:
-  """The accelerator that calls itself so, as 'NVIDIA H100 80GB HBM3'; None if it is none of `ACCELERATORS`."""
+  """Returns the accelerator of a device kind such as 'NVIDIA H100 80GB HBM3'; None if `ACCELERATORS` lacks it."""
   found = _match(device_kind)
   return ACCELERATORS.get(found[1]) if found else None
 
 
 def bf16_peak_of(device_kind: str) -> float | None:
-  """Dense bfloat16 operations per second of the JAX device that calls itself so; None if it is not known."""
+  """Returns the dense bfloat16 operations per second of a device kind; None if it is not known."""
   found = _match(device_kind)
   if found is None:
     return None
@@ -305,7 +306,7 @@ def bf16_peak_of(device_kind: str) -> float | None:
 
 
 def _match(device_kind: str) -> tuple[str, str] | None:
-  """The kind that matches best, and the name of its accelerator or ''. A 'TPU v5 lite' is also a 'tpu v5'."""
+  """Returns the longest matching kind, and the name of its accelerator or ''. 'TPU v5 lite' also matches 'tpu v5'."""
   words = device_kind.lower().replace('-', ' ').split()
   kinds = dict.fromkeys(_PEAKS_ALONE, '')
   kinds |= {kind: found.name for found in ACCELERATORS.values() for kind in found.device_kinds}

@@ -1,4 +1,4 @@
-"""Figures as people read them: few digits, and units that fit."""
+"""Formats figures for people, with few digits and suitable units."""
 
 
 def short_number(value: float) -> str:
@@ -15,7 +15,7 @@ def digits(value: float, count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-  """'12 s', '5 min', '3.0 h', '8.2 d'."""
+  """Returns '12 s', '5 min', '3.0 h' or '8.2 d'."""
   if seconds < 120:
     return f'{seconds:.1f} s' if seconds < 10 else f'{seconds:.0f} s'
   if seconds < 7200:
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-  """'1.23 s', '45.6 ms', '7.8 us'."""
+  """Returns '1.23 s', '45.6 ms' or '7.8 us'."""
   for factor, unit in ((1.0, 's'), (1e3, 'ms')):
     if seconds * factor >= 1:
       return f'{seconds * factor:.3g} {unit}'
@@ -32,7 +32,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-  """'1.5 MiB': four digits and a binary unit."""
+  """Returns bytes with four digits and a binary unit: '1.5 MiB'."""
   for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
     if count < 1024 or unit == 'TiB':
       break

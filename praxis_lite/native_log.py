@@ -1,4 +1,4 @@
-"""What libraries below Python, such as XLA, log on stderr; it can be used around their import."""
+"""Captures the log that native libraries, such as XLA, write to stderr. It also works around their import."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import sys
 import threading
 from collections.abc import Iterator
 
-# Seconds for the last of what was logged.
+# Seconds to wait for the last lines of the log.
 _PATIENCE = 2.0
 _NOT_AN_ERROR = re.compile(rb'[IW]\d{4} |WARNING: All log messages before absl::InitializeLog')
 
 
 @contextlib.contextmanager
 def collected_log() -> Iterator[list[str]]:
-  """Collects the lines of information and the warnings instead of showing them. All else goes to stderr as it comes."""
+  """Collects information and warning lines instead of showing them. Other output goes to stderr immediately."""
   found: list[str] = []
   sys.stderr.flush()
   stderr = os.dup(2)
   end, start = os.pipe()
 
   def read() -> None:
-    while chunk := os.read(end, 1 << 16):  # Each message is written at once.
+    while chunk := os.read(end, 1 << 16):  # A library writes each message in one call.
       for line in chunk.splitlines(keepends=True):
         if _NOT_AN_ERROR.match(line):
           found.append(line.decode(errors='replace').strip())
         else:
-          with contextlib.suppress(OSError):  # All is over, but for a process that still logs.
+          with contextlib.suppress(OSError):  # Another process may still log after `stderr` is closed.
             os.write(stderr, line)
 
   reader = threading.Thread(target=read, daemon=True)
@@ -39,8 +39,8 @@ def collected_log() -> Iterator[list[str]]:
     yield found
   finally:
     sys.stderr.flush()
-    os.dup2(stderr, 2)  # The last writer of the pipe is closed, so the reader ends.
-    reader.join(_PATIENCE)  # A process that was started meanwhile, and lives on, has the pipe too.
+    os.dup2(stderr, 2)  # This closes the last writer of the pipe, so the reader ends.
+    reader.join(_PATIENCE)  # Limited, because a process started meanwhile may keep the pipe open.
     if not reader.is_alive():
       os.close(end)
     os.close(stderr)

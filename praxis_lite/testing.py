@@ -1,11 +1,11 @@
-"""For the tests of your own project: a step is as it was planned.
+"""Helpers for the tests of your own project: a check that a step still matches its plan.
 
     from praxis_lite.testing import assert_plan_matches
 
     def test_the_step_is_as_planned():
       assert_plan_matches(MyExperiment, 'cpu:8', 'tests/plans/my_experiment.txt')
 
-UPDATE_GOLDEN=1 writes the files anew.
+UPDATE_GOLDEN=1 rewrites the files.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def assert_plan_matches(
   limits: Limits | None = None,
   cache: Path | None = None,
 ) -> None:
-  """Fails if a train step has become worse than a snapshot of its plan: a new gather, or more memory.
+  """Fails if a train step has become worse than a snapshot of its plan, for example by a new gather or more memory.
 
   Args:
-    task, topology, inputs, compile, cache: as of `plan.plan`. 'cpu:8' needs 8 simulated devices, and no compiler else.
-    path: of the snapshot; UPDATE_GOLDEN=1 writes it.
-    limits: in place of those in the file.
+    task, topology, inputs, compile, cache: see `plan.plan`. 'cpu:8' needs 8 simulated devices but no other compiler.
+    path: path of the snapshot; UPDATE_GOLDEN=1 writes it.
+    limits: limits to use in place of those in the file.
 
   Raises:
-    AssertionError: it is worse by more than the limits; the message names layers and fields. Or there is no snapshot.
+    AssertionError: the step is worse by more than the limits, and the message names layers and fields; or the
+      snapshot is missing.
   """
   path, updates = Path(path), os.environ.get('UPDATE_GOLDEN') == '1'
   if not updates and not path.exists():

@@ -1,1 +1,1 @@
-"""Concrete tasks: each a kind of model with training settings that usually suit it."""
+"""Concrete tasks. Each combines a kind of model with training settings that usually suit it."""

@@ -1,4 +1,4 @@
-"""`praxis-lite check`: reports problems of an experiment's shardings, before anything is compiled."""
+"""`praxis-lite check`: reports problems of an experiment's shardings before anything is compiled."""
 
 from __future__ import annotations
 

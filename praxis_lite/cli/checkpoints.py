@@ -63,7 +63,7 @@ def _best_step(directory: str) -> int | None:
 
 
 def _newest(directory: str, step: int | None) -> StoredCheckpoint:
-  """Returns the checkpoint of a step on a disk; by default the newest that is not set aside."""
+  """Returns the checkpoint of a step on a disk; by default the newest checkpoint that is not set aside."""
   from praxis_lite.checkpoints.stored import checkpoints_at
 
   found = checkpoints_at(directory, step)
@@ -82,23 +82,23 @@ def _list(values: flags.FlagValues) -> int:
       try:
         with _kept(checkpoint):
           rows.append((name, *_described(checkpoint, is_best=checkpoint.step == best)))
-      except RemovedError:  # A run that trains may remove it at any time.
+      except RemovedError:  # A training run may remove it at any time.
         continue
-      except DamagedError:  # It cannot even be opened.
+      except DamagedError:  # It cannot be opened.
         rows.append((name, '-', '-', '-', 'damaged'))
   _print_columns(rows)
   return 0
 
 
 def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.AbstractContextManager[None]:
-  """Keeps a checkpoint on a disk from being removed while it is read; raises RemovedError if it has been."""
+  """Protects a checkpoint on a disk from removal while it is read. Raises RemovedError if it was already removed."""
   from praxis_lite.checkpoints.retention import being_read
 
   return contextlib.nullcontext() if is_url(checkpoint.folder) else being_read(checkpoint.folder)
 
 
 def _described(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
-  """Returns the age, the size, the mesh and the state of a checkpoint, for people."""
+  """Returns the age, the size, the mesh and the state of a checkpoint as text."""
   from praxis_lite.figures import duration
 
   state = ['best'] if is_best else []

@@ -1,6 +1,6 @@
-"""What commands share: their form, flags of several commands, and what those on an experiment do first.
+"""The common parts of commands: their definition, flags of several commands, and the config of an experiment.
 
-Experiments, configs and JAX are imported inside functions, so that help is printed at once.
+Functions import experiments, configs and JAX themselves, so that help appears immediately.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Command(NamedTuple):
   """One command.
 
   Attributes:
-    name, example: as typed on the command line, and a valid command line.
+    name, example: its name on the command line, and a valid command line.
     summary, description: a line for the list of commands, and a paragraph for its help.
     flags: absl flags, each with an example in its help.
     run: takes the parsed flags and returns the exit code.
-    bare: name of the flag that an argument without a flag sets; '' if there may be none.
-    bare_rest: name of the flag, of several values, that further such arguments set.
+    bare: name of the flag that the first argument without a flag sets; '' if the command takes no such argument.
+    bare_rest: name of the repeatable flag that further such arguments set.
   """
 
   name: str
@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 def experiment_flags() -> flags.FlagValues:
-  """Returns the flags of all commands on an experiment, or on the run of one."""
+  """Returns the flags of all commands that take an experiment or a run."""
   values = flags.FlagValues()
   classes = 'a registered name, my_package.my_module.MyExperiment, or path/to/file.py:MyExperiment'
   flags.DEFINE_string('exp', None, f'Experiment: {classes}. Example: --exp=lm.StdlibLm', flag_values=values)
@@ -62,14 +62,15 @@ def experiment_flags() -> flags.FlagValues:
 
 
 def run_flags(*, seed: str = '', restores: bool = False) -> flags.FlagValues:
-  """Returns the flags of all commands that run an experiment: those on one, and the compilation cache.
+  """Returns the flags of all commands that run an experiment: `experiment_flags`, and the compilation cache.
 
-  `seed` is the help of --seed; without it the command has no such flag. If it `restores` a checkpoint, it has --step.
+  `seed` is the help of --seed; if it is empty, the command has no such flag. A command that `restores` a checkpoint has
+  --step.
   """
   values = experiment_flags()
   cache = 'Keep compiled programs in ~/.cache/praxis_lite. Example: --nocompilation_cache'
   flags.DEFINE_boolean('compilation_cache', True, cache, flag_values=values)
-  if seed:  # JAX makes keys of 32 bits of it: larger seeds would repeat the draws of smaller ones.
+  if seed:  # JAX uses 32 bits of it, so larger seeds would repeat the draws of smaller ones.
     flags.DEFINE_integer('seed', 0, seed, lower_bound=0, upper_bound=2**32 - 1, flag_values=values)
   if restores:
     step = 'Step of the checkpoint, or best; by default the newest. Example: --step=best'
@@ -84,7 +85,7 @@ def damage_flag(values: flags.FlagValues) -> None:
 
 
 class _StepParser(flags.ArgumentParser[int | str]):
-  """Reads the number of a step, or best."""
+  """Parses the number of a step, or 'best'."""
 
   def parse(self, argument: int | str) -> int | str:
     if str(argument) == 'best' or str(argument).isdecimal():
@@ -98,12 +99,15 @@ class _StepParser(flags.ArgumentParser[int | str]):
 def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
   """Returns the config of the run and its directory; sets up the devices of --devices and the compilation cache.
 
-  Must be called before JAX looks for devices. Raises as `configured_experiment`, and if --job_log_dir is missing.
+  Must be called before JAX looks for devices.
+
+  Raises:
+    UserError: --job_log_dir is missing, or `configured_experiment` raises it.
   """
   if not values.job_log_dir:
     raise UserError('--job_log_dir is missing: name a directory, as in --job_log_dir=runs/1')
 
-  local_path(values.job_log_dir)  # Raises before anything else is found missing.
+  local_path(values.job_log_dir)  # Reports a wrong directory before any other mistake.
 
   from praxis_lite.hosts.compilation_cache import set_up_compilation_cache
   from praxis_lite.hosts.devices import simulate_cpu_devices
@@ -116,13 +120,14 @@ def configured_run(values: flags.FlagValues) -> tuple[ExperimentConfig, str]:
 
 
 def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> ExperimentConfig:
-  """Returns the configs of --exp, or those that the run in --job_log_dir records, with overrides applied.
+  """Returns the configs of --exp, or of the record of the run in --job_log_dir, with overrides applied.
 
   Args:
-    overrides: in place of the values of --set.
+    values: the parsed flags.
+    overrides: overrides to use in place of the values of --set.
 
   Raises:
-    UserError: there are none, or one of the flags is not valid.
+    UserError: the flags name no experiment and no recorded run, or a flag is not valid.
   """
   from praxis_lite.config.overrides import apply_overrides
 
@@ -138,14 +143,14 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
 
 
 def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | None = None) -> list[str]:
-  """Returns the flags that give another process the configs of `configured_experiment`."""
+  """Returns the flags with which `configured_experiment` returns the same configs in another process."""
   trust = [f'--trust={module}' for module in values.trust]
   named = [f'--exp={values.exp}'] if values.exp else [f'--job_log_dir={values.job_log_dir}', *trust]
   return [*named, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
 
 
 def _recorded(values: flags.FlagValues) -> ExperimentConfig:
-  """Returns the configs that the run in --job_log_dir records; says on stderr what of them could not be recorded."""
+  """Returns the configs that the run in --job_log_dir recorded; prints on stderr which parts are not in the record."""
   if not values.job_log_dir:
     raise UserError(
       '--exp is missing: name an experiment, as in --exp=lm.StdlibLm; `praxis-lite list` prints them. '
@@ -167,7 +172,7 @@ def _recorded(values: flags.FlagValues) -> ExperimentConfig:
 
 
 def own_flags(values: flags.FlagValues) -> list[flags.Flag]:
-  """Returns the flags that are defined, each once, in order."""
+  """Returns the defined flags in order, without the duplicates of short names."""
   return [flag for name, flag in values._flags().items() if flag.name == name]
 
 
@@ -189,13 +194,13 @@ def help_text(command: Command) -> str:
   return '\n'.join(lines) + '\n'
 
 
-# absl appends this to the help of a flag that may be repeated.
+# absl appends this to the help of a repeatable flag.
 _MULTI_NOTE = ';\n    repeat this option to specify a list of values'
 _WIDTH = 80
 
 
 def _wrapped_command(example: str) -> list[str]:
-  """Returns the lines of a command in a shell, broken between flags with backslashes."""
+  """Returns a shell command as lines that end with backslashes between flags."""
   command, *arguments = example.split(' --')
   rows = [f'  {command}']
   for argument in arguments:

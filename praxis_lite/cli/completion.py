@@ -1,7 +1,7 @@
-"""`praxis-lite completion`: prints a script by which a shell completes commands, flags and names of experiments.
+"""`praxis-lite completion`: prints a shell script that completes commands, flags and names of experiments.
 
-The script asks `praxis-lite completion names` for the experiments, which reads sources and imports nothing: a shell
-waits for it.
+The script calls `praxis-lite completion names` for the experiments. The shell waits for this call, so it only reads
+sources and imports no experiment.
 """
 
 from __future__ import annotations

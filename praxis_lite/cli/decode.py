@@ -68,19 +68,19 @@ def _run(values: flags.FlagValues) -> int:
     else:
       text = tokenizer.decode(continuation) if values.chat else continued_text(tokenizer, prompt.ids, continuation)
       text = text if values.chat else prompt.text + text
-      print(printable(text) if sys.stdout.isatty() else text)  # A model may have learnt escape sequences.
+      print(printable(text) if sys.stdout.isatty() else text)  # A model may have learned escape sequences.
   return 0
 
 
 class _Prompt(NamedTuple):
-  """What is continued; without a tokenizer there is no text."""
+  """A prompt to continue; without a tokenizer, the text is empty."""
 
   text: str
   ids: list[int]
 
 
 def _prompts(values: flags.FlagValues, tokenizer: BaseTokenizer | None) -> list[_Prompt]:
-  """Returns the prompts of the flags."""
+  """Returns the prompts that the flags give."""
   from praxis_lite.runtime.prompts import chat_prompt, encode_prompt
 
   if tokenizer is None:
@@ -98,7 +98,7 @@ def _prompts(values: flags.FlagValues, tokenizer: BaseTokenizer | None) -> list[
 
 
 class _IdsParser(flags.ArgumentParser[list[int]]):
-  """Reads token ids with commas between them."""
+  """Parses token ids separated by commas."""
 
   def parse(self, argument: str) -> list[int]:
     try:

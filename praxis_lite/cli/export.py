@@ -26,7 +26,7 @@ def _run(values: flags.FlagValues) -> int:
     values.max_tokens,
     tuple(values.platforms) or DEFAULT_PLATFORMS,
   )
-  check_export(config.task.instantiate().model, values.out, settings)  # Raises before anything slow.
+  check_export(config.task.instantiate().model, values.out, settings)  # Reports mistakes before slow work.
   model = open_run(job_log_dir, config).load(step=values.step)
   batch = None
   if values.inputs:

@@ -1,4 +1,4 @@
-"""`praxis-lite export-hf`: a checkpoint of a run as one that transformers loads."""
+"""`praxis-lite export-hf`: writes a checkpoint of a run in the format of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`praxis-lite import-hf`: a run directory of a Hugging Face checkpoint."""
+"""`praxis-lite import-hf`: makes a run directory from a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`praxis-lite launch`: trains in several processes of this machine, and starts them again when one is lost.
+"""`praxis-lite launch`: trains in several processes on this machine, and restarts them when one is lost.
 
-With --jobset it prints what starts them on a Kubernetes cluster instead.
+With --jobset, it prints a JobSet that starts them on a Kubernetes cluster instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _directory(arguments: Sequence[str]) -> Path | None:
-  """Returns the directory of a run that is trained with these; None where `train` will say what is wrong with them."""
+  """Returns the run directory in the arguments of `train`; None if they are invalid, which `train` itself reports."""
   try:
     name = _train_flags(arguments).job_log_dir
     return local_path(name).absolute() if name else None
@@ -83,7 +83,7 @@ def _train_flags(arguments: Sequence[str]) -> flags.FlagValues:
 
 
 def _name_of(experiment: str) -> str:
-  """Returns a name for Kubernetes: of lm.StdlibLm, stdlib-lm."""
+  """Returns a valid Kubernetes name, such as 'stdlib-lm' for 'lm.StdlibLm'."""
   last = re.split(r'[.:/]', experiment.rstrip('/'))[-1]
   words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '-', last).lower()
   return re.sub(r'[^a-z0-9]+', '-', words).strip('-')[:48].strip('-')

@@ -29,7 +29,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _cut(line: str) -> str:
-  """Shortens a line to the width of the terminal; leaves it whole if the output is not a terminal."""
+  """Shortens a line to the width of the terminal; returns it unchanged if the output is not a terminal."""
   columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(line)
   return line if len(line) <= columns else f'{line[: columns - 1].rstrip()}…'
 

@@ -1,6 +1,6 @@
 """Entry point of `praxis-lite`: finds the command, parses its flags, and reports a user's mistakes in one line.
 
-Nothing heavier than absl's flags is imported before a command runs, so that help is printed at once.
+Before a command runs, it imports nothing heavier than absl's flags, so that help appears immediately.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _MODULES = (
 COMMANDS = {m.COMMAND.name: m.COMMAND for m in _MODULES}
 COMMANDS['completion'] = completion.make_command(COMMANDS)
 
-# They lock the directory of a run, and handle signals, as Linux and macOS do.
+# These commands lock the directory of a run and handle signals in ways that only Linux and macOS support.
 _NOT_ON_WINDOWS = ('verify', 'train', 'replay', 'launch', 'eval', 'decode')
 
 _USAGE = """praxis-lite: say how a JAX model is split over devices; train it on any mesh.
@@ -92,7 +92,7 @@ Example:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs one command and returns its exit code; 2 after a user's mistake, which is printed on stderr in one line."""
+  """Runs one command and returns its exit code. It prints a user's mistake on stderr in one line and returns 2."""
   name, *arguments = argv or ['--help']
   if name in ('--help', '-h', '-help', 'help', '--helpfull'):
     width = max(map(len, COMMANDS))
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return 130
   except Exception as error:
-    # By name, because JAX is not imported here. It raises one type of error for every failure of a program.
+    # Compares the name of the type, because JAX is not imported here. JAX raises it for every failure of a program.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
       failure = own_failure(error)
       if failure is None:
@@ -151,10 +151,10 @@ def run() -> None:
   """The console script."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   sys.path.insert(0, os.getcwd())
-  # Imports and tracing make many objects that stay: looking for garbage among them takes a tenth of a short command.
+  # Imports and tracing make many long-lived objects. Searching them for garbage takes a tenth of a short command.
   gc.set_threshold(20_000, 20, 100)
-  # Ctrl-C ends the process at once, also while a library is imported or compiles, where Python's own exception would be
-  # swallowed or delayed for minutes. Training handles the signal itself, to save first; other commands save nothing.
+  # Ctrl-C ends the process immediately, even during an import or a compilation, which would swallow Python's own
+  # exception or delay it for minutes. Training handles the signal itself, to save first; other commands save nothing.
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
@@ -162,7 +162,7 @@ def run() -> None:
     sys.stdout.flush()
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    code = 0  # As in `show | head`, whose reader has all it wants.
+    code = 0  # The reader needs no more output, as in `show | head`.
     if sys.argv[1:2] == ['train']:
       stopped = 'the process that read its output has ended, so training stopped'
       code = _failed('train', f'{stopped}; the same command resumes from the last checkpoint')
@@ -171,20 +171,20 @@ def run() -> None:
 
 
 def _leave_others(code: int) -> None:
-  """Ends a failed process of several at once; JAX would make it wait for the others, which wait for it."""
+  """Ends a failed process of a group immediately. JAX would make it wait for the others, which wait for it."""
   watchdog = sys.modules.get('praxis_lite.hosts.watchdog')
   running = watchdog.the_watchdog() if watchdog is not None else None
   if running is not None and code in (1, UserError.exit_code):
     running.end(code)
 
 
-# They run code of users, who may print what they like; what these print of others is filtered where it is printed.
+# These commands run users' code, which may print anything. They filter text from other sources where they print it.
 _RUN_CODE_OF_USERS = ('train', 'eval', 'decode', 'replay', 'launch')
 
 
 @contextlib.contextmanager
 def _filtered(command: Command) -> Iterator[None]:
-  """Keeps what a command prints of records, and so of anyone, from acting on the terminal."""
+  """Filters control sequences from a command's output, because records that it prints may come from anyone."""
   if command.name in _RUN_CODE_OF_USERS:
     yield
     return
@@ -200,7 +200,7 @@ def _failed(command: str, message: str, code: int = UserError.exit_code) -> int:
 
 
 def _meant_by(argument: str, command: Command) -> str:
-  """Returns the flag that an argument without one seems to belong to, as the end of a message; '' if none does."""
+  """Returns a hint which flag an argument without a flag belongs to, as the end of a message; '' if none fits."""
   path = argument.partition(':')[0]
   if os.path.isdir(argument):
     flag = 'job_log_dir'
@@ -213,7 +213,7 @@ def _meant_by(argument: str, command: Command) -> str:
 
 def _one_line(error: Exception, command: str) -> str:
   text = ' '.join(str(error).split())
-  # absl reports these in the words of Python's own errors, or incompletely.
+  # absl reports these with Python's own errors, or incompletely.
   text = re.sub(r"invalid literal for int\(\) with base 10: '.*'", 'expected an integer', text)
   text = re.sub(r"could not convert string to float: '.*'", 'expected a number', text)
   text = re.sub(r"\('Non-boolean argument to boolean flag', '.*'\)", 'expected true or false', text)

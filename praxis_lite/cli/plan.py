@@ -1,4 +1,4 @@
-"""`praxis-lite plan`: memory, time and communication of an experiment's train step on chips that are not there."""
+"""`praxis-lite plan`: predicts memory, time and communication of a train step on chips that this machine lacks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _run(values: flags.FlagValues) -> int:
   topology, *others = (calibrated(parse_topology(name), calibration_file()) for name in topologies_of(values))
   prepare(topology, *others)
   config = configured_experiment(values)
-  if VARIABLE in os.environ:  # It compiles for another process.
+  if VARIABLE in os.environ:  # This process compiles for another one.
     go_first_when_memory_is_short()
     print(outcome_of(plan(config, None, topology, cache=Path(os.environ[VARIABLE]))))
     return 0
@@ -53,7 +53,7 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _search(job: PlanJob) -> Callable[[], bool]:
-  """Searches; returns what prints the table, once the live line is gone, and says whether anything fits."""
+  """Searches, and returns a function to call after the live line: it prints the table and says if any setting fits."""
   table, fits = searched(job)
 
   def show() -> bool:
@@ -64,7 +64,10 @@ def _search(job: PlanJob) -> Callable[[], bool]:
 
 
 def _plan(job: PlanJob) -> Callable[[], bool]:
-  """Plans; returns what prints and writes what is asked for, and says whether it fits and is as good as before."""
+  """Plans, and returns a function that prints and writes the results.
+
+  That function returns whether the step fits and is not worse than the snapshot of --check.
+  """
   from praxis_lite.plan import format_plan, plan
 
   values, elsewhere = job.values, job.elsewhere()
@@ -97,7 +100,10 @@ def _check_flags(values: flags.FlagValues) -> None:
 
 
 def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: Topology) -> list[str]:
-  """Makes the mesh fit, unless --set says one; says so, and returns the overrides that do. A search does so itself."""
+  """Fits the mesh to the topology unless --set gives a mesh; prints the change, and returns its overrides.
+
+  For --search, it only prints the change, because the search itself fits the mesh.
+  """
   from praxis_lite.config.overrides import apply_overrides
   from praxis_lite.plan.fitting import made_to_fit
 
@@ -114,7 +120,7 @@ def _made_to_fit(values: flags.FlagValues, config: ExperimentConfig, topology: T
 
 @contextlib.contextmanager
 def _cache(kept: bool) -> Iterator[Path]:
-  """The directory of compiled programs; one that lasts as long as the command, if they are not kept."""
+  """Yields the directory of compiled programs; a temporary one if they are not `kept`."""
   if kept:
     yield cache_of_plans()
     return
@@ -123,7 +129,7 @@ def _cache(kept: bool) -> Iterator[Path]:
 
 
 def _named_by_snapshot(values: flags.FlagValues) -> None:
-  """Takes what --check names, the experiment, its overrides and the chips, from the snapshot, where no flag says it."""
+  """Takes the experiment, its overrides and the chips from the snapshot of --check, unless flags give them."""
   from praxis_lite.plan.snapshot import read
 
   kept = read(Path(values.check))
@@ -133,7 +139,7 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
 
 
 def _guarded(values: flags.FlagValues, found: Plan) -> bool:
-  """Writes a snapshot of a plan, and compares it with an earlier one; False if it has become worse."""
+  """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it has become worse."""
   from praxis_lite.plan.snapshot import differences, keep, read, snapshot_of
 
   new = snapshot_of(found, values.exp or '', values.set)
@@ -148,19 +154,19 @@ def _guarded(values: flags.FlagValues, found: Plan) -> bool:
 
 
 def import_jax() -> None:
-  """Imports JAX without its plugins' saying that there are no drivers; before anything else does."""
+  """Imports JAX and hides the messages of its plugins about missing drivers. Call it before other imports of JAX."""
   with collected_log():
     importlib.import_module('jax')
 
 
 def prepare(*topologies: Topology) -> None:
-  """Makes JAX ready to plan for some chips; before anything uses a device."""
+  """Prepares JAX to plan for some chips. Call it before anything uses a device."""
   import jax
 
   from praxis_lite.hosts.devices import leave_accelerators_alone, simulate_cpu_devices
 
   if os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '2':
-    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # XLA's partitioner warns of what it does badly: the plan explains it.
+    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '1'  # Enables the partitioner's warnings, which the plan explains.
   simulated = [topology.num_devices for topology in topologies if topology.target.kind == 'cpu']
   if simulated:
     simulate_cpu_devices(max(simulated))
@@ -171,12 +177,12 @@ def prepare(*topologies: Topology) -> None:
 
 
 def cache_of_plans() -> Path:
-  """The directory of compiled programs."""
+  """Returns the directory of compiled programs."""
   return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'praxis_lite' / 'plans'
 
 
 def _calibrate() -> int:
-  """Measures the devices of this machine, for the plans that follow."""
+  """Measures the devices of this machine for later plans."""
   from praxis_lite.plan.calibration import calibrate, calibration_file
 
   file = calibration_file()
@@ -190,7 +196,7 @@ def _calibrate() -> int:
 
 @contextlib.contextmanager
 def _live_line(name: str) -> Iterator[Callable[[str], None]]:
-  """Shows on stderr, where it is a terminal, what is being done, and for how long."""
+  """If stderr is a terminal, shows the current stage and the elapsed time on it."""
   if not sys.stderr.isatty():
     yield lambda stage: None
     return

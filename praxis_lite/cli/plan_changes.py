@@ -1,4 +1,4 @@
-"""What `praxis-lite plan` says of changes: a search, a comparison, what-if, ways out, and what training costs."""
+"""The parts of `praxis-lite plan` about changes: search, comparison, what-if, ways out, and the cost of training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class PlanJob(NamedTuple):
-  """What a command plans.
+  """The job of a command.
 
   Attributes:
-    values: its flags.
-    config: of the experiment, its mesh made to fit.
+    values: the parsed flags.
+    config: config of the experiment, with a fitted mesh.
     topology: the chips.
-    fitted: the overrides that made its mesh fit.
+    fitted: the overrides that fitted the mesh.
     cache: the directory of compiled programs.
-    report: called with what begins.
+    report: called with the name of each stage as it begins.
   """
 
   values: flags.FlagValues
@@ -38,13 +38,16 @@ class PlanJob(NamedTuple):
   report: Callable[[str], None]
 
   def elsewhere(self, overrides: Sequence[str] = ()) -> Callable[[], None] | None:
-    """What has another process compile the experiment with more overrides; see `plan/child.py`."""
+    """Returns a function that compiles the experiment with more overrides in another process; see `plan/child.py`."""
     arguments = experiment_arguments(self.values, [*self.values.set, *self.fitted, *overrides])
     return compiled_elsewhere(arguments, self.topology, self.cache)
 
 
 def compiled_elsewhere(arguments: Sequence[str], topology: Topology, cache: Path) -> Callable[[], None] | None:
-  """What has another process compile what some arguments name; None for simulated devices, which compile here."""
+  """Returns a function that compiles an experiment in another process; None for simulated devices.
+
+  Simulated devices compile in this process. `arguments` are the flags that name the experiment.
+  """
   from praxis_lite.plan.child import compile_in_child
 
   command = [sys.executable, '-m', 'praxis_lite', 'plan', *arguments, f'--topology={topology.name}']
@@ -124,7 +127,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
 
 
 def _other_plan(job: PlanJob) -> Plan:
-  """The plan that --compare names."""
+  """Returns the plan that --compare names."""
   from praxis_lite import registry
   from praxis_lite.config.overrides import apply_overrides
   from praxis_lite.experiment import configure
@@ -164,5 +167,5 @@ def _names(part: str) -> bool:
 
 
 def topologies_of(values: flags.FlagValues) -> list[str]:
-  """The names of all topologies that the flags ask for."""
+  """Returns the names of all topologies in the flags."""
   return [values.topology, *(part.partition('=')[2] for part in values.compare if part.startswith('topology='))]

@@ -1,4 +1,4 @@
-"""`praxis-lite replay`: runs one step of a run again, and says which layer computes what."""
+"""`praxis-lite replay`: runs one step of a run again, and prints what each layer computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of runs that `runs` and `sweep` print: for a terminal of any width, and as plain lines for a pipe."""
+"""The table of runs that `runs` and `sweep` print, for a terminal of any width or as plain lines for a pipe."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from praxis_lite.foreign_text import printable, unfiltered
 if TYPE_CHECKING:
   from praxis_lite.records.runs import RunState
 
-_MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Of a row, and of a value.
-_CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # What is before the name of a class or function.
+_MOST_FIELDS, _MOST_CHARACTERS = 6, 24  # Largest number of fields in a row, and of characters in a value.
+_CLASS = re.compile(r'^([^\W\d]\w*\.)+(?=\w+$)')  # The module before the name of a class or function.
 _HEADER = ('run', 'step', 'age', 'loss', 'best', 'differs in')
 _LEFT = ('run', 'differs in')
 
 
 def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) -> None:
-  """Prints a row for each run: step, age, last loss, best value of a metric, and in what the configs differ.
+  """Prints a row for each run: step, age, last loss, best value of a metric, and the fields in which configs differ.
 
-  A terminal too narrow for the table gets a few short lines for each run instead.
+  If the terminal is too narrow for the table, it prints a few short lines for each run instead.
   """
   from praxis_lite.records.runs import age, differing_fields, format_number
 
@@ -62,7 +62,7 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
 
 
 def _short(value: str) -> str:
-  """A value without the modules of a class, and cut."""
+  """Returns a value without the module of a class, shortened if it is long."""
   value = _CLASS.sub('', value)
   return value if len(value) <= _MOST_CHARACTERS else f'{value[: _MOST_CHARACTERS - 3]}...'
 
@@ -83,5 +83,5 @@ def _print_table(rows: Sequence[Sequence[str]], columns: int) -> None:
   for name in _HEADER:
     table.add_column(name, justify='left' if name in _LEFT else 'right', no_wrap=True)
   for row in rows:
-    table.add_row(*map(Text, row))  # Text is not read as markup.
+    table.add_row(*map(Text, row))  # `Text` is not interpreted as markup.
   Console(width=columns, file=unfiltered(sys.stdout)).print(table)

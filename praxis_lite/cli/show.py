@@ -1,4 +1,4 @@
-"""`praxis-lite show`: prints a summary of an experiment or run, its config and its parameters, from shapes alone."""
+"""`praxis-lite show`: prints a summary of an experiment or run, its config and its parameters. Needs only shapes."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _run(values: flags.FlagValues) -> int:
     task = config.task.instantiate()
     sizes = task.mesh_sizes()
     parts.append(format_parameter_table(parameter_table(task, sizes), sizes))
-  print('\n\n'.join(parts))  # At the end, so that an error in the config is all that is printed.
+  print('\n\n'.join(parts))  # Prints at the end, so that an error in the config is the only output.
   return 0
 
 
 def _compiled(config: ExperimentConfig, name: str) -> ShardingReport:
-  """Explains a step as the compiler of some chips has split it; an earlier plan for them is taken as it is."""
+  """Explains the splits that the compiler of some chips chose for a step; uses a cached plan if there is one."""
   from praxis_lite.cli.plan import cache_of_plans
   from praxis_lite.explain import explain_task
   from praxis_lite.plan import plan
@@ -82,7 +82,7 @@ def _compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
 
 def _made_by(values: flags.FlagValues) -> list[str]:
-  """Returns the commands that made a run, as one text, where it is a run that is shown."""
+  """Returns the commands that made a run, as one text; an empty list for an experiment."""
   from praxis_lite.records.record import read_record, shortened
 
   commands = [] if values.exp else read_record(values.job_log_dir).commands
@@ -91,7 +91,7 @@ def _made_by(values: flags.FlagValues) -> list[str]:
 
 
 def _text_of(name: str) -> str:
-  """Returns the config of an experiment, or that which a run recorded, as text."""
+  """Returns the config of an experiment, or the recorded config of a run, as text."""
   from praxis_lite import registry
   from praxis_lite.config.text import to_text
   from praxis_lite.experiment import configure

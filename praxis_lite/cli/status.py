@@ -1,4 +1,4 @@
-"""`praxis-lite status`: whether the processes of a run live, and how far it is."""
+"""`praxis-lite status`: prints whether the processes of a run are alive, and the progress of the run."""
 
 from __future__ import annotations
 

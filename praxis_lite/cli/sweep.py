@@ -1,4 +1,4 @@
-"""`praxis-lite sweep`: trains an experiment with all combinations of some values, and names the best."""
+"""`praxis-lite sweep`: trains an experiment with all combinations of some values, and prints the best run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from praxis_lite.runtime.sweep import Point
 
 
-# Exit codes of a process that a signal has ended: of `train`, which saves first, and before it trains.
+# Exit codes of a process that a signal ended: positive from `train`, which saves first; negative before it trains.
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
 
 
@@ -41,7 +41,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.records.run_config import check_configs, job_directory
   from praxis_lite.runtime.sweep import FinishedPoints, grid, last_line, run_points
 
-  leave_accelerators_alone()  # They belong to the processes that train.
+  leave_accelerators_alone()  # The training processes use them.
   points = grid(values.set)
   experiments = {}
   for point in points:

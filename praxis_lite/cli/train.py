@@ -1,4 +1,4 @@
-"""`praxis-lite train`: trains an experiment, or resumes an earlier run of the same directory."""
+"""`praxis-lite train`: trains an experiment, or resumes an earlier run in the same directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _run(values: flags.FlagValues) -> int:
     del options['seed']
   options |= {'profile_steps': profile_steps, 'advise': _warnings}
   result = run_train(config, job_log_dir, TrainOptions(**options))
-  # As shells report a process that a signal has ended, so that `train && eval` goes no further.
+  # The same code as a shell reports for a process that a signal ended, so that `train && eval` stops.
   return 128 + signal.Signals[result.ended_by] if result.ended_by in signal.Signals.__members__ else 0
 
 

@@ -1,4 +1,4 @@
-"""`praxis-lite verify`: compares an experiment on its mesh, in small, with one device."""
+"""`praxis-lite verify`: compares a small version of an experiment on its mesh with one device."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ if TYPE_CHECKING:
   from praxis_lite.config import Config
   from praxis_lite.task import SingleTask
 
-# XLA partitions programs as ever, and spends no time on making them fast: they run a few times.
+# XLA partitions programs as usual but does not optimize them, because they run only a few times.
 _QUICK_TO_COMPILE = {'xla_backend_optimization_level': '0', 'xla_cpu_use_fusion_emitters': 'false'}
-# On a busy machine a simulated device may be late for a collective by more than XLA's 40 s, after which it aborts.
+# On a busy machine, a simulated device may be more than 40 s late for a collective; by default, XLA then aborts.
 _PATIENT = {
   'xla_cpu_collective_call_warn_stuck_timeout_seconds': '300',
   'xla_cpu_collective_call_terminate_timeout_seconds': '900',
 }
-# What the lines begin with that say how far it is.
+# The prefix of progress lines.
 _PROGRESS = 'verify: '
-# Before a training run of at least so many steps, verifying may take so many seconds.
+# The least number of steps of a run that is verified before training, and the time limit of that verification.
 _LONG_RUN_STEPS, _MOST_SECONDS = 1000, 20.0
 
 
 def is_worth_verifying(config: Config[SingleTask]) -> bool:
-  """Whether a training run is long, and on several devices."""
+  """Whether a training run is long and uses several devices."""
   steps = config.train.num_train_steps
-  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # What is not a number is refused later.
+  is_long = isinstance(steps, int) and steps >= _LONG_RUN_STEPS  # A later check rejects values that are not numbers.
   return is_long and math.prod(config.instantiate().mesh_sizes().values()) > 1
 
 
 def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
-  """Verifies the gradients of an experiment in a process of its own, which leaves the accelerators alone.
-
-  Prints a line with the result, or why there is none, if `enabled`.
+  """Verifies the gradients of an experiment in a separate process that does not use the accelerators.
 
   Args:
-    experiment: the flags that name it, as of `experiment_arguments`.
+    experiment: the flags that name the experiment; see `experiment_arguments`.
+    enabled: prints a line with the result, or with the reason why there is none.
 
   Raises:
     UserError: a gradient is wrong; the message names the variable.
@@ -75,7 +74,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
 
 
 def _unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
-  """What to say of a check that took too long: how far it came, and how to run it to its end."""
+  """Returns the message for a check that took too long: its progress, and the command that completes it."""
   text = progress.decode(errors='replace') if isinstance(progress, bytes) else progress or ''
   lines = [line.removeprefix(_PROGRESS) for line in text.splitlines() if line.startswith(_PROGRESS)]
   done = [line for line in lines if line.startswith('compared ')]
@@ -94,7 +93,7 @@ def _run(values: flags.FlagValues) -> int:
   most = values.devices or MOST_DEVICES
   config = configured_experiment(values)
   needed = math.prod(small_mesh(config.task.instantiate().mesh_sizes(), most).values())
-  simulate_cpu_devices(max(needed, 8))  # A process that has devices already, such as a notebook's, often has 8.
+  simulate_cpu_devices(max(needed, 8))  # Processes that already have devices, such as notebooks, often have 8.
   options = {'full': values.full, 'quick': values.quick, 'search_seconds': values.search_seconds}
   found = verify(config, most_devices=most, progress=_report, **options)
   print(format_verification(found))

@@ -1,4 +1,4 @@
-"""Whether an experiment computes on its mesh what it computes on one device: the same model in small, step by step."""
+"""Checks that an experiment computes the same on its mesh as on one device, with a smaller copy of the model."""
 
 from praxis_lite.verification.verify import Difference, Verification, format_verification, verify
 

@@ -1,7 +1,7 @@
-"""Which of two results is wrong: the same step on one device in float64 tells.
+"""Runs a step on one device in float64, which tells which of two float32 results is wrong.
 
-One device is no oracle: its float32 rounds, and XLA has faults of its own on one CPU device, such as in the gradient of
-a convolution with groups of rows.
+One device in float32 is not a reliable reference: it rounds, and XLA also has faults on one CPU device, such as in the
+gradient of a convolution with groups of rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from praxis_lite.verification.steps import Case, Results, Runner, task_of, value
 
 
 def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tuple[Results, list[Results]]:
-  """Returns the results of a case that computes in float64, on the same values, and those with noise of these seeds.
+  """Returns the results of a case in float64, on the same values, and the results with noise for each seed.
 
   Raises:
-    Exception: what a layer raises that does not compute in float64.
+    Exception: any error of a layer that does not support float64.
   """
   with jax.enable_x64(True):
     config = in_float64(case.config)

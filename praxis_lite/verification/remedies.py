@@ -1,8 +1,8 @@
-"""The nearest mappings that are right: which mesh axes to leave out of which fields.
+"""Finds the smallest change of mappings that gives right results: mesh axes to remove from fields.
 
-A choice is one mesh axis in one field. Left out are first those of the fields next to the variables that differ, and a
-binary search finds how many are needed; the last of these is one of the causes. With it left out for good, the search
-goes on until nothing differs.
+A choice is one mesh axis in one field. Choices are ordered by how near their fields are to the variables that differ. A
+binary search finds the smallest number of leading choices to remove; the last of these is a cause. The search keeps it
+removed and goes on until nothing differs.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _ACTIVATIONS = 'activation_split_dims_mapping'
 
 
 class Choice(NamedTuple):
-  """A mesh axis in a field, or in what else decides."""
+  """A mesh axis in a field, or in a rule or strategy."""
 
   field: str
   axis: str
 
 
 def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: Sequence[Name], seconds: float) -> str:
-  """Returns lines that say which axes to leave out of which fields, so that a case becomes right.
+  """Returns lines that say which axes to remove from which fields so that the results of a case become right.
 
   Args:
-    small, case, mesh: the case that is wrong on a mesh, and its task.
-    is_right: whether results are right.
+    small, case, mesh: the task, and its case that is wrong on the mesh.
+    is_right: says whether results are right.
     wrong: the names of wrong results.
-    seconds: how long to search.
+    seconds: time limit of the search.
   """
   end = time.monotonic() + seconds
   mappings = _mappings(small, case.task)
@@ -61,7 +61,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
     try:
       return is_right(case._replace(task=task).run(mesh, specs))
-    except Exception:  # A layer may need an axis: then it is not this one that is left out.
+    except Exception:  # A layer may require an axis; then that axis cannot be removed.
       return False
 
   if not choices or not right_without(choices):
@@ -71,7 +71,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
     if causes and right_without(causes):
       return _text(causes, mappings)
     rest = [choice for choice in choices if choice not in causes]
-    low, high = 0, len(rest)  # Wrong without the first `low` of them, right without the first `high`.
+    low, high = 0, len(rest)  # Results are wrong without the first `low` choices, right without the first `high`.
     while high - low > 1 and time.monotonic() < end:
       middle = (low + high) // 2
       if right_without([*causes, *rest[:middle]]):
@@ -98,7 +98,7 @@ def _shown(entries: tuple[object, ...]) -> str:
 
 
 def _distance(field: str, variables: Sequence[str]) -> int:
-  """How far a field is from the nearest of some variables: minus the names that their paths have in common."""
+  """Returns the distance of a field from the nearest of some variables: minus the number of common leading names."""
 
   def common(name: str) -> int:
     pairs = zip(field.split('.'), name.split('.'))
@@ -111,13 +111,13 @@ def _distance(field: str, variables: Sequence[str]) -> int:
 
 
 def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...]]:
-  """The entries of each field, or of what else decides, in mesh axes."""
+  """Returns the mesh axes of each entry of each field, rule or strategy that decides a split."""
   found: dict[str, tuple[object, ...]] = {}
   for placement in leaves_by_path(small.placements).values():
     for field in dict.fromkeys(placement.why):
       entries = tuple(e for e, why in zip(placement.spec, placement.why) if why == field)
       found.setdefault(field, entries)
-  for layer in task.model.descendants():  # As the field has it, not turned as in the weight of a projection back.
+  for layer in task.model.descendants():  # Prefers the order of the field; a projection back has a transposed weight.
     for field, placement in layer.placements('weight_split_dims_mapping').items():
       if field in found:
         found[field] = tuple(placement.spec)
@@ -132,7 +132,7 @@ def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...
 
 
 def _without(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
-  """Leaves axes out of the mappings of a task's layers and inputs, in place."""
+  """Removes axes from the mappings of a task's layers and inputs, in place."""
   for layer in task.model.descendants():
     for name, source, placement in _activations(layer):
       entries = tuple(_entry_without(e, source, left_out) for e in placement.spec)
@@ -146,7 +146,7 @@ def _without(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
 
 
 def _leave_out_of_weights(layer: Layer, left_out: Collection[Choice]) -> None:
-  """The mappings of weights, which some layers also constrain weights by as they use them."""
+  """Removes axes from the mappings of weights, with which some layers also constrain weights where they use them."""
   for name, mapping in config_values(layer.weight_split_dims_mapping).items():
     if isinstance(mapping, DeclaredSplit) and isinstance(name, str):
       entries = (_entry_without(e, source, left_out) for e, source in zip(mapping, mapping.sources))
@@ -164,7 +164,7 @@ def _entry_without(entry: object, field: str, left_out: Collection[Choice]) -> o
 
 
 def _activations(layer: Layer) -> list[tuple[str, str, Placement]]:
-  """(name of the field, path of the field that decides it, placement) of each mapping of an activation that is set."""
+  """Returns (field name, path of the deciding field, placement) for each mapping of an activation that is set."""
   mappings, placements = layer.split_mappings(_ACTIVATIONS), layer.placements(_ACTIVATIONS)
   return [(f.rpartition('.')[2], _source(mappings[f], f), placement) for f, placement in placements.items()]
 

@@ -1,16 +1,16 @@
-"""The same experiment in small: sizes and mesh that compile and run on a few simulated devices in seconds.
+"""Shrinks an experiment to sizes and a mesh that compile and run on a few simulated devices in seconds.
 
-Every size of the model and its inputs becomes a small one, the same for the same size, so that a field that must equal
-another still does. What decides how an array is split stays as it is:
+Equal sizes of the model and its inputs become the same small size, so that fields that must be equal stay equal. The
+properties that decide how an array is split do not change:
 
     order            a larger size stays larger
     divisors         a multiple of another size stays a multiple of it, and even quotients stay even
-    evenness         a dimension divides by the mesh axes it is split over if it really does; if not, it shares a factor
-                     with them if it really does, and is smaller than they are if it really is
+    evenness         whether the mesh axes that split a dimension divide it evenly; if they do not, whether they have a
+                     common factor, and whether the dimension is smaller than their number of parts
     products         the size of a flattened input stays the product of its dimensions
-    specs            those of the real sizes: a strategy with a threshold would leave small weights whole
+    specs            the specs of the real sizes, because a strategy with a threshold would not split small weights
 
-The mesh stays as it is where it fits; else it is one that resembles it; see `small_mesh.py`.
+A mesh that is small enough stays the same; otherwise `small_mesh.py` chooses a similar one.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from praxis_lite.verification.small_mesh import MOST_DEVICES, small_mesh
 
 # Sizes up to this one stay as they are.
 _SMALL = 12
-# Fields that count layers: of these two are as good as many, unless they are split.
+# Fields that count layers. Two layers test as much as many, unless the stack is split.
 _LAYERS = ('num_layers', 'unroll')
-# Fields of a pipeline that are no sizes of arrays.
+# Fields of a pipeline that are not sizes of arrays.
 _SCHEDULE = ('num_stages', 'num_microbatches', 'microbatch_size', 'circular_repeat')
-# Fields of decoding that are no sizes of the model: this many steps, and slots of a page, are as good as hundreds.
+# Fields of decoding that are not sizes of the model. A few steps, or slots of a page, test as much as hundreds.
 _DECODING = ('max_decode_steps', 'cache_page_size')
 _FEW = 8
 
 
 class SmallTask(NamedTuple):
-  """A task that computes on few devices what another one computes on many.
+  """A small version of a task, for few devices.
 
   Attributes:
-    config: of the task.
-    inputs, prompts: shapes and dtypes of a batch to train on and of one to decode, dim 0 the batch; the latter may be
-      None.
-    mesh_sizes: size of each mesh axis.
-    real_mesh_sizes: those of the task itself.
+    config: config of the small task.
+    inputs, prompts: shapes and dtypes of a batch to train on and of a batch to decode, with the batch in dimension 0;
+      prompts may be None.
+    mesh_sizes: size of each axis of the small mesh.
+    real_mesh_sizes: size of each axis of the real mesh.
     placements: for each variable of the model, its spec on the real mesh, and why.
-    sizes: real size -> small size, of those that differ.
+    sizes: maps real sizes to small sizes where they differ.
   """
 
   config: Config[SingleTask]
@@ -69,14 +69,14 @@ class SmallTask(NamedTuple):
 
 
 class _Split(NamedTuple):
-  """A dimension of this size is split over these mesh axes."""
+  """A dimension of size `size` that is split over the mesh axes `axes`."""
 
   size: int
   axes: tuple[str, ...]
 
 
 class _Stages(NamedTuple):
-  """Stages of a pipeline: how many, how many in the small task, and how many rounds of layers they have."""
+  """The stages of a pipeline: their number, their number in the small task, and the rounds of layers in each."""
 
   number: int
   small: int
@@ -84,14 +84,14 @@ class _Stages(NamedTuple):
 
   @classmethod
   def of(cls, layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-    """The small number is split over the small mesh as evenly as the number over the real one."""
+    """Returns the stages of `layer`. Their small number divides evenly over `mesh` if the real one does over `real`."""
     S = layer.num_stages
     parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
     small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)
     return cls(S, small, layer.circular_repeat)
 
   def are_even(self, num_layers: int, num_stages: int) -> bool:
-    """Whether all stages have as many layers."""
+    """Whether all stages have the same number of layers."""
     return num_layers % (num_stages * self.rounds) == 0
 
 
@@ -106,9 +106,9 @@ def small_task(
   """Returns a small version of a task that computes in float32.
 
   Args:
-    config, inputs, prompts: config of the task, and the shapes and dtypes of a global batch to train on, and to decode.
+    config, inputs, prompts: config of the task, and shapes and dtypes of global batches to train on and to decode.
     most_devices: see `small_mesh`.
-    real_sizes: keep the sizes of the model and its inputs, and reduce the mesh alone.
+    real_sizes: keeps the sizes of the model and its inputs, and reduces only the mesh.
 
   Raises:
     UserError: the task itself, or one of its mappings, is not valid.
@@ -149,7 +149,7 @@ def small_task(
 
 
 def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
-  """Returns a copy that stores and computes in float32, without fused kernels: rounding would hide what is wrong."""
+  """Returns a copy that stores and computes in float32 without fused kernels, so that rounding hides no fault."""
 
   def changed(name: str, value: object) -> object:
     return 'dense' if name == 'implementation' and value == 'cudnn' else value
@@ -158,7 +158,7 @@ def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
 
 
 def with_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
-  """Returns a copy in which every dtype of floats that is set, and is smaller, is this one."""
+  """Returns a copy in which `dtype` replaces every smaller float dtype that is set."""
   itemsize = jnp.dtype(dtype).itemsize
 
   def changed(name: str, value: object) -> object:
@@ -168,7 +168,7 @@ def with_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
 
 
 def specs_of(small: SmallTask) -> NestedDict:
-  """The spec of each variable."""
+  """Returns the spec of each variable."""
   return placed_specs(small.placements)
 
 
@@ -183,7 +183,7 @@ def _small_sizes(
   mesh: Mapping[str, int],
   kept: Iterable[int],
 ) -> dict[int, int]:
-  """Returns a small size for each of `sizes`, chosen from the smallest up."""
+  """Returns a small size for each of `sizes`, chosen in ascending order."""
   chosen = {1: 1, 2: 2}
   flat = {math.prod(shape): shape for shape in shapes if len(shape) > 1}
   for n in sorted(sizes - {0, 1, 2}):
@@ -223,7 +223,7 @@ def _small_count(
   real: Mapping[str, int],
   mesh: Mapping[str, int],
 ) -> int:
-  """A small number of layers, split as evenly as `n`, over the stages of pipelines too."""
+  """Returns a small number of layers that divides as evenly as `n`, also over the stages of pipelines."""
   fits = (
     k
     for k in range(max(2, *(p.small * p.rounds for p in pipelines), 2), n)
@@ -237,9 +237,9 @@ class _Fit(NamedTuple):
   """How a dimension fits the axes that split it.
 
   Attributes:
-    is_even: whether it divides by them.
-    is_part: whether only a part of them can split it evenly: their sizes have a factor in common with its own.
-    is_smaller: whether there are fewer entries than parts.
+    is_even: whether the axes divide it evenly.
+    is_part: whether the axes do not divide it evenly but have a common factor with its size.
+    is_smaller: whether it has fewer entries than parts.
   """
 
   is_even: bool
@@ -258,7 +258,7 @@ def _parts(split: _Split, sizes: Mapping[str, int]) -> int:
 
 
 def _splits(task: SingleTask, placements: NestedDict, inputs: NestedDict, sizes: Mapping[str, int]) -> list[_Split]:
-  """Returns how each dimension of variables, activations and inputs is split, without those that are whole."""
+  """Returns the splits of dimensions of variables, activations and inputs, without dimensions that are not split."""
   mesh = abstract_mesh(sizes)
   found: dict[_Split, None] = {}
 
@@ -292,13 +292,13 @@ def _is_valid(small: SmallTask) -> bool:
     rows = 2 * math.prod(small.mesh_sizes.values()) * task.learner.num_microbatches
     inputs = with_rows(small.inputs, rows)
     trace_step(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
-  except Exception:  # What a model does with sizes that do not fit is its own: any error says that they do not.
+  except Exception:  # A model may raise any error for sizes that it does not support.
     return False
   return True
 
 
 def _with_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
-  """Returns the shapes of a batch with other sizes, but for dim 0."""
+  """Returns the shapes of a batch with other sizes, except in dimension 0."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
   )
@@ -313,7 +313,7 @@ def with_rows(inputs: NestedDict, rows: int) -> NestedDict:
 
 
 def _integers(config: Config) -> list[tuple[str, int]]:
-  """Returns (field, integer) of all integers of at least 1 in a config tree."""
+  """Returns (field, integer) for all integers of at least 1 in a config tree."""
   found: list[tuple[str, int]] = []
 
   def note(name: str, n: int) -> int:
@@ -334,7 +334,7 @@ def _with_integers(config: Config, change: Callable[[str, int], int]) -> Config:
 
 
 def _with_fields(config: Config, change: Callable[[str, object], object]) -> Config:
-  """Returns a copy of a config tree with each value in it changed; those in lists, tuples and dicts one by one."""
+  """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one."""
 
   def changed(name: str, value: object) -> object:
     if isinstance(value, Config):

@@ -1,16 +1,16 @@
-"""The mesh that an experiment is verified on: its own, or a smaller one on which the same faults show.
+"""Chooses the mesh for verification: the experiment's own, or a smaller one that shows the same faults.
 
 XLA's partitioner groups devices by the sizes of axes, so its faults depend on how sizes divide each other: a product
-that is wrong beside an axis of 3 or 5 is right beside one of 2, 4 or 6. A smaller mesh keeps, as far as it fits,
+can be wrong beside an axis of 3 or 5 and right beside an axis of 2, 4 or 6. As far as possible, a smaller mesh keeps
 
-    parity       an odd axis stays odd, an even one even
-    parts        an axis that is no prime, and so can be split in part, as by a reshape, stays so: 64 becomes 4, 12
-                 becomes 6
-    odd factors  an even axis that 3 or 5 divides keeps such a factor
-    divisors     an axis divides another one, equals it, or has no common factor with it, if it really does
-    order        a larger axis is no smaller than another one
+    parity       odd axes stay odd, even axes stay even
+    parts        an axis of composite size, which a reshape can split in part, stays composite: 64 becomes 4, 12 becomes
+                 6
+    odd factors  an even axis with an odd factor keeps an odd factor
+    divisors     whether one axis divides another, and whether two axes have a common factor
+    order        a larger axis does not become the smaller one
 
-No axis of more than one device becomes one of a single device: also an axis that splits nothing makes faults.
+An axis of several devices never shrinks to one device, because even an axis that splits nothing can cause faults.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from praxis_lite.errors import ConfigError
 
-# As many simulated devices compile and run a small model in seconds on two cores.
+# Two cores compile and run a small model on this many simulated devices in seconds.
 MOST_DEVICES = 24
-# What it costs to lose each part of an axis's kind; what is lost between two axes costs 1.
+# Penalties for losing the parity, the parts and the odd factor of an axis. A lost relation of two axes costs 1.
 _PRICES = 4, 2, 2
 
 
 def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> dict[str, int]:
-  """Returns the sizes of the mesh axes with which an experiment is verified.
+  """Returns the sizes of the mesh axes for the verification of an experiment.
 
-  A mesh of at most `most_devices` stays as it is. On a mesh of one device there is nothing to verify: each of its last
-  three axes becomes 2, or 8 where it is the only one.
+  A mesh of at most `most_devices` devices keeps its sizes. A mesh of one device has nothing to verify, so each of its
+  last three axes becomes 2; a single axis becomes 8.
 
   Raises:
-    ConfigError: even with two devices each, the axes need more devices.
+    ConfigError: the axes need more than `most_devices` devices even with two devices each.
   """
   if math.prod(sizes.values()) == 1:
     split = list(sizes)[-3:]
@@ -53,7 +53,7 @@ def small_mesh(sizes: Mapping[str, int], most_devices: int = MOST_DEVICES) -> di
 
 
 def _candidates(real: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-  """All smaller sizes of some axes whose product is at most `most`."""
+  """Yields all sizes of the axes, at most the real ones, whose product is at most `most`."""
   if not real:
     yield ()
     return
@@ -64,24 +64,24 @@ def _candidates(real: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
 
 
 def _lost(real: Sequence[int], small: Sequence[int]) -> int:
-  """How much of what makes faults a smaller mesh has lost."""
+  """Returns the total penalty for properties that a smaller mesh has lost."""
   alone = sum(price * (a != b) for n, k in zip(real, small) for price, a, b in zip(_PRICES, _kind(n), _kind(k)))
   pairs = itertools.combinations(zip(real, small), 2)
   return alone + sum(_between(n, m) != _between(i, j) for (n, i), (m, j) in pairs) + _disorder(real, small)
 
 
 def _disorder(real: Sequence[int], small: Sequence[int]) -> int:
-  """A price for each pair of axes of which the smaller one has become the larger."""
+  """Returns the number of pairs of axes whose order is reversed."""
   pairs = itertools.permutations(zip(real, small), 2)
   return sum(n < m and i > j for (n, i), (m, j) in pairs)
 
 
 def _kind(size: int) -> tuple[bool, bool, bool]:
-  """Whether a size is odd, has parts, and has an odd factor."""
+  """Returns whether a size is odd, is composite, and has an odd factor."""
   has_parts = any(size % d == 0 for d in range(2, math.isqrt(size) + 1))
   return bool(size % 2), has_parts, size & (size - 1) != 0
 
 
 def _between(n: int, m: int) -> tuple[bool, bool]:
-  """How two sizes divide each other: whether one divides the other, and whether they have a factor in common."""
+  """Returns whether one of two sizes divides the other, and whether they have a common factor."""
   return max(n, m) % min(n, m) == 0, math.gcd(n, m) > 1

@@ -1,4 +1,4 @@
-"""Steps of a small task on a mesh and on one device, with the same values: what `verify` compares.
+"""The steps that `verify` compares: steps of a small task on a mesh and on one device, with the same values.
 
 gradient     the loss, and the gradient of each variable, before clipping
 update       one step of the task's own learner, at a constant learning rate: new variables, slots and averages
@@ -33,12 +33,12 @@ from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with
 from praxis_lite.verification.shrink import with_rows
 from praxis_lite.weighted import WeightedScalars
 
-# Of the optimizer's step: with less, new variables would differ from the old ones by little more than rounding.
+# The least learning rate for comparing updates. With less, updates would be little larger than rounding errors.
 _LEARNING_RATE = 0.01
 
 
 class Kind(enum.StrEnum):
-  """A step that is compared."""
+  """Kinds of steps that are compared."""
 
   GRADIENT = 'gradients'
   UPDATE = 'a step of the optimizer'
@@ -47,7 +47,7 @@ class Kind(enum.StrEnum):
 
 
 class Name(NamedTuple):
-  """Which of a step's results: what it is, such as 'gradient', and of which variable, metric or output."""
+  """The name of a result of a step: its kind, such as 'gradient', and its variable, metric or output."""
 
   what: str
   of: str
@@ -63,9 +63,9 @@ class Case(NamedTuple):
   """A step on given values.
 
   Attributes:
-    kind, rows: the step, and the number of rows of its batch.
-    config, task: the task that takes it, and the config that `task_of` has built it from.
-    state, batch: values of the train state, and of a batch, on the host.
+    kind, rows: the kind of step, and the number of rows of its batch.
+    config, task: the task, built by `task_of`, and the config from which it was built.
+    state, batch: values of the train state and of a batch, on the host.
   """
 
   kind: Kind
@@ -76,12 +76,12 @@ class Case(NamedTuple):
   batch: NestedDict
 
   def run(self, mesh: Mesh, specs: NestedDict | None = None) -> Results:
-    """Returns the results of the step on a mesh, for these specs of variables; None: those that the task asks for."""
+    """Returns the results of the step on a mesh, with these specs of variables; None takes the task's own specs."""
     return Runner(self, mesh, specs).results()
 
 
 class Runner:
-  """A case on a mesh, compiled once and run on as many values as are wanted."""
+  """A case on a mesh, compiled once and run on any number of values."""
 
   def __init__(self, case: Case, mesh: Mesh, specs: NestedDict | None = None):
     self._case = case
@@ -90,7 +90,7 @@ class Runner:
     self._partitioned = PartitionedTask(case.task, struct, layout=self._layout)
 
   def trace(self) -> None:
-    """Traces the step, which raises whatever the model raises for such a batch."""
+    """Traces the step; raises any error of the model for such a batch."""
     self._step.trace()
 
   @property
@@ -101,15 +101,15 @@ class Runner:
 
   @property
   def guarded(self) -> list[Guarded]:
-    """The operations that a guard changed, once there are results."""
+    """The operations that a guard changed; known after the first call of `results`."""
     return self._step.guarded
 
   def results(self, noise: int = 0, seed: int = 0) -> Results:
     """Returns the results.
 
     Args:
-      noise: if it is not 0, the seed of relative changes of the variables by as much as float32 rounds.
-      seed: of what the step draws.
+      noise: seed of relative changes of the variables by about a rounding error of float32; 0 changes nothing.
+      seed: seed of the step's random draws.
     """
     case, variables = self._case, self._case.state.mdl_vars
     if noise:
@@ -159,7 +159,7 @@ def _of_batch(metrics: WeightedScalars, by_row: NestedDict) -> Results:
 
 
 def task_of(config: Config[SingleTask], kind: Kind) -> SingleTask:
-  """Builds the task that takes a step of this kind: of the same model, with another learner where gradients count."""
+  """Builds the task for a step of this kind: the same model, with a learner that keeps gradients for Kind.GRADIENT."""
   config = config.clone()
   learner = config.train.learner
   if kind is Kind.UPDATE:
@@ -172,14 +172,14 @@ def task_of(config: Config[SingleTask], kind: Kind) -> SingleTask:
 
 
 def keep_gradients(learning_rate: float | jax.Array) -> optax.GradientTransformation:
-  """An optimizer that changes nothing, and whose state is the last gradient."""
+  """Returns an optimizer that changes no variable; its state is the last gradient."""
   del learning_rate
   zeros = jax.tree_util.Partial(jax.tree.map, jnp.zeros_like)
   return optax.GradientTransformation(zeros, lambda gradients, state, params=None: (zeros(gradients), gradients))
 
 
 def without_dropout(config: Config) -> Config:
-  """Returns a copy in which every Dropout has rate 0, and so has every number in a field of that name."""
+  """Returns a copy in which the rate of every Dropout, and every float in a field with 'dropout' in its name, is 0."""
 
   def is_rate(owner: Config, name: str, value: object) -> bool:
     built = target(owner)
@@ -198,7 +198,7 @@ def without_dropout(config: Config) -> Config:
 
 
 def values_of_variables(task: SingleTask, seed: int = 0) -> NestedDict:
-  """Returns values of all variables on the host; none is zero, as first values often are, which would hide faults."""
+  """Returns values of all variables on the host, with noise, because initial values are often zero and hide faults."""
   rng = np.random.default_rng(seed)
   with jax.default_device(jax.devices('cpu')[0]):
     variables = jax.jit(task.model.init)(jax.random.key(seed))
@@ -225,8 +225,8 @@ def values_of_state(task: SingleTask, variables: NestedDict) -> TrainState:
 def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int = 0) -> NestedDict:
   """Returns a batch of random values.
 
-  Integers are ids below the smallest `vocab_size` or `num_classes` of the model's layers. Leaves that a language model
-  gives a meaning have values that fit it: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
+  Integers are ids below the smallest `vocab_size` or `num_classes` of the model's layers. Leaves that have a meaning in
+  language models get suitable values: `segment_ids` number two segments, `prompt_lengths` are at least 1, and some
   `weights` are zero.
   """
   ids = [
@@ -259,12 +259,12 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
 
   batch = map_with_path(value, with_rows(inputs, rows))
   if 'weights' in batch:
-    batch['weights'].reshape(-1)[0] = 1.0  # So that a batch of one row has a weight.
+    batch['weights'].reshape(-1)[0] = 1.0  # The weight of a batch of one row must not be zero.
   return batch
 
 
 def decode_inputs(inputs: NestedDict) -> NestedDict:
-  """The shapes of a batch to decode, made of those of a training batch: with `ids`, these are the prompts."""
+  """Returns the shapes of a batch to decode, from those of a training batch; the first half of `ids` is the prompt."""
   if 'ids' not in inputs:
     return inputs
   rows, length = inputs['ids'].shape
@@ -273,7 +273,7 @@ def decode_inputs(inputs: NestedDict) -> NestedDict:
 
 
 def _ends(shape: tuple[int, ...]) -> np.ndarray:
-  """[B, 1]: where the second segment of each row begins."""
+  """Returns the position at which the second segment of each row begins, [B, 1]."""
   return (1 + np.arange(shape[0]) % max(shape[1] - 1, 1))[:, None]
 
 
@@ -285,7 +285,7 @@ def _rounded_otherwise(path: Path, x: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _stored(tree: object, layout: StateLayout) -> object:
-  """Arrays of the host, padded and on the mesh; copies, because steps reuse the memory of their state."""
+  """Returns arrays of the host, padded and put on the mesh as copies, because steps reuse the memory of their state."""
   return jax.device_put(pad_to(tree, layout.padded_shapes), layout.shardings, may_alias=False)
 
 

@@ -1,12 +1,13 @@
-"""verify: does an experiment, with these mappings on this mesh, compute what it says?
+"""verify: checks that an experiment, with its mappings on its mesh, computes what it computes on one device.
 
-The task in small (`shrink.py`) takes each of its steps (`steps.py`) on simulated devices and on one, from the same
-values. A wrong sharding shows in gradients and small batches first, and hardly ever in the loss.
+A small version of the task (`shrink.py`) runs each of its steps (`steps.py`) on simulated devices and on one device,
+from the same values. A wrong sharding shows first in gradients and small batches, and hardly ever in the loss.
 
-How much rounding may change a result is measured: one device takes the step again from variables that differ by as
-little as float32 rounds. What then changes much, such as Adam's step where the gradient is zero, may differ as much.
+To measure how much rounding may change a result, one device runs the step again from variables that differ by a
+rounding error of float32. A result that this changes much, such as Adam's update where the gradient is zero, may differ
+as much on the mesh.
 
-Where mesh and one device differ, one device takes the step in float64 too, which tells which of the two is wrong.
+If the mesh and one device differ, one device also runs the step in float64, which tells which of the two is wrong.
 """
 
 from __future__ import annotations
@@ -56,30 +57,30 @@ from praxis_lite.verification.steps import (
   without_dropout,
 )
 
-# What rounding may change: this share of the largest entry, and so many times what it changes on one device.
+# The allowed error: this share of the largest entry, plus this multiple of the change by rounding on one device.
 _TOLERANCE = 1e-4
 _TIMES_NOISE = 30.0
 _NOISE_SEEDS = (1, 2)
-# One device that changes by more than this share of the largest entry is asked in float64.
+# If rounding changes a result on one device by more than this share of its largest entry, float64 decides.
 _UNSTEADY = 0.03
-# The name of a difference that is none of a result: the step does not run on the mesh.
+# The name of a difference that concerns no result: the step does not run on the mesh.
 _STEP = 'step'
 _NOT_JUDGED = 'not compared with float64'
-# How many guarded operations are named.
+# The largest number of guarded operations that are named.
 _MOST_GUARDED = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """A result that is another one on the mesh.
+  """A result that differs on the mesh.
 
   Attributes:
-    name: what it is, and of which variable, metric or output.
-    kind, rows: the step, and the number of rows of its batch.
-    error: largest difference of an entry, as a share of the largest entry on one device; infinite where only one of the
+    name: name of the result.
+    kind, rows: the kind of step, and the number of rows of its batch.
+    error: largest difference of an entry, as a share of the largest entry on one device; infinite if only one of the
       two is finite.
-    placement: how the variable is split, and why; None where the result is of no variable.
-    remark: what float64 says, if it does not agree with one device, or the error that the step ends in on the mesh.
+    placement: how its variable is split, and why; None if the result belongs to no variable.
+    remark: the verdict of float64 if it disagrees with one device, or the error that ended the step on the mesh.
   """
 
   name: Name
@@ -104,18 +105,19 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-  """What `verify` found.
+  """The findings of `verify`.
 
   Attributes:
-    mesh_sizes, sizes: of the mesh axes; and real size -> size that it was verified with, where these differ.
-    real_mesh_sizes: those of the experiment.
-    compared: the steps that were compared, with their numbers of rows.
+    mesh_sizes: sizes of the mesh axes in the verification.
+    real_mesh_sizes: sizes of the mesh axes of the experiment.
+    sizes: maps real sizes to the sizes in the verification where they differ.
+    compared: the compared steps, with their numbers of rows.
     not_compared: what was not compared, and why.
-    guarded: the operations that XLA would have computed wrongly on the mesh, with their layers, each once.
-    differences: what differs from one device, and is wrong on the mesh; empty if all is right.
-    not_of_the_mesh: what differs from one device though the mesh agrees with float64, and why.
-    remedy: the nearest mappings that are right, if something differs and such were found.
-    seconds: how long it took.
+    guarded: operations that XLA would compute wrongly on the mesh without a guard, with their layers, no duplicates.
+    differences: results that differ from one device and are wrong on the mesh; empty if everything is right.
+    not_of_the_mesh: results that differ from one device although the mesh agrees with float64, and why.
+    remedy: the nearest mappings that are right; '' if nothing differs or no such mappings were found.
+    seconds: duration of the verification.
   """
 
   mesh_sizes: dict[str, int]
@@ -131,7 +133,7 @@ class Verification:
 
   @property
   def is_right(self) -> bool:
-    """Whether all that was compared is right."""
+    """Whether all compared results are right."""
     return not self.differences
 
   def variables(self) -> list[str]:
@@ -152,16 +154,16 @@ def verify(
   """Compares the steps of a task on its mesh with those on one device, on simulated CPU devices.
 
   Args:
-    experiment: the config of a task, an experiment class, or what `configure` made of one.
+    experiment: the config of a task, an experiment class, or the result of `configure` for one.
     inputs_struct: shapes and dtypes of a training batch; by default those of the experiment's data.
     most_devices: a mesh of more devices is reduced; see `small_mesh`. A mesh of one device is verified on several.
-    full: keep the sizes of the model and its inputs.
-    quick: compare one step only: the gradients of a small batch.
-    search_seconds: how long to look for mappings that are right, if something differs.
-    progress: is called with a line once it is known what is verified, and after each step that was compared.
+    full: keeps the sizes of the model and its inputs.
+    quick: compares only one step: the gradients of a small batch.
+    search_seconds: time limit of the search for right mappings if something differs.
+    progress: called with a line that says what is verified, and with a line after each compared step.
 
   Raises:
-    UserError: the task or one of its mappings is not valid, there are not enough CPU devices or memory, or
+    UserError: the task or one of its mappings is not valid, the machine has not enough CPU devices or memory, or
       nothing can be compared.
   """
   start = time.perf_counter()
@@ -198,7 +200,7 @@ def verify(
 
 
 def format_verification(found: Verification) -> str:
-  """The result in lines: what was compared, then what differs and the nearest mappings that are right."""
+  """Returns the findings as text: what was compared, what differs, and the nearest mappings that are right."""
   lines = [_format_sizes(found.real_mesh_sizes, found.mesh_sizes, found.sizes)]
   lines += [f'not compared: {text}' for text in found.not_compared]
   if found.guarded:
@@ -217,14 +219,14 @@ def format_verification(found: Verification) -> str:
 
 
 def _format_sizes(real: Mapping[str, int], mesh: Mapping[str, int], sizes: Mapping[int, int]) -> str:
-  """What was made small: 'mesh data 64 x mdl 4 = 256 devices, verified as data 4 x mdl 2 = 8 devices; sizes ...'."""
+  """Returns 'mesh data 64 x mdl 4 = 256 devices, verified as data 4 x mdl 2 = 8 devices; sizes ...'."""
   as_ = 'as it is' if mesh == real else f'verified as {format_mesh(mesh)}'
   smaller = ', '.join(f'{n} as {k}' for n, k in sizes.items())
   return f'mesh {format_mesh(real)}, {as_}; sizes {smaller or "as they are"}'
 
 
 class _Comparison:
-  """Steps of a small task on its mesh and on one device, and what differs."""
+  """Compares steps of a small task on its mesh and on one device, and collects the differences."""
 
   def __init__(self, small: SmallTask, progress: Callable[[str], None]):
     self.small = small
@@ -242,7 +244,10 @@ class _Comparison:
     self._variables = values_of_variables(self.task)
 
   def compare_training(self, few: int, many: Sequence[int]) -> None:
-    """Compares gradients of `few` rows and of each of `many`, and then, with those, the learner's step."""
+    """Compares gradients of `few` rows and of each number in `many`; if these agree, also an update of `few` rows.
+
+    An empty `many` skips the update.
+    """
     config = self.small.config
     if self.task.partitioning == 'shard_map' and self._draws(self._case(config, Kind.GRADIENT, 1)):
       self._compare_equal_draws(few)
@@ -253,7 +258,7 @@ class _Comparison:
         return
     for rows in (few, *many):
       self._compare(self._case(config, Kind.GRADIENT, rows))
-    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # The rest would follow.
+    if many and not any(d.name.what in ('loss', 'gradient') for d in self.differences):  # Else updates differ, too.
       self._compare(self._case(config, Kind.UPDATE, few))
 
   def compare_inference(self, rows: int) -> None:
@@ -264,7 +269,7 @@ class _Comparison:
     case = self._case(self.small.config, Kind.DECODING, rows)
     try:
       Runner(case, self._one).trace()
-    except Exception as error:  # Prompts that are made up may not be what this model decodes.
+    except Exception as error:  # This model may not accept made-up prompts.
       self.not_compared.append(
         f'decoding, which made-up inputs do not fit: {(str(error) or repr(error)).splitlines()[0]}'
       )
@@ -279,7 +284,7 @@ class _Comparison:
     return Case(kind, rows, config, task, values_of_state(task, self._variables), values_of_batch(task, inputs, rows))
 
   def _draws(self, case: Case) -> bool:
-    """Whether the results depend on the key; not if they differ for the same key as well, which is a fault."""
+    """Whether the results depend on the key. False if they also differ for the same key, which is a fault."""
     runner = Runner(case, self._one)
     first, again, other = (runner.results(seed=seed) for seed in (0, 0, 1))
     return all(np.array_equal(x, again[name], equal_nan=x.dtype.kind == 'f') for name, x in first.items()) and any(
@@ -287,7 +292,10 @@ class _Comparison:
     )
 
   def _compare_equal_draws(self, rows: int) -> None:
-    """Under `shard_map`: compares draws over the axes that do not split rows, where all devices must draw the same."""
+    """Under `shard_map`, compares a step with dropout on only the axes that do not split rows.
+
+    Along these axes, all devices must draw the same numbers.
+    """
     case = self._case(self.small.config, Kind.GRADIENT, rows)
     rows_over = ShardMapped(case.task, state_layout(case.task, self.mesh, specs_of(self.small))).batch_axes
     sizes = {axis: 1 if axis in rows_over else size for axis, size in self.small.mesh_sizes.items()}
@@ -297,7 +305,7 @@ class _Comparison:
   def _compare(self, case: Case, mesh: Mesh | None = None, note: str = '') -> None:
     start = time.perf_counter()
     on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
-    with ThreadPoolExecutor(2) as pool:  # Both compile for seconds.
+    with ThreadPoolExecutor(2) as pool:  # Compiles both at the same time, because each takes seconds.
       mesh_results = pool.submit(on_mesh.results)
       one_results = pool.submit(self._on_one_device, case)
       expected, noise = self._of_one_device(case, one_results)
@@ -332,16 +340,16 @@ class _Comparison:
       self.failed = case, lambda results: not _differences(results, expected, noise)
 
   def _of_one_device(self, case: Case, results: Future[tuple[Results, list[Results]]]) -> tuple[Results, list[Results]]:
-    """The results of one device.
+    """Returns the results of one device.
 
     Raises:
-      UserError: it has none.
+      UserError: the step fails on one device.
     """
     try:
       return results.result()
     except UserError:
       raise
-    except Exception as error:  # A layer's own, or one of XLA.
+    except Exception as error:  # A layer or XLA may raise any error.
       raise ConfigError(
         f'task.model: on one device too, {case.kind} of {case.rows} made-up rows end in {_first_line(error)}, so '
         'nothing can be compared'
@@ -350,13 +358,13 @@ class _Comparison:
   def _judge(
     self, case: Case, found: Results, expected: Results, noise: list[Results], different: dict[Name, float]
   ) -> _Verdict:
-    """Says by float64 on one device which results of the mesh are wrong."""
+    """Decides which results of the mesh are wrong, by comparison with float64 on one device."""
     undecided = _Verdict(different, dict.fromkeys(different, _NOT_JUDGED), expected, noise)
     if self._draws(case):
-      return undecided  # Float64 draws other numbers.
+      return undecided  # A step in float64 draws other random numbers.
     try:
       exact, exact_noise = results_in_float64(case, self._one, _NOISE_SEEDS)
-    except Exception as error:  # Not every layer computes in float64; that says nothing of the mesh.
+    except Exception as error:  # Some layers do not support float64, which says nothing about the mesh.
       self.not_compared.append(f'float64 on one device, in {case.kind} of {case.rows} rows: {_first_line(error)}')
       return undecided
     of_mesh, of_one = (_differences(results, exact, exact_noise) for results in (found, expected))
@@ -370,19 +378,19 @@ class _Comparison:
     return _Verdict(of_mesh, remarks, exact, exact_noise)
 
   def _placement(self, name: Name) -> Placement | None:
-    """How the variable is split that a result is of."""
+    """Returns the placement of the variable that a result belongs to; None if it belongs to no variable."""
     placements = leaves_by_path(self.small.placements)
     owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
     return None if owner is None else placements[owner]
 
   def _on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
-    """Returns the results of one device, and of variables that are rounded otherwise."""
+    """Returns the results of one device, and its results from variables with rounding noise."""
     runner = Runner(case, self._one)
     return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
 
 
 class _Verdict(NamedTuple):
-  """What is wrong on the mesh, a remark on some of it, and what would be right, with noise."""
+  """The results that are wrong on the mesh, remarks on some of them, and the right results without and with noise."""
 
   wrong: dict[Name, float]
   remarks: dict[Name, str]
@@ -391,7 +399,7 @@ class _Verdict(NamedTuple):
 
 
 def _is_unsteady(expected: Results, noise: Iterable[Results]) -> bool:
-  """Whether a float on one device changes by more than rounding can explain: then it is no oracle."""
+  """Whether rounding noise changes a float result on one device so much that it is not a reliable reference."""
   floats = {name: x for name, x in expected.items() if np.issubdtype(x.dtype, np.floating) and x.size}
   largest = max((float(np.nanmax(np.abs(x))) for x in floats.values()), default=0.0)
   steady = {name: max(_UNSTEADY * float(np.nanmax(np.abs(x))), 1e-4 * largest) for name, x in floats.items()}
@@ -420,14 +428,14 @@ def _differences(found: Results, expected: Results, noise: Iterable[Results]) ->
     scale = float(np.nanmax(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 1.0
     is_exact = not np.issubdtype(x.dtype, np.floating)
     limit = unsure * np.inf if is_exact and unsure else _TOLERANCE * scale + _TIMES_NOISE * unsure
-    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # None of those without entries.
+    limit += 0.0 if is_exact else 1e-7 * largest.get(name.what, 0.0)  # Empty results have no largest entry.
     if error > limit:
       different[name] = error / max(scale, 1e-30)
   return dict(sorted(different.items(), key=lambda item: (item[0].what != 'loss', -item[1])))
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:
-  """The largest difference of an entry; infinite if shapes differ or an entry is finite in one of them only."""
+  """Returns the largest difference of an entry; infinite if shapes differ or an entry is finite in only one array."""
   if found.shape != expected.shape or (np.isfinite(found) != np.isfinite(expected)).any():
     return math.inf
   finite = np.isfinite(expected)
@@ -440,7 +448,7 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
 def _configured(
   experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
 ) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
-  """Returns the config of the task, the shapes of a batch to train on, and those of one to decode if there is one."""
+  """Returns the config of the task, the shapes of a batch to train on, and of a batch to decode, None if not known."""
   named, inputs, prompts = subject_of(experiment, inputs)
   if not isinstance(named, Config):
     raise ConfigError(
@@ -453,7 +461,7 @@ def _configured(
 
 
 def _mesh(sizes: Mapping[str, int]) -> Mesh:
-  """A mesh of CPU devices, also where there are others."""
+  """Returns a mesh of CPU devices, even if the machine has other devices."""
   devices, needed = jax.devices('cpu'), math.prod(sizes.values())
   if needed > len(devices):
     raise ConfigError(
@@ -464,7 +472,7 @@ def _mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def _check_memory(small: SmallTask) -> None:
-  """Raises ConfigError if the state does not fit into memory as often as it has to: split, whole, while it changes."""
+  """Raises ConfigError if memory cannot hold the copies of the state: split, whole, and the new state of an update."""
   shapes = jax.tree.leaves(train_state_shapes(small.config.instantiate()))
   state = sum(x.size * x.dtype.itemsize for x in shapes if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended))
   needed, there = 10 * state, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
