@@ -390,6 +390,14 @@ def test_gradient_of_a_lookup_of_uneven_ids(guarded):
   assert [g.mended for g in changed if g.op == 'scatter'] == [('masked padding of dimension 0',)] * guarded
 
 
+def test_gradient_of_a_lookup_of_one_id_that_is_split():
+  """The mask of its padding was always true: XLA knows the only position there is."""
+  ids = np.array([0], np.int32)
+  right = lookup_gradient(mesh_of('a'), (P(), P()), P())(TABLE, ids)
+  found, _ = run(lookup_gradient(mesh_of('a', 'b'), (P(), P('a')), P('a')), (TABLE, ids))
+  np.testing.assert_array_equal(found, right)
+
+
 @GUARDED
 def test_scatter_of_ids_that_are_split_otherwise_than_their_updates(guarded):
   def scatter(table, ids, updates):

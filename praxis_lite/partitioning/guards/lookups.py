@@ -118,8 +118,13 @@ def _local(scatter: Instance) -> tuple[Split, ...]:
   parts = [dim for dim, of_updates in window.items() if shapes[ROWS][of_updates] != shapes[0][dim]]
   if math.prod(n for dim, n in enumerate(shapes[ROWS]) if dim not in {*numbers.update_window_dims}) == 1:
     parts += [dim for dim in numbers.scattered_dims_to_operand_dims if dim not in parts]
-  table, updates = whole(table, parts), whole(updates, [window[dim] for dim in parts if dim in window])
-  return table, _as_rows(ids, updates, _scattered(scatter)), updates, table
+  # XLA knows what the position in a dimension of one entry is, so a mask of its padding would not be one.
+  pairs = _scattered(scatter)
+  single = [dim for dim in pairs if shapes[ROWS][dim] == 1]
+  batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
+  table = whole(table, [*parts, *(batch[pairs[dim]] for dim in single if pairs[dim] in batch)])
+  updates = whole(updates, [*(window[dim] for dim in parts if dim in window), *single])
+  return table, _as_rows(ids, updates, pairs), updates, table
 
 
 def _uneven_updates(scatter: Instance, splits: Sequence[Split]) -> dict[int, int]:
