@@ -698,6 +698,18 @@ def test_slices_with_strides(guarded, spec, out):
   assert [change.op for change in changed if change.op == 'slice'] == ['slice'] * guarded
 
 
+@pytest.mark.parametrize('size', [2, 3, 5])
+def test_slices_beside_slices_of_no_entry(size):
+  """XLA takes away what has no entry, and split a slice beside it in a way in which its size was wrong."""
+
+  def scan(x):
+    return jax.lax.associative_scan(jnp.add, x)
+
+  x = integers(size)
+  found, _ = run(constrained(mesh_of('a'), scan, [P('a')], P()), (x,))
+  np.testing.assert_array_equal(found, np.cumsum(x))
+
+
 @GUARDED
 def test_slices_with_strides_compile(guarded):
   def read(x):

@@ -236,7 +236,8 @@ def _keep(instances: Iterable[Instance]) -> None:
   for instance in instances:
     if instance.site.op.name == GATHER and lookups.keeps_ids(instance):
       instance.site.keep(IDS, instance.splits[IDS])
-    if instance.site.op.name == images.CONVOLUTION:
+    is_cut = instance.site.op.name == 'stablehlo.slice' and lookups.is_cut_where_split(instance)
+    if instance.site.op.name == images.CONVOLUTION or is_cut:
       for number, split in enumerate(instance.splits):
         instance.site.keep(number, split)
 

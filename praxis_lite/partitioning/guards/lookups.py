@@ -66,6 +66,15 @@ def guard_static_slice(static: Instance) -> tuple[Split, ...]:
   return tuple(whole(split, strided) for split in static.compatible)
 
 
+def is_cut_where_split(static: Instance) -> bool:
+  """Whether a slice that is right might not be if XLA split its result in another way.
+
+  Test: `test_slices_beside_slices_of_no_entry`.
+  """
+  before, after = static.site.shapes
+  return any(axes and n != m for axes, n, m in zip(static.splits[0], before, after))
+
+
 def guard_scatter(scatter: Instance) -> tuple[Split, ...] | None:
   """Each device writes its updates into its part of the table: ids are split as updates, slices as the table.
 
