@@ -19,8 +19,8 @@ _HERE = 'praxis_lite.explain'
 def write_page(path: str, report: ShardingReport, title: str, problems: Sequence[Problem] = ()) -> pathlib.Path:
   """Writes the page to the file `path` and returns its path. Raises UserError if the file cannot be written.
 
-  It makes missing directories above the file. `title` says what the report describes. `problems` are those of `check`;
-  the page shows them above the report.
+  It makes missing directories above the file. `title` says what the report describes. The page shows `problems`, which
+  `check` has found, above the report.
   """
   return write_file(path, render_page(report, title, problems))
 

@@ -75,7 +75,7 @@ def explain_task(
   inputs_struct: Mapping[str, object] | None = None,
   mesh_sizes: Mapping[str, int] | None = None,
 ) -> ShardingReport:
-  """Returns explanations of all arrays of a task; arguments and errors are those of `explain`."""
+  """Returns explanations of all arrays of a task; see `explain` for arguments and errors."""
   jax_task, inputs_struct = task_and_inputs(task_or_experiment, inputs_struct)
   sizes = dict(jax_task.mesh_sizes() if mesh_sizes is None else mesh_sizes)
   layout = state_layout(jax_task, abstract_mesh(sizes))

@@ -2,7 +2,7 @@
 
 An activation is matched by its layer and its shape: operations of the layer and of its children have results of that
 shape on each device. If one of these shapes is the declared part, the activation is split as declared. Otherwise the
-compiler has chosen the shape of which the operations compute most bytes.
+compiler has chosen the shape in which the operations compute most bytes.
 """
 
 from __future__ import annotations

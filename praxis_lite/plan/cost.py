@@ -3,7 +3,7 @@
 The cost of an instruction is multiplied by the trip counts of the loops that contain it:
 
     FLOPs        of dot, convolution (a multiplication and an addition for each pair of elements that meet), ragged-dot,
-                 and library calls for products and attention; other instructions are limited by memory and count 0
+                 and library calls for products and attention; other instructions are limited by memory and have none
     bytes        operands and results in main memory; slices and in-place updates, also those inside a fusion, count
                  only the part that they touch
     seconds      the longer of compute time and memory time at the efficiency of the target, and at least
@@ -11,8 +11,8 @@ The cost of an instruction is multiplied by the trip counts of the loops that co
     collectives  see `links.py`
 
 Instructions run in the order of the schedule. A collective overlaps with the instructions between its start and its
-end; the time that it takes beyond them is exposed. Collectives wait for each other. The exception are shifts in
-opposite directions on a torus, which use separate links.
+end; the time that it takes beyond them is exposed. Collectives wait for each other, except shifts in opposite
+directions on a torus, which use separate links.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Declarations:
     return tuple(dict.fromkeys(field for d in declarations for field in d.fields_of(axes)))
 
   def fitting(self, dims: Sequence[int], declarations: Iterable[Declaration]) -> list[Declaration]:
-    """Returns the declarations of which an array on one device may be a part, in any order of its dimensions."""
+    """Returns the declarations that an array on one device may be a part of, in any order of its dimensions."""
     local = tuple(sorted(d for d in dims if d != 1))
     return [d for d in declarations if self._fits(local, tuple(s for s in d.shape if s != 1))]
 
@@ -139,8 +139,8 @@ class Declarations:
   def suspects(self, axes: Collection[str], layers: Collection[str]) -> tuple[Declaration | None, list[Declaration]]:
     """Returns the declaration nearest to `layers` that contradicts others about `axes`, and those others.
 
-    Of several as near, returns the one that contradicts others most often. Returns None and no others if all
-    declarations agree. The others declare the same role; the nearest come first.
+    If several are equally near, it returns the one that contradicts others most often. It returns None and an empty
+    list if all declarations agree. The others declare the same role; the nearest come first.
     """
     voters: dict[tuple[Role, str], tuple[list[Declaration], list[Declaration]]] = {}
     for declaration in (*self.weights, *self.activations):
@@ -161,7 +161,7 @@ class Declarations:
       return -nearness(item[0].layer, layers), -counts[item[0].path]
 
     suspect, others = min(accused.values(), key=order)
-    # The nearest come first; of several as near, stated fields before unset ones, then arrays of the same kind.
+    # Sorts by nearness; at equal nearness, stated fields before unset ones, then arrays of the same kind first.
     near = sorted(
       dict.fromkeys(others),
       key=lambda d: (-nearness(d.layer, [suspect.layer]), d.field != d.sources[-1], d.is_weight != suspect.is_weight),

@@ -58,7 +58,7 @@ def fitted_mesh(sizes: Mapping[str, int], devices: int, rest: str) -> dict[str, 
 def largest_batch_axis(sizes: Mapping[str, int], task: Config) -> str:
   """Returns the largest mesh axis that splits the rows of a batch; of all axes, if the task does not say.
 
-  Of several as large, it is the axis named 'data', which by convention splits the weights, too.
+  If several are equally large, it prefers the axis named 'data', which by convention splits the weights, too.
   """
   mapping: Mapping[str, Any] = task.train.inputs_split_mapping or {}
   rows = {axis for entries in mapping.values() if entries for axis in all_axes(tuple(entries)[:1])}

@@ -144,7 +144,7 @@ _KINDS = ('parameters', 'optimizer slots', 'moving averages', 'inputs')
 
 
 def state_bytes(task: PartitionedTask) -> StateBytes:
-  """Returns the bytes of a train step's arguments on each device; arrays in the host's memory count 0."""
+  """Returns the bytes of a train step's arguments on each device; arrays in the host's memory do not count."""
   arrays = tuple(_state_arrays(task))
   parameters, slots, averages, inputs = (sum(a.bytes for a in arrays if a.kind == kind) for kind in _KINDS)
   return StateBytes(parameters, slots, averages, inputs, arrays)
@@ -166,7 +166,7 @@ def _state_arrays(task: PartitionedTask) -> Iterator[StateArray]:
 
 
 def bytes_on_each(tree: Any) -> int:
-  """Returns the bytes on each device of a tree of shapes with shardings; arrays in the host's memory count 0."""
+  """Returns the bytes on each device of a tree of shapes with shardings, without arrays in the host's memory."""
   total = 0
   for struct in jax.tree.leaves(tree):
     if not is_on_host(struct.sharding):
@@ -195,7 +195,7 @@ class _Buffer:
   kind: str = 'temporaries'
   last_use: int = -1
   given: bool = False  # Not a temporary: the caller's, or an argument, a result or a constant of the program.
-  operands: tuple[_Buffer, ...] = ()  # Operands of equal size of a fusion, which may overwrite one at its last use.
+  operands: tuple[_Buffer, ...] = ()  # A fusion's operands of equal size; it may overwrite one that it uses last.
 
   @property
   def shape(self) -> str:
@@ -203,7 +203,7 @@ class _Buffer:
 
 
 _Held = _Buffer | tuple['_Held', ...]
-# What the buffers that a loop over layers fills hold, by its phase. A loop that recomputes uses them at once.
+# The content of buffers that a loop over layers fills, by the phase of the loop. A loop that recomputes keeps nothing.
 _FILLED_IN = {'forward': 'saved activations', 'backward': 'gradients'}
 _SAME = ('bitcast', 'optimization-barrier', 'copy-done', 'while')
 

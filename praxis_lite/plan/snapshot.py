@@ -32,7 +32,7 @@ _STATE = ('parameters', 'optimizer slots', 'moving averages')
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Shares by which a step may become worse. A new collective may send at most `sent` / 50 of all bytes."""
+  """Shares by which a step may become worse. A new collective may send up to `sent` / 50 of all bytes."""
 
   memory: float = 0.05
   sent: float = 0.05
@@ -75,8 +75,8 @@ class Snapshot:
     topology, mesh, mode: see `Plan`; mode is 'declared' for a snapshot that was made without a trace.
     limits: how much worse a later plan may be.
     memory: bytes on each device by kind; 'peak' is the total.
-    weights: by path.
-    collectives: by (kind, mesh axes, layer, phase).
+    weights: the splits of weights, by path.
+    collectives: groups of collectives, by (kind, mesh axes, layer, phase).
   """
 
   experiment: str

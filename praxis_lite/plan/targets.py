@@ -36,9 +36,9 @@ class Efficiency:
 
 
 # The best matrix products reach 86 % on A100, 80 % on H100 and H200, 78 % on B200 (Machine Learning Engineering Open
-# Book, "Maximum Achievable Matmul FLOPS"). Products of a step get 0.9 of that here: their shapes are not the best ones,
-# and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s; links of 8 H100
-# reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
+# Book, "Maximum Achievable Matmul FLOPS"). We assume 0.9 of that for the products of a step, because their shapes are
+# not the best ones and they share the chip's power with other work. Links of TPUs reach 45 of 50 and 90 of 100 GB/s;
+# links of 8 H100 reach 370 of 450 GB/s (How to Scale Your Model, chapters 2 and 12). The other shares are assumptions.
 _TPU = Efficiency(0.9, 0.9, 0.85, 0.9, 0.8, 0.5e-6, 1e-6)
 _GPU = Efficiency(0.70, 0.5, 0.85, 0.8, 0.8, 3e-6, 4e-6)
 _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)

@@ -144,7 +144,7 @@ _ARRANGED = {'tpu': _torus, 'gpu': _hosts, 'cpu': _count}
 
 
 def check_mesh(sizes: Mapping[str, int], topology: Topology, names: Sequence[str] = ()) -> None:
-  """Raises ShardingError if a mesh and a topology differ in size; the message says which mesh would fit."""
+  """Raises ShardingError if a mesh has more or fewer devices than a topology; the message says which mesh would fit."""
   devices = math.prod(sizes.values())
   if devices == topology.num_devices:
     return

@@ -272,7 +272,10 @@ class WhatIf:
   # ---------------------------------------------------------------- communication
 
   def less_waiting(self) -> Change | None:
-    """Returns the neighbouring mesh that takes least time; None if no neighbour saves at least 2 % of the time."""
+    """Returns the neighbouring mesh that takes least time.
+
+    Returns None if little communication is exposed, or if no neighbouring mesh that fits saves more than 2 %.
+    """
     planned = self._planned
     if planned.cost.exposed_seconds < _WORTH_CHANGING * planned.step_seconds:
       return None

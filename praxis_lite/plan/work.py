@@ -55,7 +55,7 @@ def _ragged_dot_flops(instruction: Instruction, operands: Sequence[Array]) -> fl
 
 
 def _convolution_flops(instruction: Instruction, operands: Sequence[Array]) -> float:
-  """Counts multiplied pairs of elements; kernel positions over padding or between dilated elements count 0."""
+  """Counts pairs of elements that are multiplied, without kernel positions over padding or between dilated elements."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   if labels is None or len(operands) < 2:
     return 0.0

@@ -163,8 +163,8 @@ def verify(
     progress: called with a line that says what is verified, and with a line after each compared step.
 
   Raises:
-    UserError: the task or one of its mappings is not valid, the machine has not enough CPU devices or memory, or
-      nothing can be compared.
+    UserError: the task or one of its mappings is not valid, the process has too few CPU devices, the machine has too
+      little memory, or nothing can be compared.
   """
   start = time.perf_counter()
   config, inputs, prompts = _configured(experiment, inputs_struct)
