@@ -1,4 +1,4 @@
-"""Checkpoints of a train state: written whole, read on any mesh."""
+"""Checkpoints of a train state: each is written completely or not at all, and any mesh can read it."""
 
 from praxis_lite.checkpoints.best import BestCheckpoint
 from praxis_lite.checkpoints.checkpointer import (

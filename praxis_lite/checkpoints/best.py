@@ -25,7 +25,7 @@ class BestCheckpoint(NamedTuple):
 
   @classmethod
   def parse(cls, data: bytes, steps: Collection[int]) -> BestCheckpoint | None:
-    """Returns what a file says; None if it is not what was written, or names none of the checkpoints `steps`."""
+    """Returns the parsed file, or None if it is not valid or names a checkpoint that is not in `steps`."""
     try:
       best = cls(**parse_json(data))
     except (ValueError, TypeError):
@@ -33,25 +33,25 @@ class BestCheckpoint(NamedTuple):
     return best if best.is_whole() and best.step in steps else None
 
   def is_whole(self) -> bool:
-    """Whether all has the right type; a file may be of anyone."""
+    """Whether all fields have the right type and the value is finite: anyone may have edited the file."""
     is_named = type(self.step) is int and isinstance(self.metric, str) and self.mode in ('min', 'max')
     return is_named and type(self.value) in (int, float) and abs(self.value) <= sys.float_info.max
 
 
 class BestRecord:
-  """The best checkpoint, and the file that says so, which lags behind until that checkpoint is complete.
+  """The best checkpoint, and the file that names it. The file is updated only when that checkpoint is complete.
 
   Args:
     path: of the file.
-    steps: of the checkpoints that there are; a file that names none of them is ignored.
+    steps: steps of the existing checkpoints. A file that names another step is ignored.
 
   Attributes:
-    value: the best checkpoint; None for none.
+    value: the best checkpoint; None if there is none.
   """
 
   def __init__(self, path: Path, steps: Collection[int]):
     self._path = path
-    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # A reader's may be anywhere.
+    self._folder = KnownFolder(path.parent) if path.parent.is_dir() else None  # A reader may be given any path.
     self.value = self._written = self._read(steps)
 
   def _read(self, steps: Collection[int]) -> BestCheckpoint | None:
@@ -62,7 +62,7 @@ class BestRecord:
     return BestCheckpoint.parse(data, steps)
 
   def write(self) -> None:
-    """Has the file name the best checkpoint, which is complete by now."""
+    """Writes the best checkpoint to the file. That checkpoint must be complete by now."""
     if self.value != self._written and jax.process_index() == 0:
       if self.value is None:
         self._path.unlink(missing_ok=True)
@@ -72,9 +72,9 @@ class BestRecord:
     self._written = self.value
 
   def take_back(self) -> None:
-    """Returns to the one that the file names, because the other one was not saved."""
+    """Goes back to the checkpoint that the file names, because the new best one was not saved."""
     self.value = self._written
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps that are never deleted: of the best one, and of that which the file names until then."""
+    """Returns the steps to keep: that of the best checkpoint, and that in the file as long as they differ."""
     return {best.step for best in (self.value, self._written) if best is not None}

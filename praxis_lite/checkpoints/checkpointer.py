@@ -4,19 +4,19 @@
                                    inputs     JSON, the state of the training input after the same step
                                    about      JSON, the true shape and dtype of each array, version, mesh
 
-A seal in each of the three says that they are of one save, and of this step: `seal.py`.
+Each of the three has a seal, which shows that they come from one save and from this step: see `seal.py`.
 
-Arrays are stored under their names, 'mdl_vars.lm.w' or 'opt_states.0.mu.lm.w', as nested dicts, so that reading them
-needs no class of an optimizer library. They have the padding of the mesh that saved them, zeros at the end; a
+Arrays are stored under their names, 'mdl_vars.lm.w' or 'opt_states.0.mu.lm.w', as nested dicts, so a reader needs no
+class of an optimizer library. They are stored with the padding of the mesh that saved them: zeros at the end. A
 restore compares the true shapes, and cuts or extends the padding to what its mesh needs.
 
     job_log_dir/best.json                     the best one by a metric: {"step", "metric", "mode", "value"}
 
-Orbax writes them in the background, into a folder that is renamed when it is complete. So what a killed run leaves
-behind is never taken for a checkpoint, and the next run removes it.
+Orbax writes them in the background, into a folder that is renamed when it is complete. So the unfinished save of a
+killed run is never mistaken for a checkpoint, and the next run removes it.
 
-Whatever is restored is verified: each chunk of an array has a checksum, and so have the index of the arrays and the
-JSON.
+Everything that is restored is verified: each chunk of an array has a checksum, and so do the index of the arrays and
+the JSON files.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from praxis_lite.trees import NestedDict, leaves_by_path, lookup, map_with_path,
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp
 
-# Bytes that a disk must have room for before a save begins.
+# Bytes that must be free on the disk before a save begins.
 _LEAST_ROOM = 1 << 14
-# What processes tell each other of a checkpoint that is not there any more.
+# What processes tell each other about a checkpoint that has been removed.
 _GONE = 'gone'
 
-# The step of a checkpoint; None is the newest.
+# The step of a checkpoint; None means the newest.
 Step = int | Literal['best'] | None
 
-# What happens where the newest checkpoint is damaged: the one before is used, or an error is raised.
+# What to do if the newest checkpoint is damaged: use the one before, or raise an error.
 OnDamage = Literal['previous', 'fail']
 
 T = TypeVar('T')
@@ -80,18 +80,18 @@ T = TypeVar('T')
 class Checkpointer:
   """The checkpoints of a run.
 
-  With several processes, each calls every method, and all see one file system.
+  With several processes, each calls every method, and all share one file system.
 
   Args:
     job_log_dir: the run's directory.
     max_to_keep: how many of the newest checkpoints are kept; None keeps all.
     keep_interval_steps: checkpoints at multiples of this step are never deleted; None disables it.
     read_only: never saves or deletes anything, for reading while another process trains.
-    on_damage: 'previous': where the newest checkpoint is damaged, the one before is read, and the folder of the damaged
-      one is renamed, unless this is `read_only`. 'fail': an error is raised.
+    on_damage: 'previous': if the newest checkpoint is damaged, the one before it is read, and the folder of the damaged
+      one is renamed, unless `read_only`. 'fail': an error is raised.
 
   Attributes:
-    notes: a line for each checkpoint that was found damaged, and not used.
+    notes: a line for each damaged checkpoint that was skipped.
 
   Raises:
     ConfigError: a number is not positive.
@@ -146,28 +146,28 @@ class Checkpointer:
     input_state: dict[str, Any] | None,
     progress: dict[str, Any] | None = None,
   ) -> bool:
-    """Copies the arrays to the host, and then saves in the background; the state may be donated when this returns.
+    """Copies the arrays to the host, then saves in the background; the state may be donated when this returns.
 
-    Where the state has a `StreamedArray`, its parts are read while they are written.
+    The parts of a `StreamedArray` in the state are read while they are written.
 
-    Returns False if there is a checkpoint of this step already. After an error the next save begins anew; what was
-    complete before stays. A save that fails in one process fails in all.
+    Returns False if a checkpoint of this step exists already. After an error the next save starts afresh, and the
+    checkpoints that were complete stay. A save that fails in one process fails in all.
 
     Args:
       step, state, true_shapes: the padded state on the mesh, its step, and its shapes and dtypes without padding.
       input_state: `get_state()` of the training input after the batch of this step.
-      progress: what else decides how the run goes on, for JSON.
+      progress: whatever else is needed to resume the run, as values for JSON.
 
     Raises:
       CheckpointError: this save, or the one before, failed.
-      PartedError: this save failed in this process alone.
+      PartedError: this save failed only in this process.
     """
     ocp = orbax_checkpoint()
     self.wait_until_complete()
     with self._saving():
       if self._is_broken:
         self._remove_incomplete()
-        self._retention.wait()  # There may be no room beside it.
+        self._retention.wait()  # The disk may have no room for both.
       if failed := join_by_host(gather_texts(self._reason_against_files())):
         raise CheckpointError(failed)
       if self._is_broken:
@@ -185,10 +185,10 @@ class Checkpointer:
       self._being_saved.append(step)
       if self._barrier is not None:
         self._barrier.begin()
-      return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps are saved.
+      return bool(self._manager.save(step, args=items, force=True))  # force: the caller decides which steps to save.
 
   def wait(self) -> None:
-    """Waits until all saves are on disk, and others removed; raises CheckpointError if saving failed."""
+    """Waits until all saves are on disk and old checkpoints are removed; raises CheckpointError if saving failed."""
     self.wait_until_complete()
     self._retention.wait()
 
@@ -206,31 +206,31 @@ class Checkpointer:
     return [(step, folder) for step, folder in folders if folder.exists()]
 
   def wait_until_complete(self) -> None:
-    """Waits until all saves are on disk, and begins to remove others; raises CheckpointError if saving failed."""
+    """Waits until all saves are on disk, and starts to remove old ones; raises CheckpointError if saving failed."""
     if not self._is_broken:
       with self._saving():
         self._manager.wait_until_finished()
-    with contextlib.suppress(OSError):  # It is kept all the same, and recorded after the next save.
+    with contextlib.suppress(OSError):  # The checkpoint is kept all the same, and the next save writes the file again.
       self._best.write()
     if self._being_saved and not self._read_only and jax.process_index() == 0:
       self._retention.start(self.kept_steps())
 
   def best(self) -> BestCheckpoint | None:
-    """Returns what `keep_best` was called with last, by an earlier process too; None if there is no such checkpoint."""
+    """Returns the last argument of `keep_best`, also one of an earlier process; None if that checkpoint is gone."""
     return self._best.value
 
   def keep_best(self, best: BestCheckpoint | None) -> None:
-    """Keeps a checkpoint, of which a save has begun, until another one is better. None keeps none any more."""
+    """Protects a checkpoint, whose save has at least begun, as the best one. None stops protecting any checkpoint."""
     self._best.value = best
     if best is None or not self._manager.is_saving_in_progress():
       self._best.write()
 
   def kept_steps(self) -> set[int]:
-    """Returns the steps of checkpoints that are never deleted because they are the best."""
+    """Returns the steps of the checkpoints that are never deleted because they are the best."""
     return self._best.kept_steps()
 
   def close(self) -> None:
-    """Waits as `wait` does, and ends all threads."""
+    """Waits like `wait`, then ends all threads."""
     try:
       self.wait()
     finally:
@@ -242,13 +242,13 @@ class Checkpointer:
     return max(self.all_steps(), default=None)
 
   def all_steps(self) -> list[int]:
-    """Returns the steps of all complete checkpoints, in order, but for those that were found damaged."""
+    """Returns the steps of all complete checkpoints, in order, without those that were found damaged."""
     return [step for step in steps_in(self.directory) if step not in self._damaged]
 
   def existing_step(self, step: Step = None, remedy: str = 'train first, with the same --job_log_dir') -> int:
     """Returns the number of a step, by default the newest; raises CheckpointError if there is no such checkpoint.
 
-    `remedy` is what the error says where there is none at all.
+    `remedy` is what the error advises if the run has no checkpoints.
     """
     steps = self.all_steps()
     if not steps:
@@ -274,12 +274,13 @@ class Checkpointer:
         `opt_states`.
       true_shapes: the shapes without padding; fields that are None in `shapes` are ignored.
       step: step of the checkpoint, or 'best'; None restores the newest.
-      weights: declarations of the model's variables. With them, stacks of layers that the checkpoint groups otherwise,
-        as a pipeline of another `circular_repeat` does, are restored too; one at a time is then in memory twice.
+      weights: declarations of the model's variables. They are needed to restore stacks of layers that the checkpoint
+        groups differently, such as those of a pipeline with another `circular_repeat`. One such stack at a time is
+        then in memory twice.
 
     Raises:
       CheckpointError: there is no such checkpoint, or it cannot be read.
-      DamagedError: it is damaged, and named by `step`, or the only one, or `on_damage` is 'fail'.
+      DamagedError: it is damaged, and `step` names it, or it is the only one, or `on_damage` is 'fail'.
       OtherModelError: it is of another model.
     """
     names = [f.name for f in dataclasses.fields(TrainState) if getattr(shapes, f.name) is None]
@@ -299,8 +300,8 @@ class Checkpointer:
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
     """Restores some arrays by their names, cut or extended by zeros to `shapes`, in their dtypes and shardings.
 
-    `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as those in the checkpoint; otherwise as
-    `restore`, but shapes are not compared.
+    `shapes` are nested dicts of `jax.ShapeDtypeStruct`s of the same ranks as the arrays in the checkpoint. Otherwise
+    this works like `restore`, but does not compare shapes.
     """
     ocp, step = orbax_checkpoint(), self.existing_step(step)
     data_shapes = jax.tree.map(data_shape, shapes)
@@ -318,12 +319,12 @@ class Checkpointer:
     return map_with_path(lambda path, shape: from_data(shape, lookup(arrays, path)), shapes)
 
   def streamed_variables(self, shapes: NestedDict, *, use_ema: bool, step: Step = None) -> NestedDict:
-    """Returns the model's variables as arrays that are read in parts when they are needed, in the dtypes of the file.
+    """Returns the model's variables as arrays whose parts are read when they are needed, in the stored dtypes.
 
     Args:
-      shapes: the true shapes of all of them.
-      use_ema: take the moving averages where there are some.
-      step: as for `restore`. It is not removed before this is closed.
+      shapes: the true shapes of all variables.
+      use_ema: take the moving averages of the variables that have one.
+      step: as for `restore`. The checkpoint is not removed before this checkpointer is closed.
 
     Raises:
       CheckpointError: there is no such checkpoint, it is of another model, or it cannot be read.
@@ -341,7 +342,7 @@ class Checkpointer:
     return map_with_path(lambda path, _: arrays[names[path]], shapes)
 
   def has_variables_alone(self, step: int | None = None) -> bool:
-    """Whether a checkpoint was saved without the state of an optimizer, as imported ones are."""
+    """Whether a checkpoint was saved without the state of an optimizer, like imported ones."""
     return bool(self.about(step).get('variables_alone'))
 
   def input_state(self, step: Step = None) -> dict[str, Any] | None:
@@ -358,7 +359,7 @@ class Checkpointer:
     return self._of_whole_step(of_one_save, step)
 
   def progress(self, step: Step = None) -> dict[str, Any] | None:
-    """Returns what `save` was given as such; None of checkpoints of earlier versions, and of imported ones."""
+    """Returns the `progress` given to `save`; None for imported checkpoints and those of earlier versions."""
     return self._read_json(step, 'about').get('progress')
 
   def folder(self, step: int) -> str:
@@ -366,11 +367,11 @@ class Checkpointer:
     return os.path.join(self.directory, str(step))
 
   def _of_whole_step(self, read: Callable[[int], T], step: Step) -> T:
-    """Returns what is read of a step; where that is the newest one and damaged, of the one before, by `on_damage`.
+    """Returns what `read` returns for a step. If the newest is damaged, `on_damage` decides if the one before is read.
 
-    With several processes, each calls this, and what one of them finds damaged is damaged for all.
+    With several processes, each calls this. If one of them finds the checkpoint damaged, all take it as damaged.
     """
-    if self._being_saved:  # By this process: what it saved last is the newest.
+    if self._being_saved:  # By this process: its last save is the newest checkpoint.
       self.wait_until_complete()
     while True:
       number, error, said = self.existing_step(step), None, ''
@@ -378,7 +379,7 @@ class Checkpointer:
         with being_read(self.folder(number)):
           out = read(number)
       except (DamagedError, RemovedError) as caught:
-        # Who trains may have removed it before it was locked, or where there are no locks.
+        # The training process may have removed it before it was locked, or the file system has no locks.
         is_gone = step is None and number not in steps_in(self.directory)
         error, said = caught, _GONE if is_gone else str(caught).partition('; ')[0]
       of_all = gather_texts(said)
@@ -393,7 +394,7 @@ class Checkpointer:
       self._leave_out(number, damage)
 
   def _leave_out(self, step: int, damage: str) -> None:
-    """Leaves a damaged step out of `all_steps`; of those that may write, the first process renames its folder."""
+    """Leaves a damaged step out of `all_steps`; unless this is read-only, the first process renames its folder."""
     aside = ''
     if not self._read_only:
       if jax.process_index() == 0:
@@ -418,13 +419,13 @@ class Checkpointer:
       raise unreadable(self.folder(step), error) from error
 
   def _reason_against_files(self) -> str:
-    """Returns why this process cannot make files; '' if it can.
+    """Returns why this process cannot create files; '' if it can.
 
-    Where Orbax finds that, some of its threads wait for others, and end after minutes.
+    If Orbax hits that error itself, some of its threads wait for others until they time out after minutes.
     """
     try:
       with contextlib.suppress(FileExistsError):
-        os.mkdir(self.directory)  # And not the directory of the run, which is there unless its disk went away.
+        os.mkdir(self.directory)  # Without parents: the directory of the run exists unless its disk went away.
       with tempfile.TemporaryFile(dir=self.directory) as file:
         file.write(bytes(_LEAST_ROOM))
       return ''
@@ -432,12 +433,12 @@ class Checkpointer:
       return first_line(error)
 
   def _remove_incomplete(self) -> None:
-    """Begins to remove what is left of saves that have failed, or been killed."""
+    """Starts to remove the remains of saves that failed or were killed."""
     if not self._read_only and jax.process_index() == 0:
       self._retention.start_with_incomplete()
 
   def _mend(self) -> None:
-    """Replaces Orbax's manager, which does not go on after an error."""
+    """Replaces Orbax's manager, which cannot be used after an error."""
     with contextlib.suppress(Exception):
       self._manager.close()
     self._manager = self._opened()
@@ -453,19 +454,19 @@ class Checkpointer:
       self._best.take_back()
       if jax.process_count() == 1:
         with contextlib.suppress(Exception):
-          self._mend()  # To read; what it does to the folder in the background may fail, so the next save mends again.
+          self._mend()  # For reading. Its background work on the folder may fail, so the next save mends again.
       self._is_broken = True
       why = str(error) if isinstance(error, CheckpointError) else first_line(error)
       raise raised(f'saving a checkpoint in {self.directory} failed: {why}') from error
 
 
 def saved_steps(job_log_dir: str | os.PathLike[str]) -> list[int]:
-  """Returns the steps of the complete checkpoints of a run, in order, from the names of their folders alone."""
+  """Returns the steps of the complete checkpoints of a run, in order. Reads only the names of their folders."""
   return steps_in(Path(job_log_dir, CHECKPOINTS))
 
 
 def _barrier() -> SaveBarrier | None:
-  """Returns how processes wait for each other; None if this one is alone."""
+  """Returns how processes wait for each other; None if there is only this one."""
   if jax.process_count() == 1:
     return None
   client = unless_unknown('a save that fails on one host is not noticed by others', service_client, None)
@@ -473,7 +474,7 @@ def _barrier() -> SaveBarrier | None:
 
 
 def _about(state: TrainState, true_shapes: TrainState) -> dict[str, Any]:
-  sharding = getattr(state.step, 'sharding', None)  # None: not from a mesh.
+  sharding = getattr(state.step, 'sharding', None)  # None: the state is not on a mesh.
   mesh = getattr(sharding, 'mesh', None)
   return {
     'praxis_lite': metadata.version('praxis_lite'),
@@ -501,10 +502,10 @@ def restore_variables(
   """Restores what evaluation and decoding need, on the mesh: the model's variables, padded, and the step.
 
   Args:
-    layout: that of the task's state on the mesh to restore onto, which need not be the one it was trained on.
+    layout: the layout of the task's state on the mesh to restore onto, which may differ from the one it was trained on.
     use_ema: use the moving averages if the learner keeps them.
     step: step of the checkpoint, or 'best'; None restores the newest.
-    weights: as of `Checkpointer.restore`.
+    weights: as in `Checkpointer.restore`.
 
   Raises:
     CheckpointError: there is no checkpoint, or it is of another model.

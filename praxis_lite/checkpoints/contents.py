@@ -17,14 +17,14 @@ from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
-_FORMAT = 2  # That of 1 had no checksums.
+_FORMAT = 2  # Format 1 had no checksums.
 
 
 class OtherModelError(CheckpointError):
-  """A checkpoint has other arrays than the task.
+  """A checkpoint does not have the arrays of the task.
 
   Attributes:
-    difference: which arrays differ, and of which checkpoint.
+    difference: which arrays differ, and which checkpoint was compared.
     only_learner: whether the variables of the model are the same.
   """
 
@@ -35,13 +35,13 @@ class OtherModelError(CheckpointError):
 
 
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
-  """Returns a record for JSON with its format and a checksum of it all."""
+  """Returns a record for JSON with its format and a checksum of the whole record."""
   record = {**record, 'format': _FORMAT}
   return {**record, 'checksum': _checksum(record)}
 
 
 def unsealed(record: dict[str, Any], what: str) -> dict[str, Any]:
-  """Returns a record without its checksum; raises ValueError if that is not the one that `sealed` has given it."""
+  """Returns a record without its checksum; raises ValueError if the checksum does not match."""
   content = {name: value for name, value in record.items() if name != 'checksum'}
   if record.get('checksum') != _checksum(content):
     raise ValueError(f'the checksum of {what} differs')
@@ -49,7 +49,7 @@ def unsealed(record: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def read_record(folder: Path, item: str) -> dict[str, Any]:
-  """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Those of the first format have no checksum.
+  """Returns a record of the checkpoint in `folder`: 'about' or 'inputs'. Records of format 1 have no checksum.
 
   Raises:
     DamagedError: it is not what was written.
@@ -62,7 +62,7 @@ def read_record(folder: Path, item: str) -> dict[str, Any]:
 
 
 def parse_record(data: bytes, item: str) -> dict[str, Any]:
-  """Returns what the file of a record says; raises ValueError or AttributeError if it is not what was written."""
+  """Returns the parsed file of a record; raises ValueError or AttributeError if it is not what was written."""
   record = parse_json(data)
   is_old = 'checksum' not in record and record.get('format', 1) == 1
   content = record if is_old else unsealed(record, item)
@@ -71,7 +71,7 @@ def parse_record(data: bytes, item: str) -> dict[str, Any]:
 
 
 def _check_content(record: dict[str, Any], item: str) -> None:
-  """Raises ValueError unless a record has what is read of it: a checksum says nothing of who wrote it."""
+  """Raises ValueError if a record lacks what readers need: a checksum does not show who wrote it."""
   if item == 'inputs' and 'input_state' not in record:
     raise ValueError('it has no input_state')
   if item != 'about':
@@ -98,12 +98,12 @@ def _is_dtype(name: object) -> bool:
 
 
 def _checksum(record: dict[str, Any]) -> str:
-  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # Keys become what they are when they are read.
+  text = json.dumps(json.loads(json.dumps(record)), sort_keys=True)  # The same keys as after reading: strings.
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def to_nested_dict(tree: object) -> NestedDict:
-  """Returns the leaves of any tree in nested dicts, by their paths."""
+  """Returns the leaves of any tree as nested dicts, by their paths."""
   nested: NestedDict = {}
   for path, leaf in leaves_by_path(tree).items():
     nested = inserted(nested, path, leaf)
@@ -119,13 +119,13 @@ def records_of(shapes: object) -> dict[str, Record]:
 
 
 def check_same_model(saved: dict[str, Record], wanted: dict[str, Record], where: str) -> None:
-  """Checks that a checkpoint has the arrays to restore, from the records of true shapes in it and of those wanted.
+  """Checks that a checkpoint has the arrays to restore, by comparing the records of the true shapes.
 
   Parts of the state (`mdl_vars`, `opt_states`, `ema_vars`) that are not restored are not compared. Float dtypes may
   differ: the values are cast.
 
   Raises:
-    OtherModelError: an array is missing, unexpected, or of another shape or kind; the message names the first ones.
+    OtherModelError: an array is missing, unexpected, or has another shape or kind; the message names the first ones.
   """
   parts = {name.partition('.')[0] for name in wanted}
   saved = {name: record for name, record in saved.items() if name.partition('.')[0] in parts}
@@ -152,7 +152,7 @@ def _difference(saved: Record | None, wanted: Record | None) -> str:
 
 
 def castable(*dtypes: str) -> bool:
-  """Whether the values of an array of one dtype may become those of the other."""
+  """Whether values of one dtype may be cast to the other."""
   if dtypes[0] == dtypes[1]:
     return True
   return all(not dtype.startswith('key<') and jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in dtypes)

@@ -1,17 +1,17 @@
-"""Emergency copies: the state of a run in a folder of each host, every few steps, beside its checkpoints.
+"""Emergency copies: the state of a run, written every few steps to a folder of each host, in addition to checkpoints.
 
     <directory>/praxis_lite-<user>/<run>/<lineage>/<step>.<process>     in each of the directories
     job_log_dir/emergency_copies.json                                   {"lineage": 2715493}
 
-A copy is one file of each process: a line of JSON, sealed by a checksum, and the bytes of the process's shards, each
-with a checksum too. It is renamed when it is complete. Nothing is flushed to the disk: what the end of a process leaves
-is whole, and what the end of a machine leaves is found to be damaged, or gone.
+A copy has one file per process: a line of JSON, sealed by a checksum, and the bytes of the process's shards, each with
+a checksum too. The file is renamed when it is complete. Nothing is flushed to the disk: a copy survives if the process
+dies, but may be damaged or lost if the machine does, and the checksums show that.
 
-Before a copy begins, all processes agree on whether the one before is whole everywhere; only then older ones are
-removed. So there is always one that is whole on all hosts, and a host has at most two.
+Before a copy begins, all processes agree on whether the previous one is complete everywhere. Only then are older ones
+removed. So one copy is always complete on all hosts, and a host has at most two.
 
-A copy belongs to a lineage. That of a run which has gone back to an earlier checkpoint, or whose job_log_dir was
-deleted, is another one, and its copies are never read.
+A copy belongs to a lineage. If a run goes back to an earlier checkpoint, or its job_log_dir is deleted, a new lineage
+begins, and the copies of the old one are never read.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Index = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a glob
 _LINEAGE = 'emergency_copies.json'
 _INCOMPLETE = '.incomplete'
 _FIELD = 'task.train.emergency_copies'
-# What reading a file of anything may raise.
+# What may be raised by reading a file that anyone may have written.
 _NO_COPY = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
 class _Shard(NamedTuple):
-  """A part of an array in the file of a copy; `at` is its offset there."""
+  """A part of an array in the file of a copy; `at` is its offset in the file."""
 
   name: str
   bounds: Index
@@ -79,20 +79,20 @@ class _Shard(NamedTuple):
 
 
 class EmergencyCopy:
-  """The part of a copy that this process wrote; it is verified.
+  """This process's part of a copy, verified.
 
   Args:
-    file: where it is.
+    file: its path.
 
   Attributes:
     step: of the state.
-    input_state: that of the training input after the batch of this step.
-    metrics: lines of metrics until this step that were not on the disk.
-    record: what else is recorded: 'mesh', 'processes', 'variables', 'checkpoint'.
-    save: text that the parts of all processes of one copy have in common.
+    input_state: the state of the training input after the batch of this step.
+    metrics: lines of metrics up to this step that could not be written to the disk.
+    record: the rest of its record: 'mesh', 'processes', 'variables', 'checkpoint'.
+    save: what the parts of one copy have in common in all processes, as text.
 
   Raises:
-    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: it is not what was written.
+    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError: the file is not what was written.
   """
 
   def __init__(self, file: Path):
@@ -112,14 +112,14 @@ class EmergencyCopy:
         at += shard.nbytes
 
   def has(self, name: str, index: Index) -> bool:
-    """Whether a part of an array is in it."""
+    """Whether this contains a part of an array."""
     return (name, index) in self._shards
 
   def restore(self, shapes: TrainState) -> TrainState:
-    """Returns the state, in the padded `shapes` and shardings that it was copied from.
+    """Returns the state, with the padded `shapes` and shardings that it was copied from.
 
     Raises:
-      CheckpointError: it has changed since it was verified.
+      CheckpointError: the file has changed since it was verified.
     """
 
     def restore_array(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -138,10 +138,10 @@ class EmergencyCopies:
   """The emergency copies of a run. With several processes, each calls every method.
 
   Args:
-    job_log_dir: the run's directory, which all processes see.
+    job_log_dir: the run's directory, which all processes share.
     directories: folders of this host. If there are none, no copies are made, and the methods do nothing.
     shapes: padded shapes of the state, with shardings.
-    true_shapes: the same without padding.
+    true_shapes: the shapes without padding.
 
   Raises:
     UserError: one of the folders cannot be used, or is too small for two copies.
@@ -174,13 +174,13 @@ class EmergencyCopies:
           remove_all(other)
     self._job_log_dir = KnownFolder(job_log_dir) if directories else None
     self._writing: threading.Thread | None = None
-    self._step, self._error, self._told = 0, '', ''  # Of the last copy: why it failed here; what was said of it.
+    self._step, self._error, self._told = 0, '', ''  # Last copy: step, its error in this process, what was reported.
 
   def newest(self, checkpoint: int) -> tuple[EmergencyCopy | None, str]:
-    """Returns the newest copy that all processes have whole, and why those that are newer are not used, or ''.
+    """Returns the newest copy that is complete in all processes, and why newer ones are not used, or ''.
 
-    Only what is newer than the newest checkpoint, of the step `checkpoint` (0: there is none), is looked at. All others
-    are removed.
+    Only copies newer than the newest checkpoint, of step `checkpoint` (0: there is no checkpoint), are considered. All
+    others are removed.
     """
     copies: dict[int, EmergencyCopy] = {}
     unfit: list[str] = []
@@ -203,7 +203,7 @@ class EmergencyCopies:
     told = gather_texts(' '.join(f'{step}:{copy.save}' for step, copy in copies.items()))
     whole = [{int(step): save for step, _, save in (word.partition(':') for word in of.split())} for of in told]
     newest = max((step for of in whole for step in of), default=0)
-    # Parts that processes have of one step are of one copy if they were made of the same save.
+    # The parts of a step in different processes belong to one copy if they come from the same save.
     step = max((step for step in whole[0] if all(of.get(step) == whole[0][step] for of in whole)), default=0)
     why = gather_texts('; '.join(dict.fromkeys(unfit)))
     if newest > step:
@@ -223,23 +223,23 @@ class EmergencyCopies:
     metrics: Sequence[dict[str, Any]] = (),
     progress: dict[str, Any] | None = None,
   ) -> str:
-    """Copies the arrays to the host, and writes them in the background; the state may be donated when this returns.
+    """Copies the arrays to the host, then writes them in the background; the state may be donated when this returns.
 
     Args:
       step, state: the padded state on the mesh, and its step.
       input_state: `get_state()` of the training input after the batch of this step.
       checkpoint: step of the newest checkpoint; 0 if there is none.
-      metrics: lines of metrics that are not on the disk.
-      progress: see `Checkpointer.save`.
+      metrics: lines of metrics that could not be written to the disk.
+      progress: as in `Checkpointer.save`.
 
     Returns:
-      A line to print if the copy before failed, or is the first that did not fail after others; '' otherwise.
+      A line to print if the previous copy failed, or is the first to succeed after a failure; otherwise ''.
     """
     if not self._folders:
       return ''
     said = self.settle()
     if self._process == 0 and self._job_log_dir is not None and not self._lineage_file.exists():
-      with contextlib.suppress(OSError):  # A restart will not know the copies. The next one tries again.
+      with contextlib.suppress(OSError):  # Without this file a restart does not find the copies; the next one retries.
         self._job_log_dir.replace_file(_LINEAGE, json.dumps({'lineage': self._lineage}) + '\n')
     of_run = {'step': step, 'checkpoint': checkpoint, 'input_state': input_state, 'metrics': list(metrics)}
     of_run['progress'] = progress
@@ -250,8 +250,10 @@ class EmergencyCopies:
     return said
 
   def settle(self) -> str:
-    """Waits until all processes have written the last copy, and removes those before it, or what is left of it if it
-    has failed. Returns a line to print, or ''."""
+    """Waits until all processes have written the last copy, then removes older ones; if it failed, removes its remains.
+
+    Returns a line to print, or ''.
+    """
     if self._writing is None:
       return ''
     self.close()
@@ -271,7 +273,7 @@ class EmergencyCopies:
       remove_all(home)
 
   def close(self) -> None:
-    """Waits until this process has written what it began to write."""
+    """Waits until this process has finished writing."""
     if self._writing is not None:
       self._writing.join()
       self._writing = None
@@ -280,7 +282,7 @@ class EmergencyCopies:
     return file.name == f'{step}.{self._process}'
 
   def _reason_against(self, copy: EmergencyCopy, checkpoint: int) -> str:
-    """Returns why the run cannot go on from a copy that is whole; '' if it can."""
+    """Returns why the run cannot be resumed from a complete copy; '' if it can."""
     if copy.record['checkpoint'] > checkpoint:
       return (
         f'there was a checkpoint of step {copy.record["checkpoint"]} before that of step {copy.step}, and it is gone'
@@ -294,7 +296,7 @@ class EmergencyCopies:
     return ''
 
   def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
-    """Removes the files of some steps, of other processes too: one may have left its files when it changed its host."""
+    """Removes the files of some steps, also those of other processes: a process may have moved from this host."""
     for folder in self._folders:
       for step, file in _files(folder):
         if is_unwanted(step):
@@ -302,7 +304,7 @@ class EmergencyCopies:
             file.unlink()
 
   def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Index, np.ndarray]]) -> None:
-    """Writes a copy to all directories. It is enough if one of them takes it."""
+    """Writes a copy to all directories; it is enough if one succeeds."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
     header = json.dumps(sealed({**record, 'shards': described})).encode() + b'\n'
     errors = []
@@ -323,12 +325,12 @@ class EmergencyCopies:
 
 
 def forget_copies(job_log_dir: str | os.PathLike[str]) -> None:
-  """Begins a new lineage, which ignores the existing copies. One process of a run calls this."""
+  """Begins a new lineage, so that existing copies are ignored. Only one process of a run calls this."""
   Path(job_log_dir, _LINEAGE).unlink(missing_ok=True)
 
 
 def _lineage_in(file: Path) -> int:
-  """Returns the lineage that the first process reads in a file; a new one if the file has none."""
+  """Returns the lineage that the first process reads from a file; a new one if the file has none."""
   lineage = secrets.randbits(31)
   if jax.process_index() == 0:
     with contextlib.suppress(*_NO_COPY):
@@ -345,7 +347,7 @@ def _user_folder() -> str:
 
 
 def _make(folder: Path, num_bytes: int) -> None:
-  """Makes the folder of a lineage, which nobody else may write to, on a disk of at least `num_bytes`."""
+  """Creates the folder of a lineage, which only this user can write to, on a disk of at least `num_bytes`."""
   of_user = folder.parent.parent
   try:
     of_user.mkdir(mode=0o700, exist_ok=True)
@@ -364,14 +366,14 @@ def _make(folder: Path, num_bytes: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path]]:
-  """Yields (step, file) of all copies in a folder, those that are not complete included."""
+  """Yields (step, file) of all copies in a folder, including incomplete ones."""
   for file in folder.glob('*.*'):
     if (step := file.name.partition('.')[0]).isdecimal():
       yield int(step), file
 
 
-def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Index]]:
-  """Yields (name, index) of each part of the state that this process has; equal parts are yielded once."""
+def _needed(shapes: TrainState) -> Iterator[tuple[str, Index]]:
+  """Yields (name, index) of each part of the state that this process holds; replicas are yielded once."""
   for path, shape in leaves_by_path(shapes).items():
     data = data_shape(shape)
     indices = data.sharding.addressable_devices_indices_map(data.shape).values()
@@ -384,7 +386,7 @@ def _num_bytes(shapes: TrainState) -> int:
 
 
 def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:
-  """Returns copies of the parts of the arrays that this process has; of equal parts, one."""
+  """Returns copies of the parts of the arrays that this process holds, one for all replicas of a part."""
   shards: dict[tuple[str, Index], jax.Array] = {}
   for path, leaf in leaves_by_path(state).items():
     array = as_data(leaf)

@@ -8,16 +8,16 @@ import jax
 
 from praxis_lite.errors import CheckpointError
 
-# What an error of TensorStore begins with that says nothing about the data.
+# Beginnings of those TensorStore errors that do not mean damaged data.
 _NOT_REACHED = ('PERMISSION_DENIED', 'UNAUTHENTICATED', 'RESOURCE_EXHAUSTED', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')
 
 
 class DamagedError(CheckpointError):
-  """A checkpoint is not what was written: a part of it is missing or changed."""
+  """A part of a checkpoint is missing or has changed since it was written."""
 
 
 class PartedError(CheckpointError):
-  """A save could not begin in this process, and the others wait for it: unlike after others, none can go on."""
+  """A save could not begin in this process while the others wait for it. Unlike after other errors, all must stop."""
 
 
 def unreadable(folder: object, error: Exception) -> CheckpointError:
@@ -30,10 +30,10 @@ def unreadable(folder: object, error: Exception) -> CheckpointError:
 
 
 def first_line(error: Exception) -> str:
-  """Returns the class and the first line of an error of Orbax or TensorStore, without the request."""
+  """Returns the class and the first line of an error of Orbax or TensorStore, without TensorStore's request."""
   lines = str(error).strip().splitlines()
   if not lines:
     return type(error).__name__
-  # TensorStore appends its request, thousands of characters of JSON.
+  # TensorStore appends its request: thousands of characters of JSON.
   message = re.split(r' \[tensorstore_spec|\. See full TensorStore', lines[0])[0]
   return f'{type(error).__name__}: {message}'

@@ -1,7 +1,7 @@
 """A folder of an object store, through fsspec: names of objects below a URL, and their bytes.
 
-Any scheme that fsspec knows will do, `s3://` and `gs://` with the packages s3fs and gcsfs. Objects appear complete or
-not at all. Whatever fails is a StoreError of one line: each of these packages has errors of its own.
+Any scheme that fsspec knows works: `s3://` and `gs://` need the packages s3fs and gcsfs. Objects appear complete or not
+at all. Each of these packages raises errors of its own; all of them become a StoreError of one line.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _READING = 'reading '
 
 
 class StoreError(CheckpointError):
-  """An object store cannot be reached, or does not take or give what it is asked for."""
+  """An object store cannot be reached, or refuses a request."""
 
 
 class FileSum(NamedTuple):
-  """What says whether a file is the same: its size in bytes, and its SHA-256 as `sha256sum` prints it."""
+  """What identifies the content of a file: its size in bytes, and its SHA-256 as `sha256sum` prints it."""
 
   size: int
   sha256: str
@@ -56,13 +56,13 @@ class ObjectStore:
 
   Args:
     url: such as 's3://bucket/runs/1'.
-    where: what has named it, for errors; '' if that is clear.
+    where: where the URL was given, for errors; '' if that is clear.
 
   Attributes:
-    url: without a slash at its end, and without a password.
+    url: without a trailing slash, and without a password.
 
   Raises:
-    ConfigError: it is no URL, its scheme is not known, or the package for it is not installed.
+    ConfigError: the URL is not valid, its scheme is unknown, or the package for it is not installed.
   """
 
   def __init__(self, url: str, where: str = ''):
@@ -101,7 +101,7 @@ class ObjectStore:
     self.remove(name)
 
   def names(self, folder: str) -> list[str]:
-    """Returns the names of what is directly in a folder, objects and folders, without the folder's."""
+    """Returns the names of the objects and folders directly in a folder, without the folder's own name."""
     with self._told(f'looking into {folder}'):
       self._fs.invalidate_cache()
       with contextlib.suppress(FileNotFoundError):
@@ -109,7 +109,7 @@ class ObjectStore:
     return []
 
   def sizes(self, folder: str = '') -> dict[str, int]:
-    """Returns the sizes of all objects below a folder, by their names below it."""
+    """Returns the sizes of all objects below a folder, by their names relative to it."""
     root = self._path(folder) + '/'
     found: dict[str, int] = {}
     with self._told(f'looking into {folder or self.url}'):
@@ -119,17 +119,17 @@ class ObjectStore:
     return {path[len(root) :]: size for path, size in found.items() if path.startswith(root) and path != root}
 
   def read(self, name: str) -> bytes:
-    """Returns the bytes of an object; raises DamagedError if there is none."""
+    """Returns the bytes of an object; raises DamagedError if it does not exist."""
     with self._told(f'{_READING}{name}'):
       return bytes(self._fs.cat_file(self._path(name)))
 
   def sum(self, name: str) -> FileSum:
-    """Reads an object, and returns its sum; raises DamagedError if there is none."""
+    """Reads an object and returns its sum; raises DamagedError if it does not exist."""
     with self._told(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
       return _sum_of(file)
 
   def get(self, name: str, path: Path) -> None:
-    """Copies an object to a local file; raises DamagedError if there is none."""
+    """Copies an object to a local file; raises DamagedError if it does not exist."""
     with self._told(f'{_READING}{name}'):
       path.parent.mkdir(parents=True, exist_ok=True)
       self._fs.get_file(self._path(name), str(path))
@@ -145,12 +145,12 @@ class ObjectStore:
         self._fs.pipe_file(path, data)
 
   def put(self, path: Path, name: str) -> None:
-    """Copies a local file that does not change to an object. One of a file system may be seen before it is complete."""
+    """Copies a local file, which must not change, to an object. In a file system, readers may see it half written."""
     with self._told(f'writing {name}'):
       self._fs.put_file(str(path), self._path(name))
 
   def remove(self, name: str) -> None:
-    """Removes an object, or all below a folder, if there is any."""
+    """Removes an object, or all objects below a folder, if any exist."""
     with self._told(f'removing {name}'), contextlib.suppress(FileNotFoundError):
       self._fs.invalidate_cache()
       self._fs.rm(self._path(name), recursive=True)
@@ -160,7 +160,7 @@ class ObjectStore:
 
   @contextlib.contextmanager
   def _told(self, what: str) -> Iterator[None]:
-    """Makes what a package raises an error of one line."""
+    """Turns whatever a package raises into an error of one line."""
     try:
       yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Orbax, imported when it is first needed, quiet, and with checksums."""
+"""Orbax: imported only when it is needed, with less logging, and with checksums."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from typing import Any
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import kind_of_other
 
-# Seconds until a folder that one host has made is seen by another, as on a network file system.
+# Seconds until a folder that one host has created is visible to another, as on a network file system.
 _TO_BE_SEEN = 10.0
 
 
 @functools.cache
 def orbax_checkpoint() -> ModuleType:
-  """Imports Orbax, which takes a second, and keeps what it logs off the console: its failures are exceptions as well.
+  """Imports Orbax, which takes a second, and keeps its log off the console: it raises its failures as exceptions too.
 
-  On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks, and its event loop
-  reports every read and write that returns, or is thrown away, after the first failure.
+  On a full disk it logs the same error from each of its threads, a thousand lines of tracebacks. Its event loop also
+  reports every read and write that finishes or is discarded after the first failure.
   """
   import orbax.checkpoint
   from orbax.checkpoint._src.futures import future
@@ -36,7 +36,7 @@ def orbax_checkpoint() -> ModuleType:
 
   folder = f'{os.sep}orbax{os.sep}'
   logging.getLogger('absl').addFilter(lambda record: folder not in record.pathname)
-  # asyncio names the coroutine whose exception was never retrieved, and its file, or what TensorStore was to open.
+  # asyncio names the coroutine whose exception was never retrieved, and its file, or what TensorStore tried to open.
   theirs = (folder, 'tensorstore')
   logging.getLogger('asyncio').addFilter(lambda record: not any(name in _text(record) for name in theirs))
   report = sys.unraisablehook
@@ -49,8 +49,8 @@ def orbax_checkpoint() -> ModuleType:
       report(unraisable)
 
   sys.unraisablehook = report_others
-  # Where a save fails before its folder is there, its threads wait for that folder for ten minutes, and the end of the
-  # process would wait for them. Whoever saves waits for what is to become complete: `Checkpointer.close`.
+  # If a save fails before its folder exists, its threads wait ten minutes for that folder, and the process could not
+  # end before. As daemons they do not keep it alive. Saves that will complete are awaited in `Checkpointer.close`.
   if waiting := getattr(future, '_SignalingThread', None):
     waiting.daemon = True
   _take_folders_literally()
@@ -62,10 +62,11 @@ def orbax_checkpoint() -> ModuleType:
 
 
 def _take_folders_literally() -> None:
-  """Makes Orbax's paths find what is in a folder by a pattern whatever the name of the folder.
+  """Makes the `glob` of Orbax's paths find the contents of a folder even if its name has special characters.
 
-  They join the two to one pattern. With brackets in its name, the folder is not found, and what the processes have
-  written is never merged: saved without an error, and lost. With other names, another folder is.
+  Orbax joins the folder and the pattern into one pattern. If the folder's name has brackets, the folder is not found,
+  and what the processes have written is never merged: the save is lost without an error. If it has other special
+  characters, a different folder may match.
   """
   from etils import epath
 
@@ -82,10 +83,10 @@ def _take_folders_literally() -> None:
 
 
 def _make_folders_of_metadata() -> None:
-  """Lets each process make the folder for what it says of its arrays, in that of the checkpoint, which is there.
+  """Lets each process create the folder for its array metadata, in the checkpoint's folder, which exists.
 
-  Orbax lets the others wait for ten minutes until the first one has made it. Where the run was moved since, they would
-  do so in vain.
+  In Orbax the other processes wait up to ten minutes until the first one has created it. If the run has been moved in
+  the meantime, they would wait in vain.
   """
   import jax
   from orbax.checkpoint._src.metadata import array_metadata_store
@@ -98,9 +99,9 @@ def _make_folders_of_metadata() -> None:
 
 
 def _read_nothing_but_files() -> None:
-  """Makes Orbax's paths refuse what is no file in the place of one: a named pipe would be waited for without end.
+  """Makes Orbax's paths refuse to read anything but a regular file: a read from a named pipe would never return.
 
-  Orbax reads what each checkpoint says of its time as soon as it is shown their folder.
+  Orbax reads the timestamps of all checkpoints as soon as it gets the path of their folder.
   """
   from etils import epath
 
@@ -116,7 +117,7 @@ def _read_nothing_but_files() -> None:
 
 
 def _make_below(folder: Path, seconds: float) -> None:
-  """Makes a folder in another one, which it awaits for some time; raises OSError if it cannot be made."""
+  """Creates a folder in another one, for which it waits some time; raises OSError if that fails."""
   end = time.monotonic() + seconds
   while True:
     try:
@@ -128,7 +129,7 @@ def _make_below(folder: Path, seconds: float) -> None:
 
 
 def check_folder_is_found(folder: str) -> None:
-  """Raises CheckpointError if Orbax would not find again what it writes into a folder, which exists."""
+  """Raises CheckpointError if Orbax could not find what it writes into `folder`, which exists."""
   from etils import epath
 
   above, name = os.path.split(folder)
@@ -140,7 +141,7 @@ def check_folder_is_found(folder: str) -> None:
 
 
 def _text(record: logging.LogRecord) -> str:
-  """Returns what a record says, with the files that its exception has passed through."""
+  """Returns the message of a log record, with the files in the traceback of its exception."""
   error = record.exc_info[1] if record.exc_info else None
   return record.getMessage() + (''.join(traceback.format_exception(error)) if error else '')
 
@@ -149,11 +150,11 @@ _CRC = {'name': 'crc32c'}
 
 
 def with_checksums(spec: dict[str, Any]) -> dict[str, Any]:
-  """Returns the TensorStore spec of an array to write, with a checksum of each chunk if the array is of Zarr 3.
+  """Returns the TensorStore spec of an array to write, with a checksum of each chunk if the array is in Zarr 3.
 
-  Every reader of the format verifies it, for the chunks that it reads. It is that of Zstandard, an XXH64 of the values,
-  which takes a quarter of the time of a CRC-32C of the file; where chunks are not compressed, it is the latter. Orbax
-  has an option for neither. It would also make each chunk a shard with an index of one entry, which is left out here.
+  Every reader of the format verifies the checksums of the chunks that it reads. For compressed chunks it is Zstandard's
+  own, an XXH64 of the values, which takes a quarter of the time of a CRC-32C of the file; other chunks get a CRC-32C.
+  Orbax has an option for neither. Orbax also makes each chunk a shard with an index of one entry; that is removed here.
   """
   if spec['driver'] == 'cast':
     return {**spec, 'base': with_checksums(spec['base'])}

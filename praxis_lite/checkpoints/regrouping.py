@@ -1,10 +1,10 @@
-"""Stacks of layers that a checkpoint groups otherwise than the model does: pipelines of another `circular_repeat`.
+"""Stacks of layers that a checkpoint groups differently from the model: pipelines with another `circular_repeat`.
 
     a scan, or circular_repeat = 1     mdl_vars.w [layers, ...]          opt_states.repeated_6.mu.w [layers, ...]
     circular_repeat = R                mdl_vars.w [R, layers / R, ...]   opt_states.repeated_2_3.mu.w
 
-Layers come in the same order in all of them, so that each array is a reshape of the one that is wanted. Optimizers that
-update each layer alone have the sizes of the stack in the names of their states; see `learning/optimizer.py`.
+The order of the layers is always the same, so each array is a reshape of the wanted one. Optimizers that update each
+layer separately have the sizes of the stack in the names of their states; see `learning/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
 
 
 class _Source(NamedTuple):
-  """Where an array is found in the checkpoint.
+  """Where the checkpoint has an array.
 
   Attributes:
-    name, shape: there.
-    stack_here, stack_there: how many leading dimensions are those of the stack; 0: it belongs to none.
+    name, shape: in the checkpoint.
+    stack_here, stack_there: how many leading dimensions index the layers of its stack, in the state and in the
+      checkpoint; 0 if it is in no stack.
   """
 
   name: str
@@ -42,15 +43,15 @@ class _Source(NamedTuple):
 
 
 class Regrouping:
-  """What is read of a checkpoint for the arrays of a train state, and how these are made of it.
+  """What to read from a checkpoint for the arrays of a train state, and how to convert it to them.
 
   Args:
     saved: shape and dtype of each array of the checkpoint by name, without padding.
-    wanted: the same of each array of the train state.
-    weights: the declarations of the model's variables, which say what is a stack of layers.
+    wanted: shape and dtype of each array of the train state.
+    weights: the declarations of the model's variables, which show what is a stack of layers.
 
   Attributes:
-    records: those of the checkpoint, as if its stacks were grouped like those of the train state.
+    records: shape and dtype of each array of the checkpoint, as if its stacks were grouped like the train state's.
   """
 
   def __init__(self, saved: dict[str, Record], wanted: dict[str, Record], weights: NestedDict):
@@ -67,14 +68,14 @@ class Regrouping:
     groups = {match[0] for source in self._sources.values() if (match := _GROUP.match(source.name))}
     read = {source.name for source in self._sources.values()}
     tails = set(map(_tail, wanted))
-    # What a group keeps once, such as a count, is in each: one of them is read.
+    # Each group has its own copy of shared values, such as a count. One of them is read.
     read |= {n for n in saved if n not in wanted and _tail(n) in tails and (m := _GROUP.match(n)) and m[0] in groups}
     self.records: dict[str, Record] = {name: record for name, record in saved.items() if name not in read}
     for name, source in self._sources.items():
       self.records[name] = saved[source.name] | {'shape': wanted[name]['shape']}
 
   def to_read(self, shapes: object) -> NestedDict:
-    """Returns padded shapes with shardings, by their names in the checkpoint, for those of the train state."""
+    """Returns padded shapes with shardings by their names in the checkpoint, given those of the train state."""
     there: NestedDict = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
@@ -82,21 +83,21 @@ class Regrouping:
     return there
 
   def regrouped(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
-    """Returns the arrays of the train state, in these padded and true shapes, from what was read."""
+    """Returns the arrays of the train state, with these padded and true shapes, from the arrays that were read."""
     read, true = leaves(arrays), leaves_by_path(true_shapes)
     here: NestedDict = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
       value = read[_path(source.name)] if source else read[path]
       if source and source.stack_here:
-        # Read by one alone; both are in memory only while it is reshaped.
+        # No other array needs this source, so it is popped: source and result coexist only during the reshape.
         value = _reshaped(read.pop(_path(source.name)), source.shape, true[path].shape, x)
       here = inserted(here, path, value)
     return here
 
 
 def _tail(name: str) -> str:
-  """The name without the sizes of a stack."""
+  """Returns the name without the sizes of a stack."""
   return _GROUP.sub(r'\1repeated', name)
 
 
@@ -116,7 +117,7 @@ def _source(name: str, shape: tuple[int, ...], stack: tuple[int, ...], wanted: t
 
 
 def _as_there(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
-  """The shape there, padded, with what splits the stack on its last dimension, as pipelines do."""
+  """Returns the padded shape in the checkpoint, with the axes that split the stack on its last dimension."""
   assert isinstance(x.sharding, NamedSharding)
   if not source.stack_here:
     return x

@@ -1,15 +1,15 @@
-"""Copies of a run in an object store: checkpoints that are complete or not there, and the other files of the run.
+"""Copies of a run in an object store: its checkpoints, each of them complete or ignored, and its other files.
 
     <url>/checkpoints/<step>/...         the files of a checkpoint, as in the directory of the run
           checkpoints/<step>.complete    JSON, written last: size and SHA-256 of each of these files
           run.json, metrics.jsonl, summaries/...
 
-So all of it, copied by any tool, is a run directory. What an upload that was killed has left has no `.complete`, and is
-replaced by the next one. A checkpoint that is fetched is compared with its sums, and renamed when it is complete.
+So the whole, copied by any tool, is a run directory. An upload that was killed leaves no `.complete`, and the next one
+replaces its files. A fetched checkpoint is compared with the sums, and renamed when it is complete.
 
-An evaluation is written to metrics.jsonl and then to an event file. In the store too, event files are at least as new
-as metrics.jsonl: that is read first and written last. So a run that goes on from there finds no evaluation in it that
-event files lack.
+An evaluation is written first to metrics.jsonl and then to an event file. In the store too, event files must be at
+least as new as metrics.jsonl, so metrics.jsonl is read first and written last. Then a run that resumes from the store
+finds no evaluation in it that the event files lack.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from praxis_lite.errors import CheckpointError
 from praxis_lite.files import parse_json, read_plain, remove_all
 
 _COMPLETE, _METRICS = '.complete', 'metrics.jsonl'
-# Of the directory of a run, what is of one machine alone.
+# Entries of a run directory that concern only one machine.
 _OF_THE_MACHINE = ('stacks', 'profile', 'emergency_copies.json')
-# Files of a checkpoint that are copied at once.
+# How many files of a checkpoint are copied at once.
 _STREAMS = 4
 
 S = TypeVar('S')
@@ -43,13 +43,13 @@ T = TypeVar('T')
 
 
 class RemoteCheckpoint:
-  """A complete checkpoint in an object store: what of `StoredCheckpoint` needs no arrays.
+  """A complete checkpoint in an object store: the part of `StoredCheckpoint` that needs no arrays.
 
   Attributes:
     url: of its folder.
     step: of the state.
     files: the sums of its files, by their names.
-    rollbacks: how often the run had gone back to an earlier checkpoint before this one.
+    rollbacks: how many times the run had gone back to an earlier checkpoint before this one.
   """
 
   is_set_aside = False
@@ -71,7 +71,7 @@ class RemoteCheckpoint:
     return sum(file.size for file in self.files.values())
 
   def about(self) -> dict[str, Any]:
-    """Returns what it records; see `StoredCheckpoint.about`."""
+    """Returns its record; see `StoredCheckpoint.about`."""
     records = {name: self._record(name) for name in ('about', 'inputs')}
     check_seal_of(self.url, self.step, records)
     return records['about']
@@ -82,7 +82,7 @@ class RemoteCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all of it; returns the names of the files that are damaged, and how, so {} if it is whole."""
+    """Reads all of its files; returns how each damaged file is damaged, by name: {} if the checkpoint is whole."""
 
     def of(name: str) -> str:
       try:
@@ -99,7 +99,7 @@ class RemoteCheckpoint:
     return damaged
 
   def is_that_in(self, folder: Path) -> bool:
-    """Whether it is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
+    """Whether this is a copy of the local checkpoint in `folder`, and not of another one of the same step."""
     about = folder / 'about' / 'metadata'
     try:
       return self.files.get('about/metadata') == sum_of_file(about)
@@ -107,15 +107,15 @@ class RemoteCheckpoint:
       return False
 
   def fetch(self, job_log_dir: Path) -> Path:
-    """Copies it to a run directory that has no checkpoint of this step; returns its folder there.
+    """Copies it to a run directory that has no checkpoint of this step; returns its folder in that directory.
 
     Raises:
       DamagedError: it is not what was written.
-      StoreError: it cannot be read, or the disk does not take it.
+      StoreError: it cannot be read, or cannot be written to the disk.
     """
     target = step_folder(job_log_dir, self.step)
     partial = target.with_name(f'{self.step}.fetching')
-    remove_all(partial)  # What a process that was killed has left.
+    remove_all(partial)  # The remains of a process that was killed.
 
     def get(name: str) -> None:
       self._store.get(self._name(name), partial / name)
@@ -147,10 +147,10 @@ class RemoteRun:
 
   Args:
     store: where it is.
-    between: is called before each file that is copied; what it raises ends the copying.
+    between: is called before each file is copied. If it raises an error, copying stops.
 
   Attributes:
-    incomplete: steps of which there are files without a `.complete`, when `checkpoints` was last called.
+    incomplete: the steps that had files but no `.complete` when `checkpoints` was last called.
   """
 
   def __init__(self, store: ObjectStore, between: Callable[[], object] = lambda: None):
@@ -159,7 +159,7 @@ class RemoteRun:
     self._between = between
     self.incomplete: set[int] = set()
     self._known: dict[int, RemoteCheckpoint] = {}
-    self._copied: dict[str, tuple[int, int]] = {}  # Sizes and times of files as they were copied last.
+    self._copied: dict[str, tuple[int, int]] = {}  # Sizes and times of the files when they were last copied.
 
   def checkpoints(self) -> list[RemoteCheckpoint]:
     """Returns the complete checkpoints, in order."""
@@ -172,20 +172,20 @@ class RemoteRun:
       try:
         self._known[step] = RemoteCheckpoint(self._store, step, *_parse_complete(data, step))
       except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        continue  # Half of it was written, where the store is a file system.
+        continue  # It is half written, if the store is a file system.
     self.incomplete = steps - self._known.keys()
     return [self._known[step] for step in sorted(self._known)]
 
   def upload(self, folder: Path, rollbacks: int) -> None:
-    """Copies the checkpoint in a local folder, which is locked meanwhile.
+    """Copies the checkpoint in a local folder, which is locked in the meantime.
 
     Args:
-      folder: whose name is the step.
+      folder: its name is the step.
       rollbacks: see `RemoteCheckpoint`.
 
     Raises:
       RemovedError: retention has removed it.
-      StoreError: the store does not take it.
+      StoreError: the store does not accept it.
     """
     step = int(folder.name)
 
@@ -207,10 +207,10 @@ class RemoteRun:
     self._known[step] = RemoteCheckpoint(self._store, step, files, rollbacks)
 
   def remove(self, step: int) -> None:
-    """Removes a checkpoint, or what there is of it."""
+    """Removes a checkpoint, or whatever exists of it."""
     self._known.pop(step, None)
     if f'{step}{_COMPLETE}' in self._store.names(CHECKPOINTS):
-      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First: it is complete, or not there.
+      self._store.remove(f'{CHECKPOINTS}/{step}{_COMPLETE}')  # First, so that a half-removed one is not complete.
     if self._store.names(f'{CHECKPOINTS}/{step}'):
       self._store.remove(f'{CHECKPOINTS}/{step}')
 
@@ -228,7 +228,7 @@ class RemoteRun:
       self._copied[name] = changed[name]
 
   def fetch_files(self, directory: Path, *, overwrite: bool) -> None:
-    """Copies the other files of a run to a local directory: those that are missing there, or all."""
+    """Copies the other files of a run to a local directory: all, or only those that it lacks."""
     for name in filter(_is_copied, self._store.sizes()):
       path = directory / name
       if overwrite or not path.exists():
@@ -237,7 +237,7 @@ class RemoteRun:
         os.replace(partial, path)
 
   def record(self) -> bytes | None:
-    """Returns the bytes of run.json; None if there is none."""
+    """Returns the bytes of run.json; None if it does not exist."""
     try:
       return self._store.read('run.json')
     except DamagedError:
@@ -253,12 +253,16 @@ class RemoteRun:
     return None if best is None else best.step
 
   def check_writable(self) -> None:
-    """Raises StoreError if nothing can be written there."""
+    """Raises StoreError if the store cannot be written to."""
     self._store.check_writable()
 
 
 def remote_checkpoints(url: str, step: int | None = None) -> list[RemoteCheckpoint]:
-  """Returns the complete checkpoints of a run in an object store, or that of one step; CheckpointError if none is."""
+  """Returns the complete checkpoints of a run in an object store, or only that of `step`.
+
+  Raises:
+    CheckpointError: no such checkpoint exists.
+  """
   found = RemoteRun(ObjectStore(url)).checkpoints()
   wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
   if not wanted:
@@ -277,14 +281,14 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
 
   Args:
     url: of the run.
-    job_log_dir: where to; files that are there stay.
-    step: of the checkpoint; None: the newest.
+    job_log_dir: the target directory; existing files in it stay.
+    step: of the checkpoint; None copies the newest.
 
   Returns:
     The folder of the checkpoint.
 
   Raises:
-    CheckpointError: there is no such checkpoint, or there is one of its step here already; it is damaged; or it cannot
+    CheckpointError: no such checkpoint exists, `job_log_dir` already has one of its step, it is damaged, or it cannot
       be read or written.
   """
   run = RemoteRun(ObjectStore(url))
@@ -296,7 +300,7 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
 
 
 def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
-  """Returns the files and the rollbacks of a `.complete`; raises an error of Python if it is not what was written."""
+  """Returns the files and the rollbacks in a `.complete`; raises some Python error if it is not what was written."""
   record = unsealed(parse_json(data), 'the list of files')
   files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
   if record['step'] != step or not all(map(_is_inside, files)):
@@ -305,15 +309,15 @@ def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
 
 
 def _is_inside(name: str) -> bool:
-  """Whether the name of a file leads to no other directory; the list of files may be of anyone."""
+  """Whether a file's name stays inside its directory; anyone may have written the list of files."""
   parts = PurePosixPath(name).parts
   return bool(parts) and name == '/'.join(parts) and '..' not in parts and '\\' not in name and name.isprintable()
 
 
 def _files_to_copy(directory: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-  """Yields the name of each file that is copied on its own, with its size and time.
+  """Yields the name of each file outside of checkpoints, with its size and time.
 
-  Checkpoints, which others remove meanwhile, are not looked into.
+  The folders of checkpoints are not entered: other threads may remove them at the same time.
   """
   for folder, folders, files in os.walk(directory):
     inside = Path(folder).relative_to(directory)
@@ -326,21 +330,21 @@ def _files_to_copy(directory: Path) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is_copied(name: str) -> bool:
-  """Whether a file of a run directory is copied on its own, or what is in a folder of it."""
+  """Whether to copy a file of a run directory, or the files in one of its folders, separately from checkpoints."""
   parts = PurePosixPath(name).parts
   is_hidden = any(part.startswith('.') for part in parts)
   return _is_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, *_OF_THE_MACHINE)
 
 
 def _difference(found: FileSum, expected: FileSum) -> str:
-  """Returns how a file differs from what was written; '' if it does not."""
+  """Returns how a file differs from what was written; '' if it is the same."""
   if found.size != expected.size:
     return f'has {found.size} bytes instead of {expected.size}'
   return '' if found == expected else 'has changed'
 
 
 def _in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
-  """Returns what `call` returns for each item; after the first error, begins no other."""
+  """Returns what `call` returns for each item; after the first error, starts no further calls."""
   with ThreadPoolExecutor(_STREAMS) as pool:
     try:
       return list(pool.map(call, items))

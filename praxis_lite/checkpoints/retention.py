@@ -1,9 +1,10 @@
-"""Which checkpoints of a run stay, and how one leaves: never while it is read, and never by halves.
+"""Which checkpoints of a run are kept, and how the others are removed: never while being read, and never partially.
 
-A reader locks the folder of a step, together with other readers. Before a step is removed, its folder is locked alone
-and renamed; so what a kill leaves of it is not taken for a checkpoint. The system releases a lock in whatever way a
-process ends. Where the file system has no locks, a reader of the newest step that finds it removed takes the next one.
-Who removes a step holds its lock for a moment. A lock of another program is waited for, said, and in the end an error.
+A reader shares a lock on the folder of a step with other readers. Before a step is removed, its folder is locked
+exclusively and renamed, so a kill during the removal leaves nothing that looks like a checkpoint. The system releases
+a lock however a process ends. If the file system has no locks, a reader that finds the newest step removed takes the
+next one. A removal holds the lock only for a moment. If another program holds it, readers wait, print a line after a
+while, and finally raise an error.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from pathlib import Path
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import remove_all
 
-_INCOMPLETE = '.orbax-checkpoint-tmp'  # What Orbax calls a folder that it writes.
+_INCOMPLETE = '.orbax-checkpoint-tmp'  # In the names of folders that Orbax is writing.
 _REMOVED = '.removed'
 _DAMAGED = '.damaged'
-# Seconds to wait for a lock before a line says so, and before the wait is given up.
+# Seconds to wait for a lock before printing a line, and before giving up.
 _QUIET, _PATIENCE = 2.0, 60.0
 _POLL = 0.05
-# Seconds after which a line says that removing takes long; folders that are removed at a time.
+# Seconds after which a line says that removing takes long; how many folders are removed at once.
 _LONG, _AT_ONCE = 30.0, 8
-# The folder of a run directory with a folder for each step.
+# The folder of a run directory that has a folder for each step.
 CHECKPOINTS = 'checkpoints'
 
 
@@ -38,12 +39,12 @@ class RemovedError(CheckpointError):
 
 
 def step_folder(job_log_dir: str | os.PathLike[str], step: int) -> Path:
-  """Returns where a run has the checkpoint of a step."""
+  """Returns the path of a step's checkpoint in a run directory."""
   return Path(job_log_dir, CHECKPOINTS, str(step))
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[int]:
-  """Returns the steps of the complete checkpoints in a folder, in order, from the names of their folders alone."""
+  """Returns the steps of the complete checkpoints in a folder, in order. Reads only the names of their folders."""
   try:
     return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdecimal())
   except OSError:
@@ -53,13 +54,13 @@ def steps_in(directory: str | os.PathLike[str]) -> list[int]:
 def steps_to_remove(
   steps: Sequence[int], *, max_to_keep: int | None, keep_interval_steps: int | None, kept: Collection[int] = ()
 ) -> list[int]:
-  """Returns those of `steps` that need not stay.
+  """Returns those of `steps` that need not be kept.
 
   Args:
-    steps: all of them, in order.
-    max_to_keep: how many of the newest stay; None keeps all.
-    keep_interval_steps: multiples of it stay; None disables it.
-    kept: steps that stay in any case.
+    steps: all existing steps, in order.
+    max_to_keep: how many of the newest are kept; None keeps all.
+    keep_interval_steps: steps that are multiples of this are kept; None disables it.
+    kept: steps that are kept in any case.
   """
   if max_to_keep is None:
     return []
@@ -72,8 +73,8 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
   """Keeps the folder of a step from being removed.
 
   Raises:
-    RemovedError: it is not there any more.
-    CheckpointError: another process has locked it for itself, and does not release it; or it cannot be opened.
+    RemovedError: the folder does not exist any more.
+    CheckpointError: another process holds an exclusive lock for too long, or the folder cannot be opened.
   """
   try:
     with contextlib.ExitStack() as to_release:
@@ -91,7 +92,7 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class Retention:
-  """Removes the steps that need not stay, in the background.
+  """Removes the steps that need not be kept, in the background.
 
   Args:
     directory: the folder of the checkpoints.
@@ -103,19 +104,19 @@ class Retention:
     self._rule = {'max_to_keep': max_to_keep, 'keep_interval_steps': keep_interval_steps}
     self._lock = threading.Lock()
     self._thread: threading.Thread | None = None
-    self._next: Sequence[int] | None = None  # Steps to remove after those that are being removed.
+    self._next: Sequence[int] | None = None  # Steps to remove after the current ones.
 
   def start(self, kept: Collection[int]) -> None:
-    """Begins to remove what need not stay, but for the steps `kept`, and what an earlier process began to remove.
+    """Starts to remove the steps that need not be kept, except `kept`, and finishes removals of earlier processes.
 
-    If something is still being removed, this follows after it, and is not waited for.
+    Does not wait. If another removal is running, this one follows it.
     """
     self._begin(steps_to_remove(steps_in(self._directory), **self._rule, kept=kept))
 
   def start_with_incomplete(self) -> None:
-    """Begins to remove what is left of saves that a kill or an error ended; call it while nothing is being saved.
+    """Starts to remove the remains of saves that were killed or failed. Call it only while nothing is being saved.
 
-    A save that failed may still be writing: its folder is renamed first, so that what it writes now is nowhere.
+    A failed save may still be writing. Its folder is renamed first, so that further writes go nowhere.
     """
     for folder in self._directory.glob(f'*{_INCOMPLETE}*'):
       if not folder.name.endswith(_REMOVED):
@@ -124,7 +125,7 @@ class Retention:
     self._begin(None)
 
   def _begin(self, steps: Sequence[int] | None) -> None:
-    """Lets the thread remove steps, in place of those that wait for that; None leaves these as they are."""
+    """Lets the thread remove `steps` next, instead of those that were to be next; None does not change them."""
     with self._lock:
       self._next = steps if steps is not None else self._next or ()
       if self._thread is None:
@@ -132,7 +133,7 @@ class Retention:
         self._thread.start()
 
   def wait(self) -> None:
-    """Waits until it is done; says so if that takes long."""
+    """Waits until the removal is finished; prints a line if that takes long."""
     with self._lock:
       thread = self._thread
     if thread is not None:
@@ -153,14 +154,14 @@ class Retention:
   def _remove(self, steps: Sequence[int]) -> None:
     for step in steps:
       folder = self._directory / str(step)
-      # If it is being read, or cannot be removed now, there will be a next time.
+      # If it is being read, or cannot be removed now, the next call tries again.
       with contextlib.suppress(OSError), _locked(folder, shared=False):
         take_away(folder)
     _remove_folders(self._directory.glob(f'*{_REMOVED}'))
 
 
 def _remove_folders(folders: Iterable[Path]) -> None:
-  """Removes folders, some at a time: a file system may take milliseconds for each, and no longer for several."""
+  """Removes folders, several at once: a file system may take milliseconds for each, but not longer for several."""
   waiting = collections.deque(folders)
 
   def remove() -> None:
@@ -169,7 +170,7 @@ def _remove_folders(folders: Iterable[Path]) -> None:
         remove_all(waiting.popleft())
 
   helpers = [threading.Thread(target=remove) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
-  with contextlib.suppress(RuntimeError):  # While the interpreter ends, it starts no thread: this one does it all.
+  with contextlib.suppress(RuntimeError):  # At interpreter exit no thread can start: this thread removes all.
     for helper in helpers:
       helper.start()
   remove()
@@ -179,12 +180,12 @@ def _remove_folders(folders: Iterable[Path]) -> None:
 
 
 def take_away(folder: Path) -> Path:
-  """Renames the folder of a step that is to be removed, and returns its name: a kill leaves no half of a step."""
+  """Renames the folder of a step before its removal, so that a kill leaves no half of a step; returns the new name."""
   return folder.rename(folder.with_name(f'{folder.name}.{uuid.uuid4().hex[:8]}{_REMOVED}'))
 
 
 def set_aside(folder: Path) -> Path:
-  """Renames the folder of a damaged step, so that nothing takes it for a checkpoint; returns where it is now."""
+  """Renames the folder of a damaged step, so that it no longer looks like a checkpoint; returns the new path."""
   aside = folder.with_name(f'{folder.name}{_DAMAGED}')
   count = 1
   while aside.exists():
@@ -202,16 +203,19 @@ def is_set_aside(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
-  """Locks a folder. Raises FileNotFoundError if there is none, BlockingIOError if it cannot be locked alone now.
+  """Locks a folder.
 
-  A shared lock is waited for; CheckpointError if that takes too long.
+  Raises:
+    FileNotFoundError: it does not exist.
+    BlockingIOError: it cannot be locked exclusively now.
+    CheckpointError: waiting for a shared lock took too long.
   """
-  if sys.platform == 'win32':  # It has no such locks.
+  if sys.platform == 'win32':  # Windows has no such locks.
     yield
     return
   import fcntl
 
-  handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK)  # Or a named pipe in its place would be waited for.
+  handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK)  # Non-blocking, in case the path is now a named pipe.
   try:
     try:
       if shared:
@@ -222,7 +226,7 @@ def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
       raise
     except OSError:
       pass  # The file system has no locks.
-    if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # Renamed, and made anew, before it was locked.
+    if not os.path.samestat(os.fstat(handle), os.stat(folder)):  # It was replaced before it was locked.
       raise FileNotFoundError(folder)
     yield
   finally:
@@ -233,7 +237,7 @@ def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
   """Locks an open folder together with other readers.
 
   Raises:
-    CheckpointError: another process keeps it locked for itself.
+    CheckpointError: another process keeps it locked exclusively.
     OSError: the file system has no locks.
   """
   import fcntl
@@ -258,7 +262,7 @@ def _wait_for_shared_lock(handle: int, folder: str | os.PathLike[str]) -> None:
 
 
 def lock_holder(about: os.stat_result) -> str:
-  """Returns the process of this machine that has locked a file for itself; '' where the system does not say.
+  """Returns the process of this machine that has locked a file exclusively; '' if the system does not tell.
 
   Args:
     about: `os.stat` of the file.
@@ -266,7 +270,7 @@ def lock_holder(about: os.stat_result) -> str:
   wanted = f'{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}'
   try:
     for line in Path('/proc/locks').read_text().splitlines():
-      # 1: FLOCK  ADVISORY  WRITE 4711 fe:01:2097154 0 EOF; one that waits has -> after its number.
+      # 1: FLOCK  ADVISORY  WRITE 4711 fe:01:2097154 0 EOF; waiting entries have -> after the number.
       fields = line.split()
       if len(fields) > 5 and fields[1] == 'FLOCK' and fields[3] == 'WRITE' and fields[5] == wanted:
         pid = int(fields[4])

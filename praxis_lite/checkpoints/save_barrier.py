@@ -1,14 +1,14 @@
 """How the processes of a run wait for each other while a checkpoint is written in the background.
 
-Orbax lets them meet after each part of a save:
+Orbax makes them meet after each part of a save:
 
     number      1, 2           3                  4                    5, 6
     meeting     a save begins  all have written   the folder has its   the save is over, well or not
                                                   name
 
-A process in which a save fails goes to the last ones at once, and by itself Orbax would let the others wait for it at 3
-or 4 for many minutes. Here it first says why it has failed, and comes to the meeting that it would leave out. So all
-come to all meetings; and whoever comes out of one, and reads that a process has failed, fails likewise.
+A process in which a save fails goes directly to the last meetings, and Orbax alone would let the others wait at 3 or 4
+for many minutes. Here the failing process first publishes its error, and also attends the meeting that it would skip.
+So every process attends all meetings. A process that reads after a meeting that another one has failed fails too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from praxis_lite.errors import CheckpointError
 from praxis_lite.jax_internals.processes import Client
 
 _KEY = 'praxis_lite/saves'
-_numbers = itertools.count(1)  # Of the saves of this process; the same in all.
+_numbers = itertools.count(1)  # Numbers of this process's saves; the same in all processes.
 
 
 class SaveBarrier:
-  """Orbax's `barrier_sync_fn`; call `begin` before each save, in all processes. `client` is of JAX's service."""
+  """Orbax's `barrier_sync_fn`; call `begin` before each save, in all processes. `client` is JAX's service client."""
 
   def __init__(self, client: Client):
     self._client = client
@@ -37,12 +37,12 @@ class SaveBarrier:
     self._has_failed = False
 
   def begin(self) -> None:
-    """Says that the next save begins; the one before is over in this process."""
+    """Marks the start of the next save; the previous one is over in this process."""
     self._save = next(_numbers)
     self._meetings, self._has_failed = 0, False
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
-    """Waits until all processes have come; `key`, the name of the meeting, follows from its number.
+    """Waits until all processes have arrived. `key`, Orbax's name of the meeting, is ignored: the number suffices.
 
     Raises:
       CheckpointError: another process has failed; the message says where and why.
@@ -51,7 +51,7 @@ class SaveBarrier:
     in_background = threading.current_thread() is not threading.main_thread()
     if in_background and isinstance(error, Exception) and not self._has_failed:
       self._has_failed = True
-      # To the meeting that this process would leave out.
+      # The meeting that this process would skip.
       self._client.key_value_set(f'{self._next()}/failed/{jax.process_index()}', first_line(error))
       self._meet(timeout_ms)
     failed = self._meet(timeout_ms)
@@ -63,7 +63,7 @@ class SaveBarrier:
     return f'{_KEY}/{self._save}/{self._meetings + 1}'
 
   def _meet(self, timeout_ms: int) -> str:
-    """Waits for the others; returns which of them have failed before, and why."""
+    """Waits for the others; returns which of them have failed so far, and why."""
     meeting = self._next()
     self._meetings += 1
     self._client.wait_at_barrier(meeting, timeout_ms)

@@ -1,8 +1,9 @@
-"""The seal of a checkpoint: that its parts are of one save, and that this was of the step after which it is named.
+"""The seal of a checkpoint: shows that its parts come from one save, and that its folder's name is the saved step.
 
-Each save draws a seal, such as '20:9f3c2a7be1d04c55': its step and a random number. It stands in both records, `about`
-and `inputs`, and as an array beside those of the state, in the same database. So the seals differ where parts of two
-checkpoints were mixed, or a folder was renamed, though each part is whole. Checkpoints of earlier versions have none.
+Each save draws a seal, such as '20:9f3c2a7be1d04c55': its step and a random number. The seal is in both records,
+`about` and `inputs`, and in an array beside those of the state, in the same database. So if the parts of two
+checkpoints were mixed, or a folder was renamed, the seals differ even if each part is intact. Checkpoints of earlier
+versions have none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.checkpoints.streamed import stored_arrays, whole
 from praxis_lite.errors import CheckpointError
 
-# Its name in the records, and among the arrays.
+# Its name in the records and among the arrays.
 SEAL = 'seal'
 _RECORDS = ('about', 'inputs')
 _STATE = 'state'
@@ -36,7 +37,7 @@ def seal_array(seal: str) -> np.ndarray:
 
 
 def check_records(folder: Path, step: int) -> None:
-  """Checks that the records of the checkpoint in `folder` belong together, and to `step`; reads no array.
+  """Checks that the records of the checkpoint in `folder` belong together and to `step`; reads no array.
 
   Raises:
     DamagedError: they do not, or one of them is damaged.
@@ -46,16 +47,16 @@ def check_records(folder: Path, step: int) -> None:
 
 
 def check_seal(folder: Path, step: int, where: object = None) -> None:
-  """Checks that all parts of the checkpoint in `folder` belong together, and to `step`; raises as `check_records`.
+  """Checks that all parts of the checkpoint in `folder` belong together and to `step`; raises like `check_records`.
 
-  Call it where the arrays can be read: what is damaged in them is not what this looks for. `where` is what errors call
-  the checkpoint, by default the folder.
+  Call it if the arrays can be read: this does not look for damage in them. `where` is the name of the checkpoint in
+  errors, by default the folder.
   """
   _check(where or folder, step, {**_seals_of_records(folder), _STATE: _seal_of_state(folder)})
 
 
 def check_seal_of(where: object, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
-  """Checks records that were read elsewhere, by their names; raises DamagedError as `check_records` does."""
+  """Checks records that were read elsewhere, by their names; raises DamagedError like `check_records`."""
   _check(where, step, {name: _text(record.get(SEAL)) for name, record in records.items()})
 
 
@@ -64,13 +65,13 @@ def _seals_of_records(folder: Path) -> dict[str, str | None]:
 
 
 def _seal_of_state(folder: Path) -> str | None:
-  """Returns the seal among the arrays; None if there is none."""
+  """Returns the seal among the arrays; None if they have none."""
   try:
     array = stored_arrays(str(folder / _STATE), {SEAL: None})[SEAL]
     return array.read(whole(array.shape)).tobytes().decode(errors='replace')
   except CheckpointError as error:
     cause = error.__cause__
-    if 'NOT_FOUND' in str(cause):  # As TensorStore says of an array that the database does not have.
+    if 'NOT_FOUND' in str(cause):  # TensorStore's error for an array that the database does not have.
       return None
     raise unreadable(folder, cause if isinstance(cause, Exception) else error) from error
 

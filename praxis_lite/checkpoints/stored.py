@@ -1,6 +1,6 @@
-"""A checkpoint as it is on the disk: what it records, whether it is whole, how it differs from another, and copies.
+"""A checkpoint on disk: its record, whether it is whole, how it differs from another one, and how to copy it.
 
-Arrays are read in parts, and on no mesh; Orbax is imported only to write a copy without the optimizer.
+Arrays are read in parts, without a mesh. Orbax is imported only to write a copy without the optimizer's state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from praxis_lite.files import local_path, remove_all
 from praxis_lite.training.state import TrainState
 from praxis_lite.trees import inserted
 
-# Files of a run directory that a copy needs to be a run of its own.
+# Files of a run directory that a copy needs to be a run itself.
 _OF_RUN = ('run.json', 'config.txt', 'vocabulary.json')
 
 
@@ -36,7 +36,7 @@ class StoredCheckpoint:
   """The checkpoint in a folder.
 
   Attributes:
-    folder: `job_log_dir/checkpoints/<step>`, or where a damaged one is kept.
+    folder: `job_log_dir/checkpoints/<step>`, or where a damaged one was renamed to.
   """
 
   def __init__(self, folder: Path):
@@ -57,7 +57,7 @@ class StoredCheckpoint:
     return sum(path.stat().st_size for path in self.folder.rglob('*') if path.is_file())
 
   def about(self) -> dict[str, Any]:
-    """Returns what it records: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`.
+    """Returns its record: `variables` (true shape and dtype by name), `mesh`, versions, `saved_at`.
 
     Raises:
       DamagedError: it is damaged, or belongs to another checkpoint.
@@ -71,7 +71,7 @@ class StoredCheckpoint:
     return variables
 
   def damage(self) -> dict[str, str]:
-    """Reads all of it; returns the names of the parts that are damaged, and how, so {} if it is whole."""
+    """Reads all of it; returns how each damaged part is damaged, by name: {} if it is whole."""
     damaged: dict[str, str] = {}
     with contextlib.ExitStack() as to_release:
       try:
@@ -94,11 +94,11 @@ class StoredCheckpoint:
     return damaged
 
   def _array(self, name: str) -> StreamedArray:
-    """Returns an array as it is stored, with padding; a PRNG key as the integers in it."""
+    """Returns an array as it is stored, with padding; PRNG keys as the integers that represent them."""
     return stored_arrays(str(self.folder / 'state'), {name: None})[name]
 
   def differences(self, other: StoredCheckpoint) -> Iterator[Difference]:
-    """Yields how each array that both have, in the same true shape, differs; see `Difference`."""
+    """Yields how each array that both have with the same true shape differs; see `Difference`."""
     theirs = other.variables()
     with being_read(self.folder), being_read(other.folder):
       for name, record in self.variables().items():
@@ -111,12 +111,12 @@ class StoredCheckpoint:
     """Copies it, and the record of its run, to another run directory; returns the folder of the copy.
 
     Args:
-      job_log_dir: the other one, which is made if it does not exist.
-      optimizer: False leaves out the optimizer's state and the position in the input. The copy is what an import is: a
-        run there starts at step 0 with these variables.
+      job_log_dir: the other directory, which is created if it does not exist.
+      optimizer: False leaves out the optimizer's state and the position in the input. The copy is then like an imported
+        checkpoint: a run in that directory starts at step 0 with these variables.
 
     Raises:
-      CheckpointError: there is a checkpoint of this step already, this one is damaged, or writing fails.
+      CheckpointError: a checkpoint of this step exists already, this one is damaged, or writing fails.
     """
     target = step_folder(job_log_dir, self.step)
     if target.exists():
@@ -128,7 +128,7 @@ class StoredCheckpoint:
       target.parent.mkdir(parents=True, exist_ok=True)
       if optimizer:
         partial = target.with_name(f'{self.step}.copying')
-        remove_all(partial)  # What a copy that was killed has left.
+        remove_all(partial)  # The remains of a copy that was killed.
         with being_read(self.folder):
           shutil.copytree(self.folder, partial)
         partial.rename(target)
@@ -154,8 +154,8 @@ class Difference(NamedTuple):
 
   Attributes:
     name: of the array.
-    largest: the largest absolute difference of an element; NaN if one of the two is not finite where the other is.
-    relative: that, in parts of the largest absolute value in the first checkpoint.
+    largest: the largest absolute difference of an element; NaN if one of them is finite and the other is not.
+    relative: `largest`, divided by the largest absolute value in the first checkpoint.
   """
 
   name: str
@@ -170,14 +170,14 @@ def best_step(job_log_dir: str | os.PathLike[str]) -> int | None:
 
 
 def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> list[StoredCheckpoint]:
-  """Returns the checkpoints of a run in order, damaged ones that are kept aside included; or the one in a folder.
+  """Returns the checkpoints of a run in order, including renamed damaged ones, or the one in a folder.
 
   Args:
     path: a run directory, or the folder of one step in its `checkpoints`.
-    step: only that step.
+    step: return only the checkpoint of this step.
 
   Raises:
-    CheckpointError: there is none.
+    CheckpointError: no such checkpoint exists.
   """
   path = local_path(path)
   if path.parent.name == CHECKPOINTS and path.is_dir():
@@ -195,7 +195,7 @@ def checkpoints_at(path: str | os.PathLike[str], step: int | None = None) -> lis
 def _difference(name: str, shape: tuple[int, ...], ours: StreamedArray, theirs: StreamedArray) -> Difference:
   largest = scale = 0.0
   for box in boxes(whole(shape), ours.part_shape(shape)):
-    # NumPy knows no arithmetic of bfloat16 and similar types; differences of unsigned integers would wrap.
+    # NumPy has no arithmetic for bfloat16 and similar types; differences of unsigned integers would wrap.
     a, b = (np.asarray(array.read(box)).astype(np.float64) for array in (ours, theirs))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid='ignore'):
@@ -210,7 +210,7 @@ def _nan_last(value: float) -> tuple[bool, float]:
 
 
 def _state(leaves: dict[str, Any]) -> TrainState:
-  """Returns the train state, without the optimizer's, of leaves by their names."""
+  """Returns the train state, without the optimizer's state, from leaves by name."""
   tree: dict[str, Any] = {}
   for name, leaf in leaves.items():
     tree = inserted(tree, tuple(name.split('.')), leaf)

@@ -1,6 +1,6 @@
-"""Arrays that are read in parts: neither the host nor a device need hold one whole.
+"""Arrays that are read in parts, so that neither the host nor a device needs to hold a whole array.
 
-A checkpoint can be written from them (`streamed_writes.py`), and read as them:
+A checkpoint can be written from such arrays (`streamed_writes.py`), and read as such arrays:
 
     files of another format -> a part -> checkpoint          each part is read, written and forgotten
     checkpoint -> a part -> files of another format
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 Box = tuple[slice, ...]  # One range with start and stop for each dimension.
 
-# Bytes of an array that are read, and written, at once.
+# Bytes of an array that are read or written at once.
 PART_BYTES = 16 << 20
 
 
 class StreamedArray(abc.ABC):
-  """An array that is somewhere else, and is read in parts.
+  """An array that is stored elsewhere, and is read in parts.
 
   Attributes:
-    shape, dtype: of the whole.
+    shape, dtype: of the whole array.
   """
 
   shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class StreamedArray(abc.ABC):
     """Returns a copy of a part."""
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns the shape in which to read a box of these sizes, of about `part_bytes` at most; by default whole rows."""
+    """Returns the shape of parts of about `part_bytes` or less for a box of these sizes; by default whole rows."""
     shape = [max(1, size) for size in sizes]
     for axis, size in enumerate(sizes):
       below = math.prod(sizes[axis + 1 :]) * self.dtype.itemsize
@@ -66,7 +66,7 @@ class StreamedArray(abc.ABC):
 
 
 def boxes(box: Box, part_shape: Sequence[int]) -> Iterator[Box]:
-  """Yields the boxes of this shape, or smaller at the end, that make up `box`."""
+  """Yields boxes of this shape, or smaller at the end, that make up `box`."""
   starts = [range(b.start, b.stop, step) for b, step in zip(box, part_shape)]
   for corner in itertools.product(*starts):
     yield tuple(slice(at, min(at + step, b.stop)) for at, step, b in zip(corner, part_shape, box))
@@ -83,7 +83,7 @@ class StoredArray(StreamedArray):
   Args:
     store: the array in the file.
     shape: its true shape.
-    where: what messages call it.
+    where: its name in messages.
   """
 
   def __init__(self, store: ts.TensorStore, shape: tuple[int, ...], where: str):
@@ -91,7 +91,7 @@ class StoredArray(StreamedArray):
     self._store, self._where = store, where
 
   def part_shape(self, sizes: Sequence[int], part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Returns the shape of the chunks in the file; if they are larger than this, that of parts of them."""
+    """Returns the shape of the chunks in the file; if they exceed `part_bytes`, the shape of parts of them."""
     if _chunk_bytes(self._store) > part_bytes:
       return super().part_shape(sizes, part_bytes)
     return tuple(max(1, min(size, n)) for size, n in zip(sizes, _chunk_shape(self._store)))
@@ -107,19 +107,19 @@ class StoredArray(StreamedArray):
 def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> dict[str, StreamedArray]:
   """Returns arrays of a checkpoint by name.
 
-  What was written in chunks larger than the parts that are read is kept until another chunk is read.
+  If a stored chunk is larger than the parts that are read, it is kept until another chunk is read.
 
   Args:
-    folder: where Orbax has written the arrays, in its format by default.
-    shapes: the true shape of each, by the name in the checkpoint; None takes the stored one, with padding.
+    folder: where Orbax wrote the arrays, in its default format.
+    shapes: the true shape of each array by its name in the checkpoint; None takes the stored shape, with padding.
 
   Raises:
-    CheckpointError: there is no such array, or it cannot be read.
+    CheckpointError: the checkpoint has no such array, or it cannot be read.
   """
   import tensorstore as ts
 
   def opened(context: ts.Context) -> dict[str, ts.TensorStore]:
-    base = {'driver': 'file', 'path': f'{os.path.realpath(folder)}/'}  # It reads no `..`.
+    base = {'driver': 'file', 'path': f'{os.path.realpath(folder)}/'}  # TensorStore does not accept `..`.
     specs = {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
     futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
     return {name: future.result() for name, future in futures.items()}
@@ -127,7 +127,7 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
   try:
     check_plain_below(folder)
     about = json.loads(read_plain(Path(folder, '_METADATA')))
-    driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # Those without checksums, of earlier versions.
+    driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # zarr: earlier versions, without checksums.
     stores = opened(ts.Context())
     largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
     stores = opened(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))

@@ -1,4 +1,4 @@
-"""How Orbax writes a `StreamedArray`: one part after another. This imports Orbax; import it where that is needed."""
+"""Lets Orbax write a `StreamedArray` one part after another. Imports Orbax, so import this only where it is needed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from etils import epath
 
 from praxis_lite.checkpoints.streamed import StreamedArray, boxes, whole
 
-# Parts that are compressed and written while the next one is read.
+# Parts that are being compressed and written while the next one is read.
 _IN_FLIGHT = 2
 # Bytes of chunks that are read and decoded at once while a state is restored.
 _RESTORED_AT_ONCE = 128 << 20
 
 
 class _StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
-  """Saves streamed arrays in the background, as NumPy arrays are saved: by the first process, and known by no mesh."""
+  """Saves streamed arrays in the background, the way NumPy arrays are saved: by the first process, without a mesh."""
 
   async def serialize(
     self,
@@ -30,7 +30,7 @@ class _StreamedArrayHandler(ocp.type_handlers.NumpyHandler):
     infos: Sequence[ocp.type_handlers.ParamInfo],
     args: Sequence[ocp.SaveArgs] | None = None,
   ) -> Sequence[ocp.future.Future]:
-    del args  # They say how to cut an array that is in memory.
+    del args  # They say how to cut an array in memory.
     return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name='streamed_arrays')]
 
 
@@ -38,13 +38,13 @@ async def _write(values: Sequence[StreamedArray], infos: Sequence[ocp.type_handl
   pending: deque[ts.WriteFutures] = deque()
   try:
     for value, info in zip(values, infos):
-      if hasattr(info, 'await_path_creation'):  # Later versions of Orbax make the folder in the background as well.
+      if hasattr(info, 'await_path_creation'):  # Later versions of Orbax create the folder in the background too.
         await info.await_path_creation()
       if jax.process_index() == 0:
         await _write_parts(value, info, pending)
     while pending:
       await pending.popleft()
-  finally:  # If one has failed, the others must not write on when the folder is removed.
+  finally:  # If one write fails, the others must not go on after the folder is removed.
     await asyncio.gather(*pending, return_exceptions=True)
 
 
@@ -52,7 +52,7 @@ async def _write_parts(
   value: StreamedArray, info: ocp.type_handlers.ParamInfo, pending: deque[ts.WriteFutures]
 ) -> None:
   part_shape = value.part_shape(value.shape)
-  # Each part is a chunk of the file, so that writing one reads no other.
+  # Each part is a chunk of the file, so writing one does not read another.
   spec = ocp.type_handlers.get_json_tspec_write(
     info,
     use_ocdbt=True,
@@ -63,21 +63,21 @@ async def _write_parts(
   )
   store = await ts.open(ts.Spec(spec), dtype=value.dtype, create=True, open=True, context=info.ts_context)
   for box in boxes(whole(value.shape), part_shape):
-    # The part is not copied again, as nothing changes it.
+    # TensorStore need not copy the part, because nothing changes it.
     pending.append(store[box].write(value.read(box), can_reference_source_data_indefinitely=True))
     while len(pending) > _IN_FLIGHT:
       await pending.popleft()
 
 
 class _StateHandler(ocp.PyTreeCheckpointHandler):
-  """Restores with little memory, and returns an error where that fails.
+  """Restores with little memory, and returns an error instead of raising it.
 
-  So all processes reach the barrier after it, and the caller raises the error.
+  Then all processes reach the barrier that follows, and the caller raises the error.
   """
 
   def restore(self, directory: epath.Path, item: Any = None, *, args: ocp.args.PyTreeRestore) -> Any:
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args.item)]
-    # One part of an array must fit; with its padding on the mesh that saved it, it is less than twice the array.
+    # One chunk of an array must fit. With the padding of the mesh that saved it, it is less than twice the array.
     in_flight = max([_RESTORED_AT_ONCE, *(2 * size for size in sizes)])
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_types(), restore_concurrent_gb=in_flight / 1e9)
     try:
@@ -92,7 +92,7 @@ def _types() -> ocp.type_handlers.TypeHandlerRegistry:
 
 
 def pytree_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-  """Returns Orbax's handlers by default, but that of 'state', which writes checksums, and streamed arrays too."""
+  """Returns Orbax's default handlers, but for 'state' one that writes checksums, and streamed arrays too."""
   handler = _StateHandler(type_handler_registry=_types(), use_zarr3=True)
   handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
   handlers.add('state', ocp.args.PyTreeSave, handler)

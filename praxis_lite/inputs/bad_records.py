@@ -1,10 +1,10 @@
-"""Records that cannot be read: an error that names file and record, or a row of zero weight in their place.
+"""Records that cannot be read: either an error that names file and record, or a row of zero weight instead.
 
-With `on_bad_record='skip'`, a record that is damaged keeps its place: its row is all zeros and has zero weight, so it
-counts nowhere, and all other examples are where they would be without the damage, on any number of hosts and after any
-restart. Where the number of records is not known before they are read (TFRecord), the stream is that of the whole ones.
+With `on_bad_record='skip'`, a damaged record keeps its place: its row is all zeros and has zero weight, so it counts
+nowhere. All other examples are where they would be without the damage, on any number of hosts and after any restart.
+If the number of records is not known before they are read (TFRecord), the stream has only the intact ones.
 
-What can be tried again is no damage: an error of the system while a file is read ends the run in any case.
+Temporary failures are not damage: a system error while a file is read always ends the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BadRecord(NamedTuple):
     file: the file.
     place: where in it, such as 'record 16', or '' for all of it.
     reason: what is wrong, in one line.
-    records: how many records it stands for.
+    records: how many records this is.
   """
 
   file: str
@@ -42,9 +42,9 @@ class RecordsInput(BaseInput):
   """An input of files whose records may be damaged.
 
   Attributes:
-    on_bad_record: what happens with a record that cannot be read: 'error' ends the run, 'skip' leaves it out.
-    max_bad_records: more records than this, of those that this process has met since its start, are an error all the
-      same; None: any number is left out.
+    on_bad_record: what to do about a record that cannot be read: 'error' ends the run, 'skip' leaves it out.
+    max_bad_records: if this process has met more bad records than this since its start, it raises an error even with
+      'skip'; None allows any number.
   """
 
   on_bad_record: str = 'error'
@@ -67,7 +67,7 @@ class RecordsInput(BaseInput):
     return self.on_bad_record == 'skip'
 
   def leave_out(self, bad: BadRecord, field: str = 'path') -> None:
-    """Counts a record that is left out, once; raises DataError if none may be, or too many are."""
+    """Counts each record that is left out once; raises DataError if none may be left out, or too many are."""
     where = f'{self.label}.{field}'
     if not self.skips:
       raise DataError(f'{where}: {bad}')
@@ -91,7 +91,7 @@ class BadRecordError(DataError):
 
 
 def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> tuple[Rows, list[BadRecord]]:
-  """Returns `count` examples of `struct`, each read on its own: zeros for the bad ones, and which these are."""
+  """Returns `count` examples of `struct`, each read separately, with zeros for bad ones, and the list of bad ones."""
   rows = pad_rows(None, count, struct)
   bad = []
   for i in range(count):
@@ -105,5 +105,5 @@ def rows_of_each(example: Callable[[int], Rows], count: int, struct: Struct) -> 
 
 
 def is_damage(error: Exception) -> bool:
-  """Whether an error of reading is that of the data, and not of the system: the system's have a number."""
+  """Whether an error while reading means bad data, and not a failure of the system: the latter have an errno."""
   return not (isinstance(error, OSError) and error.errno is not None)

@@ -1,15 +1,15 @@
 """BaseInput: a deterministic, resumable stream of batches, each host reading its slice of the global batch.
 
-A batch is a dict (possibly nested) of numpy arrays with the batch as dimension 0, `weights` always among them.
+A batch is a dict (possibly nested) of numpy arrays whose dimension 0 is the batch. `weights` is always among them.
 
 A stream is `num_epochs` epochs. An epoch is a sequence of examples, in an order that depends only on the seed and the
-number of the epoch, cut into global batches of `batch_size`; the last, short one is padded with rows of zero weight.
-So the position in a stream is two numbers, the epoch and how many of its examples have been read.
+number of the epoch. It is cut into global batches of `batch_size`; the last one may be short, and is padded with rows
+of zero weight. So the position in a stream is two numbers: the epoch, and how many of its examples have been read.
 
     global batch   | host 0 | host 1 | host 2 | host 3 |   rows [h L, (h + 1) L) on host h, L = batch_size / num_hosts,
                                                            rounded up
 
-The position and the number of batches are the same on every host, even if the last host gets padding only.
+The position and the number of batches are the same on every host, even if the last host gets only padding.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class BaseInput(Configurable, Iterator[Rows]):
   Attributes:
     name: name of the input in logs and errors; None uses the class name.
     batch_size: examples in a global batch, over all hosts.
-    seed: seed of the order of the examples, and of random values in them; not negative.
-    is_training: sets the defaults of the next two fields.
+    seed: seed of the order of the examples and of random values in them; not negative.
+    is_training: decides the defaults of the next two fields.
     num_epochs: number of passes over the examples; None means unlimited in training, and one otherwise.
-    shuffle: use a new order in each epoch; None shuffles in training only.
+    shuffle: use a new order in each epoch; None shuffles only in training.
     drop_remainder: drop the short batch at the end of an epoch instead of padding it with rows of zero weight.
-    num_hosts, host_index: which slice of each global batch this input yields; the runtime sets them.
+    num_hosts, host_index: which slice of each global batch this input yields. The executor sets them.
 
   Raises:
     ConfigError: a required field is not set, or a value is out of range.
@@ -83,7 +83,7 @@ class BaseInput(Configurable, Iterator[Rows]):
         raise ConfigError(f'{self.label}.{name}: expected an integer of at least {smallest}, got {value!r}')
 
   def example_struct(self) -> Struct:
-    """Returns shape and dtype of each array of one example, without batch dimension; `weights` is optional."""
+    """Returns shape and dtype of each array of one example, without the batch dimension; `weights` is optional."""
     raise NotImplementedError
 
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
@@ -93,38 +93,38 @@ class BaseInput(Configurable, Iterator[Rows]):
 
     Returns:
       The rows, as `canonical_rows` returns them, without padding, or None if there are none; and how many of the
-      `count` examples exist, less than `count` only at the end of the epoch.
+      `count` examples exist: fewer than `count` only at the end of the epoch.
     """
     raise NotImplementedError
 
   def rows_in_memory(self) -> Rows | None:
-    """Returns all rows if they are arrays in memory, as checks of them cost little then; None if they are not."""
+    """Returns all rows if they are arrays in memory, where checks of them cost little; otherwise None."""
     return None
 
   def check_beside(self, other: BaseInput) -> None:
-    """Raises ConfigError if this input, of training, and another one of the same experiment do not fit together."""
+    """Raises ConfigError if this training input does not fit together with another input of the experiment."""
 
   def data_files(self) -> Sequence[str]:
-    """Returns the files that the examples are read from; none where they are not."""
+    """Returns the files that the examples are read from; () if they come from no files."""
     return ()
 
   def manifest(self) -> Manifest | None:
-    """Returns what is to be remembered of these files, for JSON; see `manifest.py`."""
+    """Returns what a checkpoint records about these files, for JSON; see `manifest.py`."""
     files = self.data_files()
     return manifest_of(files) if files else None
 
   def changes_since(self, saved: object, now: Manifest | None) -> str:
-    """Returns how the files have changed, from what `manifest` has returned before and now; '' if they have not."""
+    """Returns how the files have changed, from the `manifest` saved before and the one of now; '' if they have not."""
     found = changes(saved, now) if now is not None else ''
     return f'{self.label}: {found}' if found else ''
 
   @property
   def bad_records(self) -> Sequence[object]:
-    """The records that were left out since this was made because they cannot be read; see `bad_records.py`."""
+    """The records that this object has left out so far because they cannot be read; see `bad_records.py`."""
     return ()
 
   def examples_at(self, state: dict[str, Any]) -> list[str]:
-    """Returns which examples the batch after a state has, such as 'record 7 of a.array_record', where that is known."""
+    """Returns the examples of the batch after a state, such as 'record 7 of a.array_record', if they are known."""
     return []
 
   @property
@@ -134,17 +134,17 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   @property
   def host_batch_size(self) -> int:
-    """Rows of the batches of this host; where hosts do not divide a batch, the last ones have rows of padding."""
+    """Rows of this host's batches; if `num_hosts` does not divide `batch_size`, the last hosts have rows of padding."""
     return -(-self.batch_size // self.num_hosts)
 
   @property
   def host_rows(self) -> tuple[int, int]:
-    """First row of this host in a global batch, and the row after its last."""
+    """First row of this host in a global batch, and the row after its last one."""
     first, rows = self.host_index * self.host_batch_size, self.host_batch_size
     return min(first, self.batch_size), min(first + rows, self.batch_size)
 
   def batches_per_epoch(self) -> int | None:
-    """Returns how many batches an epoch has, or None if only reading it would tell."""
+    """Returns how many batches an epoch has, or None if this is unknown before it is read."""
     return None
 
   def batch_struct(self) -> Struct:
@@ -174,10 +174,10 @@ class BaseInput(Configurable, Iterator[Rows]):
     raise StopIteration
 
   def take(self, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Consumes up to `count` examples, as mixtures do: across epochs, and regardless of batches and of `num_hosts`.
+    """Consumes up to `count` examples, across epochs and regardless of batches and `num_hosts`. Mixtures use this.
 
     Returns:
-      Rows [start, stop) of them, or None if there are none; and how many were consumed, less than `count` only at the
+      Rows [start, stop) of them, or None if there are none; and how many were consumed: fewer than `count` only at the
       end of the stream.
     """
     parts: list[Rows] = []
@@ -201,19 +201,19 @@ class BaseInput(Configurable, Iterator[Rows]):
     return self
 
   def close(self) -> None:
-    """Ends what reads ahead: threads, processes, open files. The input can be read on all the same."""
+    """Ends threads and processes that read ahead, and closes files. The input can still be read afterwards."""
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position in the stream as a dict for JSON. It is the same on every host."""
     return {'epoch': self._epoch, 'position': self._position, **self.identity()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `get_state` was called; raises CheckpointError if its input or data was another."""
+    """Continues where `get_state` was called; raises CheckpointError if the state is from another input or data."""
     self.check_state(state, ('epoch', 'position'))
     self._epoch, self._position = int(state['epoch']), int(state['position'])
 
   def identity(self) -> dict[str, Any]:
-    """Returns the part of the state that must be equal for a saved position to mean the same examples."""
+    """Returns the part of the state that must be equal so that a saved position means the same examples."""
     return {'shuffle': self.shuffle, 'seed': self.seed if self.shuffle else None}
 
   def check_state(self, state: dict[str, Any], required: tuple[str, ...]) -> None:
@@ -239,7 +239,7 @@ class BaseInput(Configurable, Iterator[Rows]):
 
   def _next_epoch(self, leftover: int) -> None:
     if self._position == 0:
-      # Epochs without a batch would follow each other without end.
+      # Otherwise epochs without a batch would follow each other forever.
       few = f'{leftover} examples are less than a batch of {self.batch_size}, and drop_remainder is set'
       raise DataError(f'{self.label}: {few if leftover else "there are no examples"}')
     self._epoch += 1

@@ -1,4 +1,4 @@
-"""Files of an input: from a path, a directory, a pattern, or a list of those, to names of files."""
+"""Finds the files of an input: from a path, a directory, a pattern, or a list of those."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find_files(path: object, where: str) -> list[str]:
 
   Raises:
     ConfigError: `path` is none of these.
-    DataError: a path does not exist, no file is found, or there is something else, such as a named pipe.
+    DataError: a path does not exist, no file is found, or a path is not a regular file, such as a named pipe.
   """
   path = produced(path)
   paths = [path] if isinstance(path, (str, os.PathLike)) else path

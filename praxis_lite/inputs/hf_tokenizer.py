@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face: `tokenizer.json`, its special tokens, and the chat template beside it."""
+"""Hugging Face tokenizers: `tokenizer.json`, its special tokens, and the chat template beside it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _INSTALL = 'pip install praxis_lite[hf]'
 class HfTokenizer(BaseTokenizer):
   """A tokenizer of the package `tokenizers`. Needs `pip install praxis_lite[hf]`.
 
-  Which tokens begin and end a document, and the chat template, are in files beside `tokenizer.json`, where transformers
-  writes them: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json, chat_template.jinja.
-  If there is only one of bos and eos, that is used for both; if there is no pad, eos is used.
+  The files beside `tokenizer.json` name the tokens that begin and end a document, and have the chat template, as
+  transformers writes them: tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
+  chat_template.jinja. If only one of bos and eos is named, it is used for both; if pad is not named, eos is used.
 
   Attributes:
-    path: a folder with `tokenizer.json`, or that file.
+    path: a folder with `tokenizer.json`, or the path of that file.
     bos_token, eos_token, pad_token: special tokens that differ from those in the files.
   """
 
@@ -81,7 +81,7 @@ class HfTokenizer(BaseTokenizer):
         out.append(Tokens(np.asarray(encoded.ids, np.int32), _bytes_of(text, encoded.offsets)))
     return out
 
-  # Encoded texts have Python lists of everything known of each token, so few of them are kept at a time.
+  # The package returns Python lists of all it knows about each token, so only a few texts are encoded at a time.
   _GROUP_BYTES: ClassVar[int] = 1 << 21
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -96,15 +96,15 @@ class HfTokenizer(BaseTokenizer):
   # ---------------------------------------------------------------- chats
 
   def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns the text after which a chat model answers, by the tokenizer's chat template.
+    """Returns the text that a chat model answers, formatted by the tokenizer's chat template.
 
-    A template comes with the checkpoint, from someone else: it runs in jinja2's sandbox.
+    The template comes with a checkpoint that someone else made, so it runs in jinja2's sandbox.
 
     Args:
       messages: each with a `role`, 'system', 'user' or 'assistant', and `content`.
 
     Raises:
-      DataError: there is no template, or it fails.
+      DataError: there is no template, or the template fails.
     """
     try:
       import jinja2
@@ -133,7 +133,7 @@ class HfTokenizer(BaseTokenizer):
       raise DataError(f'HfTokenizer.path: the chat template of {self.path} fails: {error}') from None
 
   def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Returns the ids of `chat_prompt(messages)`; the template writes the special tokens as text."""
+    """Returns the ids of `chat_prompt(messages)`, in which the template has written special tokens as text."""
     return [int(i) for i in self._model.encode(self.chat_prompt(messages), add_special_tokens=False).ids]
 
   def _chat_template(self) -> str:
@@ -142,7 +142,7 @@ class HfTokenizer(BaseTokenizer):
       with open(file, encoding='utf-8') as f:
         return f.read()
     template = self._settings.get('chat_template')
-    if isinstance(template, list):  # Several by name.
+    if isinstance(template, list):  # Several templates, each with a name.
       template = next((t.get('template') for t in template if t.get('name') == 'default'), None)
     if not isinstance(template, str):
       raise DataError(
@@ -158,7 +158,7 @@ class HfTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _settings(self) -> dict[str, Any]:
-    """What the files beside it say; of what several say, the first counts."""
+    """The settings in the files beside the tokenizer; if several files have a setting, the first file counts."""
     found: dict[str, Any] = {}
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
       file = os.path.join(self._folder, name)
@@ -189,9 +189,9 @@ class HfTokenizer(BaseTokenizer):
 
 
 def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-  """Returns how many bytes each token stands for, [n], from its range of characters; in total those of the text.
+  """Returns how many bytes each token stands for, [n], from its range of characters; they sum to the size of the text.
 
-  Where several tokens make up one character, the first counts all of its bytes.
+  If several tokens make up one character, the first one counts all of its bytes.
   """
   if not offsets:
     return np.zeros(0, np.int64)

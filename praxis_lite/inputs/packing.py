@@ -9,10 +9,10 @@ B batch, T length of a row. A row consists of segments, each a range of consecut
 
     concat     ids     ^ a b c | d e $ f | g       labels  a b c d | e $ f g | $    one stream, each row is segment 1
 
-    windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows of that stream, anywhere in it
+    windows    ids     b c d e | d e $ f         labels  c d e $ | e $ f g          rows from any place of that stream
 
-Except in windows, every token of every document, and its end, is a label exactly once. Documents longer than T are
-split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
+Except in windows, every token of every document, and its end token, is a label exactly once. Documents longer than T
+are split. The tokens are stored once, in the smallest dtype; rows are made from them on request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PackedRows:
     starts, lengths, offsets: [S] s and n of each segment, and its first position in its row.
     row_splits: [R + 1] row r has segments row_splits[r], ..., row_splits[r + 1] - 1.
     seq_len: T.
-    pad_id: id that fills the ends of rows.
+    pad_id: id that fills the unused ends of rows.
   """
 
   tokens: np.ndarray
@@ -83,7 +83,7 @@ class PackedRows:
     return batch
 
   def windows(self, starts: np.ndarray) -> Rows:
-    """Returns the rows whose ids are tokens[s : s + T] for each s of `starts`, [B], as `rows` does."""
+    """Returns the rows whose ids are tokens[s : s + T] for each s of `starts`, [B], in the same form as `rows`."""
     source = starts[:, None] + np.arange(self.seq_len + 1)
     tokens, shape = self.tokens[source].astype(np.int32), (len(starts), self.seq_len)
     batch = {
@@ -110,7 +110,7 @@ def pack_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_le
   lengths = np.minimum(np.repeat(sizes, pieces) - number * seq_len, seq_len)
 
   row = best_fit_rows(lengths, seq_len)
-  # Rows in the order of their first segment, so that unshuffled rows follow the documents.
+  # Sort the rows by their first segment, so that unshuffled rows follow the order of the documents.
   _, first_of_row = np.unique(row, return_index=True)
   row = np.argsort(np.argsort(first_of_row))[row]
   order = np.argsort(row, kind='stable')
@@ -133,17 +133,17 @@ def concat_documents(documents: Sequence[Tokens], tokenizer: BaseTokenizer, seq_
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
-  """Returns the row of each piece, [n]: each goes, longest first, to the row with the least sufficient room.
+  """Returns the row of each piece, [n]. Pieces go, longest first, to the row with the least sufficient room.
 
-  Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973). `lengths` are [n] in
-  1..capacity.
+  Best-fit decreasing uses at most 11/9 of the fewest rows possible, plus one (Johnson, 1973). `lengths` are [n], each
+  in 1..capacity.
   """
   row = np.empty(len(lengths), np.int64)
   full = lengths == capacity
   next_row = int(full.sum())
   row[full] = np.arange(next_row)
   with_room: dict[int, list[int]] = {}  # room -> rows that have it
-  rooms = 0  # bit r is set where some row has room r
+  rooms = 0  # Bit r is set if some row has room r.
   rest = np.flatnonzero(~full)
   rest = rest[np.argsort(-lengths[rest], kind='stable')]
   for i, length in zip(rest.tolist(), lengths[rest].tolist()):

@@ -1,6 +1,6 @@
-"""A thread that reads, and may hang while it does: for storage that is gone, or a source that yields nothing any more.
+"""A thread for reads that may hang, because the storage is gone or a source yields nothing any more.
 
-Whoever waits for it gets an error in the end, and the process can end without it.
+Whoever waits for a read that hangs gets an error in the end, and the process can exit without it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from praxis_lite.errors import HungInputError
 
-# Seconds that a read may take, and after which a line says that one is waited for.
+# Seconds that a read may take, and seconds after which a line says that a read is being waited for.
 READ_TIMEOUT_S, _LONG = 3600.0, 30.0
-# Seconds for a read that is under way when a process ends.
+# Seconds that the exit of a process waits for a read in progress.
 _AT_EXIT = 5.0
 
 T = TypeVar('T')
@@ -28,19 +28,19 @@ _Call = tuple['Future[Any]', Callable[..., Any], tuple[Any, ...]]
 
 
 class PatientThread:
-  """Calls functions one after the other in a thread of its own, which ends with this."""
+  """Calls functions one after the other in a thread of its own, which ends with this object."""
 
   def __init__(self, name: str):
     self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
     self._last: Future[Any] | None = None
-    # A daemon: what hangs in it must not keep the process.
+    # A daemon: a call that hangs in it must not keep the process alive.
     self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
     self._thread.start()
     _threads.add(self._thread)
     weakref.finalize(self, _finish, self._calls)
 
   def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Calls a function after those before."""
+    """Calls a function after the previous ones."""
     future: Future[T] = Future()
     self._last = future
     self._calls.put((future, call, arguments))
@@ -52,14 +52,14 @@ class PatientThread:
     return self._last is None or self._last.done()
 
   def end(self, seconds: float) -> bool:
-    """Drops all calls but the one that is under way; returns whether that has ended in time."""
+    """Drops all calls except the one in progress; returns whether that one has ended in time."""
     _finish(self._calls)
     self._thread.join(seconds)
     return not self._thread.is_alive()
 
   @property
   def where(self) -> str:
-    """What the thread is doing, as file:line function; '' if that is not known."""
+    """Where the thread is now, as file:line function; '' if that is unknown."""
     frame = sys._current_frames().get(self._thread.ident or 0)
     return '' if frame is None else f'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'
 
@@ -72,7 +72,7 @@ def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
         future.set_result(call(*arguments))
       except BaseException as error:
         future.set_exception(error)
-    del entry, future, call, arguments  # While it waits for the next one, it holds nothing.
+    del entry, future, call, arguments  # So that the thread keeps nothing alive while it waits for the next call.
 
 
 def _finish(calls: queue.SimpleQueue[_Call | None]) -> None:
@@ -88,23 +88,23 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-  """Python ends a daemon by force, which may abort the process while it is in a library: reads may end before."""
+  """Waits for reads to end. Python ends daemons by force, which may abort the process inside a library."""
   end = time.monotonic() + _AT_EXIT
   for thread in list(_threads):
     thread.join(max(0.0, end - time.monotonic()))
 
 
 def result_in_time(future: Future[T], thread: PatientThread, label: str, *, since: float, timeout_s: float) -> T:
-  """Returns what a read has returned, and raises what it has raised.
+  """Returns what a read has returned, or raises what it has raised.
 
   Args:
     future: of the read, in `thread`.
     label: of the input, for messages.
     since: when the wait began, by `time.monotonic`.
-    timeout_s: seconds from then.
+    timeout_s: seconds from `since`.
 
   Raises:
-    HungInputError: it has not ended in time; the message says where it is.
+    HungInputError: the read has not ended in time; the message says where it is.
   """
   if not wait([future], min(_LONG, max(0.0, since + timeout_s - time.monotonic()))).done:
     left = since + timeout_s - time.monotonic()
@@ -118,7 +118,7 @@ def result_in_time(future: Future[T], thread: PatientThread, label: str, *, sinc
 
 
 def call_in_time(call: Callable[[], T], label: str, *, timeout_s: float = READ_TIMEOUT_S) -> T:
-  """Returns what a read returns; raises as `result_in_time`."""
+  """Returns what a read returns; raises like `result_in_time`."""
   thread = PatientThread(f'read-{label}')
   future = thread.submit(call)
   try:

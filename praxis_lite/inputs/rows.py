@@ -21,7 +21,7 @@ Struct = dict[str, Any]  # jax.ShapeDtypeStruct of one example, or nested
 
 
 def canonical_rows(rows: object, where: str) -> Rows:
-  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps, with `weights` of one added if missing.
+  """Returns `rows` as nested dicts of arrays in dtypes that JAX keeps; `weights` of one are added if missing.
 
   64-bit values become 32-bit unless `jax_enable_x64` is set, so that the arrays match what a step was compiled for.
 
@@ -52,7 +52,7 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
     return {k: _canonical_entry(v, f'{where}[{k!r}]') for k, v in value.items()}
   try:
     x = np.asarray(value)
-  except (ValueError, TypeError, OverflowError) as error:  # Lists of unequal lengths.
+  except (ValueError, TypeError, OverflowError) as error:  # For example lists of unequal lengths.
     raise DataError(f'{where}: this is no array: {error}') from None
   if x.dtype.kind in 'OUSMm' or x.dtype.names:
     raise DataError(f'{where}: arrays of {x.dtype} cannot go to a device; expected numbers or booleans')
@@ -63,13 +63,13 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
 
 
 def fitted(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
-  """Returns numbers in another dtype, those that are not finite too, and never other numbers than they were.
+  """Returns numbers in another dtype, also infinities and NaNs; raises an error if it cannot represent their values.
 
-  Floats are rounded. `where` is the name of the values in errors, `reason` the end of what they say.
+  Floats are rounded. `where` is the name of the values in errors, `reason` ends the message.
 
   Raises:
-    DataError: there are integers that the dtype does not hold, finite numbers that would become infinite, or floats
-      that would become integers or booleans.
+    DataError: an integer is outside of the dtype's range, a finite number would become infinite, or floats would
+      become integers or booleans.
   """
   to = np.dtype(dtype)
   if values.dtype == to or np.can_cast(values.dtype, to):
@@ -96,7 +96,7 @@ def fitted(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -
 
 
 def pad_rows(rows: Rows | None, count: int, struct: Struct) -> Rows:
-  """Returns `rows`, at most `count` of the structure `struct`, padded with zeros to `count`; all zeros for None."""
+  """Returns `rows`, at most `count` of structure `struct`, padded with zeros to `count`; for None, all zeros."""
   if rows is None:
     return jax.tree.map(lambda s: np.zeros((count, *s.shape), s.dtype), struct)
   if len(rows['weights']) == count:
@@ -137,12 +137,12 @@ class Feature(Configurable):
   dtype: str = 'float32'
 
   def struct(self) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype, as JAX keeps it."""
+    """Returns shape and dtype, the latter as JAX keeps it."""
     return jax.ShapeDtypeStruct(tuple(self.shape), jax.dtypes.canonicalize_dtype(np.dtype(self.dtype)))
 
 
 def build_features(features: object, where: str) -> dict[str, Feature]:
-  """Returns the features by name, built; raises ConfigError for what is none, an unknown dtype or a negative size."""
+  """Returns the built features by name; raises ConfigError for a non-feature, unknown dtype or negative size."""
   if not isinstance(features, dict) or not features:
     raise ConfigError(f'{where}: expected a dict of Feature configs by name, got {features!r}')
   built = {}
@@ -163,12 +163,12 @@ def _is_numeric(name: str) -> bool:
     dtype = np.dtype(name)
   except (TypeError, ValueError, SyntaxError):
     return False
-  # jnp knows that bfloat16 is a number; numpy does not.
+  # jnp treats bfloat16 as a number; numpy does not.
   return dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.number))
 
 
 def produced(source: object) -> object:
-  """Returns what a config, or a function without arguments, makes; any other value as it is."""
+  """Returns what a config, or a function without arguments, produces; returns any other value unchanged."""
   if isinstance(source, Config):
     return source.instantiate()
   return source() if callable(source) else source

@@ -1,6 +1,6 @@
-"""Synthetic inputs: computed examples for tests, benchmarks and first steps. No files, no memory, any size.
+"""Synthetic inputs: computed examples for tests, benchmarks and first steps. They need no files, and can have any size.
 
-Example i is a function of (seed, i) only. `SyntheticInput` makes arrays of any shapes; `SyntheticLMInput` and
+Example i is a function only of (seed, i). `SyntheticInput` makes arrays of any shapes. `SyntheticLMInput` and
 `SyntheticClassifierInput` make batches that a language model or classifier can learn from, so that a test sees the loss
 fall.
 """
@@ -20,7 +20,7 @@ from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canon
 
 
 class RandomFeature(Feature):
-  """An array of independent uniform values in [low, high): integers, floats or booleans, by its dtype."""
+  """An array of independent uniform values in [low, high): integers, floats or booleans, depending on its dtype."""
 
   low: float = 0
   high: float = 1
@@ -105,10 +105,10 @@ class SyntheticLMInput(_Synthetic):
 
   Attributes:
     seq_len: T.
-    vocab_size: V; ids are 1, ..., V - 1, as 0 is padding.
-    pattern: 'count': each token is the one before plus 1, wrapping around, from a random start; the loss can reach 0
-      without attention. 'copy': the second half repeats the first; the loss can reach half of ln(V - 1), by attention.
-      'random': nothing can be learnt; the loss stays at ln(V - 1).
+    vocab_size: V; ids are 1, ..., V - 1, because 0 is padding.
+    pattern: 'count': each token is the previous one plus 1, wrapping around, from a random start; the loss can reach 0
+      without attention. 'copy': the second half repeats the first; with attention the loss can reach half of
+      ln(V - 1). 'random': nothing can be learnt; the loss stays at ln(V - 1).
   """
 
   seq_len: int = REQUIRED
@@ -165,7 +165,7 @@ class SyntheticClassifierInput(_Synthetic):
   def rows(self, indices: np.ndarray) -> Rows:
     size = int(np.prod(self.image_shape))
     label = np.floor(self._uniform('label', indices, 1)[:, 0] * self.num_classes).astype(np.int32)
-    # The classes look the same for any seed, so that training and evaluation may have different ones.
+    # The classes look the same for any seed, so training and evaluation may use different seeds.
     clean = uniform((self.num_classes,), label[:, None].astype(np.int64) * size + np.arange(size))
     noise = (2 * self._uniform('noise', indices, size) - 1) * self.noise
     image = (clean + noise).astype(np.float32).reshape(len(indices), *self.image_shape)

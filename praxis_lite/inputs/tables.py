@@ -1,7 +1,7 @@
 """TableInput: rows of Parquet and Arrow files, through Grain and PyArrow.
 
-A file consists of groups of rows: the row groups of Parquet, the record batches of Arrow. A group is read as a whole.
-With `shuffle`, the groups are in a new order each epoch, and the rows of `mixed_groups` groups are shuffled together:
+A file consists of groups of rows: row groups in Parquet, record batches in Arrow. A group is always read as a whole.
+With `shuffle`, each epoch has a new order of the groups, and the rows of `mixed_groups` groups are shuffled together:
 
     groups   3 0 | 4 1 | 2        mixed_groups = 2; a position is in a known chunk of two groups, so a restore
     rows     all of 3 and 0, shuffled | all of 4 and 1 | ...                    reads nothing before that chunk
@@ -55,29 +55,29 @@ def import_pyarrow() -> ModuleType:
 
 
 class Column(Feature):
-  """A column as an array of an example: numbers, or lists of as many numbers as the shape has.
+  """A column that becomes an array of an example: numbers, or lists with as many numbers as the shape has.
 
   Attributes:
-    column: name of the column; None: that of the array.
+    column: name of the column; None uses the name of the array.
   """
 
   column: str | None = None
 
 
 class TableInput(GrainInput):
-  """Rows of Parquet files, and of Arrow files in the format for files (Feather) or streams.
+  """Rows of Parquet files, and of Arrow files in the file format (Feather) or the stream format.
 
-  Each host reads all groups, and of Parquet only the columns it needs, and keeps its own rows.
+  Each host reads all groups, and keeps only its own rows. From Parquet it reads only the columns it needs.
 
   Attributes: those of `GrainInput`, and
     features: arrays of an example by name, as configs of `Feature` or `Column`.
     parse_fn: takes a row, a dict of Python values by column.
-    columns: the columns that `parse_fn` gets; None: all.
+    columns: the columns that `parse_fn` gets; None means all.
     mixed_groups: how many groups are shuffled together.
 
   Raises (when the data is first needed):
     ConfigError: Grain or PyArrow is not installed.
-    DataError: no file is found, a file is none of these, a column is missing, or is not what its feature says.
+    DataError: no file is found, a file has none of these formats, or a column is missing or does not fit its feature.
   """
 
   columns: tuple[str, ...] | None = None
@@ -135,7 +135,7 @@ class TableInput(GrainInput):
     struct = with_weights(self.example_struct()) if self.skips else None
     chunks = _Chunks(groups, sizes, epochs, seed, self.mixed_groups, self._columns, self._convert, struct)
     ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.of_epoch(epoch)])
-    # A position at the end is in the last chunk, behind its rows.
+    # A position at the end of an epoch belongs to the last chunk, after its rows.
     first = min(int(np.searchsorted(ends, position, side='right')), len(ends) - 1)
     at = position - (int(ends[first - 1]) if first else 0)
     left, taken = int(ends[-1]) - position, 0
@@ -179,9 +179,9 @@ def _column_of(name: str, feature: Feature) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-  """The chunks of epochs, from number `first` of the first epoch on, each as rows in their order.
+  """The chunks of all epochs, starting with chunk `first` of the first epoch; each is its rows in their order.
 
-  With a `struct` of a row, those that cannot be read are rows of zeros, and named; without one they are an error.
+  With a `struct` of a row, rows that cannot be read become zeros and are listed; without one they are an error.
   """
 
   groups: list[_Group]
@@ -245,7 +245,7 @@ class _Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class _Converter:
-  """Makes rows of a table: by features, or by a function of each row; `where` is where its columns are named."""
+  """Makes rows from a table: by features, or by a function of each row; `where` is the field that names the columns."""
 
   features: dict[str, Feature] | None
   parse: ParseEach | None
@@ -259,7 +259,7 @@ class _Converter:
     return canonical_rows(arrays, self.where)
 
   def row(self, table: pa.Table, number: int, group: _Group) -> Rows:
-    """Returns one row of the table of a group; raises BadRecordError if it cannot be made."""
+    """Returns one row of the table of a group; raises BadRecordError if it cannot be converted."""
     try:
       return self(table.slice(number, 1))
     except DataError as e:
@@ -270,7 +270,7 @@ class _Converter:
     where, column = f'{self.where}[{name!r}]', _column_of(name, feature)
     pa = import_pyarrow()
     array, count = table.column(column).combine_chunks(), table.num_rows
-    if isinstance(array, pa.ChunkedArray):  # As in some versions, where there is no chunk or one is too large.
+    if isinstance(array, pa.ChunkedArray):  # Some versions return it if there is no chunk, or one is too large.
       array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     size, expected = 1, int(np.prod(feature.shape))
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
@@ -324,7 +324,7 @@ def _check_columns(columns: tuple[str, ...] | None, known: list[str], file: str,
 
 
 def _group_sizes(file: str, where: str) -> list[int]:
-  """Returns how many rows each group of a file has; raises DataError if it is no such file."""
+  """Returns how many rows each group of a file has; raises DataError if the file has none of the formats."""
   pa = import_pyarrow()
   try:
     if _is_parquet(file):
@@ -336,7 +336,7 @@ def _group_sizes(file: str, where: str) -> list[int]:
 
 
 def _batches(file: str) -> list[pa.RecordBatch]:
-  """The record batches of an Arrow file, on the disk until they are used."""
+  """Returns the record batches of an Arrow file; they stay on the disk until they are used."""
   about = os.stat(file)
   return _batches_of(file, about.st_ino, about.st_size, about.st_mtime_ns)
 

@@ -1,7 +1,7 @@
-"""Text files to batches of packed tokens for a language model.
+"""Text files as batches of packed tokens for a language model.
 
 A batch of `TextInput` has, each [B, T]: `ids`, `labels` (the next token), `segment_ids` (0 is padding), `segment_pos`
-int32; `weights` float32; and `bytes` float32 if the tokenizer is not byte-level: how many bytes of text each label
+int32; `weights` float32; and, unless the tokenizer is byte-level, `bytes` float32: how many bytes of text each label
 stands for, so that
 
     nats per byte = sum(loss * weights) / sum(bytes)
@@ -32,7 +32,7 @@ from praxis_lite.inputs.tokenizers import BaseTokenizer, ByteTokenizer
 
 SPLITS = ('train', 'validation', 'test')
 STDLIB_HELDOUT_FRACTION = 0.05
-# From this many files on, `split_by='auto'` splits by file: hashes of a few names make very unequal splits.
+# With at least this many files, `split_by='auto'` splits by file: hashes of a few names make very unequal splits.
 _MANY_FILES = 20
 _PACKINGS = {'concat': concat_documents, 'packed': pack_documents, 'windows': concat_documents}
 
@@ -51,22 +51,22 @@ class TextInput(RecordsInput, RandomAccessInput):
       them.
     seq_len: T, tokens in a row.
     tokenizer_tpl: config of the tokenizer; the built one is `tokenizer`.
-    packing: 'concat' cuts one stream of all documents into rows; 'packed' gives each document segments of its own,
-      which do not attend to each other; 'windows' is 'concat' where the order is not shuffled, and where it is, takes
-      rows from random places of that stream, independent of each other: without an end, or as many in each of
-      `num_epochs` as 'concat' has. See `packing.py`.
+    packing: 'concat' cuts one stream of all documents into rows. 'packed' puts each document into segments of its own,
+      which do not attend to each other. 'windows' without shuffling is 'concat'; with shuffling it takes rows from
+      random places of that stream, independently of each other: endlessly, or as many in each of `num_epochs` epochs
+      as 'concat' has. See `packing.py`.
     document_separator: text between the documents in a file, for example '\\n' or '<|endoftext|>'; None makes each file
       one document.
     split: 'train', 'validation' or 'test' uses that part of the text; None uses all.
-    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, the same on
-      every machine; 'position' cuts each file into training, validation and test text, in that order; 'auto' is 'file'
-      for 20 files and more.
+    split_by: 'file' assigns whole files, by a hash of their path relative to the directory they share, which is the
+      same on every machine. 'position' cuts each file into training, validation and test text, in that order. 'auto'
+      is 'file' for 20 files or more, otherwise 'position'.
     heldout_fraction: fraction of the files, or of each file, for validation.
-    test_fraction: the same for test; 0 leaves no test text; None: as `heldout_fraction`.
+    test_fraction: the same for test; 0 leaves no test text; None uses `heldout_fraction`.
 
   Raises (when the data is first needed):
-    DataError: a path does not exist or cannot be read, nothing matches, there is no text in it or in its split, or it
-      is not UTF-8 and the tokenizer is not byte-level.
+    DataError: a path does not exist or cannot be read, no file matches, the files or their split have no text, or the
+      text is not UTF-8 and the tokenizer is not byte-level.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED
@@ -121,7 +121,7 @@ class TextInput(RecordsInput, RandomAccessInput):
 
   @property
   def num_tokens(self) -> int:
-    """Labels in an epoch: the tokens of the text and one end for each document."""
+    """Labels in an epoch: the tokens of the text, and one end token for each document."""
     return int(self._corpus.rows.lengths.sum())
 
   def example_struct(self) -> Struct:
@@ -133,7 +133,7 @@ class TextInput(RecordsInput, RandomAccessInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if not self._samples or self.num_epochs is not None:
       return super().read(epoch, position, count, start, stop)
-    # Random places have no end, and so no short batch at the end of an epoch.
+    # Random places never run out, so an epoch has no short batch at its end.
     places = np.arange(position + start, position + min(stop, count))
     return self.rows_at(epoch, places) if len(places) else None, count
 
@@ -146,7 +146,7 @@ class TextInput(RecordsInput, RandomAccessInput):
 
   @property
   def _samples(self) -> bool:
-    """Whether rows are at random places of the text."""
+    """Whether rows are taken from random places of the text."""
     return self.packing == 'windows' and bool(self.shuffle)
 
   def data_files(self) -> list[str]:
@@ -232,7 +232,7 @@ class TextInput(RecordsInput, RandomAccessInput):
       if not data or self.document_separator is None:
         self.leave_out(BadRecord(file, 'all', str(error).removeprefix(f'{where}: ')))
         return b''
-    # One document does not decide over the others of its file.
+    # Each document is checked separately: one bad document must not remove the others in its file.
     separator, kept = self.document_separator.encode(), []
     for number, document in enumerate(data.split(separator)):
       try:
@@ -250,7 +250,7 @@ def check_split(split: str, where: str) -> None:
 
 
 def split_of_name(name: str, heldout_fraction: float, test_fraction: float) -> str:
-  """Returns the split of a file by its relative path: each of these fractions of all names is held out."""
+  """Returns the split of a file by its relative path. Each fraction is the share of all names that is held out."""
   u = stable_hash(name) / 2**64
   if u < test_fraction:
     return 'test'
@@ -274,22 +274,22 @@ def split_of_content(data: bytes, split: str, heldout_fraction: float, test_frac
 
 
 def _cut(data: bytes, fraction: float, reach: float) -> int:
-  """Where to cut at about `fraction` of `data`: after the last line end before it, at most `reach` further back."""
+  """Returns where to cut at about `fraction` of `data`: after the last line end, at most `reach` before it."""
   at = round(len(data) * fraction)
   newline = data.rfind(b'\n', max(0, at - round(len(data) * reach)), at)
   if newline >= 0:
     return newline + 1
-  while 0 < at < len(data) and data[at] & 0xC0 == 0x80:  # within a UTF-8 character
+  while 0 < at < len(data) and data[at] & 0xC0 == 0x80:  # Inside a UTF-8 character.
     at -= 1
   return at
 
 
-# Of the standard library: installed packages, tests and their data, and files made when Python is built, which differ.
+# Left out of the standard library: installed packages, tests with their data, and files that differ between builds.
 _LEFT_OUT_DIRECTORIES = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
 _LEFT_OUT_PREFIXES = ('_sysconfigdata', 'config-')
 
 
-@functools.cache  # Both inputs of an experiment ask, and Python's own sources stay.
+@functools.cache  # Both inputs of an experiment need it, and Python's own sources do not change.
 def _stdlib_sources(root: str) -> list[tuple[str, str]]:
   """Returns the path of each source relative to `root`, sorted, and its split."""
   sources = walk(root, lambda name: name in _LEFT_OUT_DIRECTORIES or name.startswith(_LEFT_OUT_PREFIXES))

@@ -14,7 +14,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.inputs.rows import fitted
 
-# Floats are declared as the bytes that they are stored as, for NumPy to read at once.
+# Floats are declared as the raw bytes that store them, so that NumPy can read them at once.
 _DECLARATION = """
 name: "praxis_lite/example.proto" package: "praxis_lite" syntax: "proto3"
 message_type { name: "Example"
@@ -39,7 +39,7 @@ message_type { name: "Integers" field { name: "value" number: 1 label: LABEL_REP
 
 @functools.cache
 def _example_class() -> Any:
-  """The class of the message."""
+  """Returns the class of the message."""
   try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
   except ImportError:
@@ -52,12 +52,12 @@ def _example_class() -> Any:
 def features_of_example(record: bytes, where: str) -> dict[str, np.ndarray]:
   """Returns the values of each feature of a serialized example, [n] float32, int64 or object (bytes).
 
-  Raises DataError, which begins with `where`, if the record is no example.
+  Raises DataError, which begins with `where`, if the record is not an example.
   """
   message = _example_class()
   try:
     example = message.FromString(record)
-  except Exception as e:  # DecodeError, of google.protobuf.
+  except Exception as e:  # DecodeError of google.protobuf.
     raise DataError(f'{where}: a record of {len(record)} bytes is not a tf.train.Example: {e}') from None
   return {name: _values(feature, f'{where}: {name}') for name, feature in example.features.feature.items()}
 

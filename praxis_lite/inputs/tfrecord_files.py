@@ -1,9 +1,9 @@
-"""The records of a TFRecord file one by one, past those that are damaged.
+"""Reads the records of a TFRecord file one by one, past damaged ones.
 
     record    length, 8 bytes | CRC of the length, 4 | data | CRC of the data, 4        CRCs are masked CRC-32C
 
-Where only the data of a record is damaged, the next one follows at a known place. Behind a damaged length, and in a
-compressed file behind any damage, nothing can be found.
+If only the data of a record is damaged, the next record follows at a known place. After a damaged length, or after any
+damage in a compressed file, no further record can be found.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 _AT_ONCE = 256
-# Bytes of the end of a file that are read to find its last record; of a compressed file, bytes that are read at once.
+# Bytes read at the end of a file to find its last record; bytes of a compressed file that are read at once.
 _END, _BLOCK = 1 << 16, 1 << 20
 CANNOT_PARSE = 'cannot be parsed'
 
 
 def records_of(file: str, compression: str) -> Iterator[bytes | BadRecord]:
-  """Yields each record of a file, or what is damaged in its place; raises DataError if the file cannot be opened."""
+  """Yields each record of a file, or a `BadRecord` in its place; raises DataError if the file cannot be opened."""
   import tensorflow as tf
 
   if compression:
@@ -81,7 +81,7 @@ def _compressed_records(file: str, compression: str) -> Iterator[bytes | BadReco
 def bad_records_of(
   file: str, compression: str, parse: Callable[[list[bytes]], object], errors: tuple[type[Exception], ...]
 ) -> dict[int, BadRecord]:
-  """Returns the records of a file that are damaged, or that `parse` raises one of `errors` for, by their numbers."""
+  """Returns the records of a file, by number, that are damaged or for which `parse` raises one of `errors`."""
   bad: dict[int, BadRecord] = {}
   pending: dict[int, bytes] = {}
 
@@ -109,7 +109,7 @@ def bad_records_of(
 
 
 def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.Dataset:
-  """Returns the dataset of the records of a file without the damaged ones, and without those of the numbers `bad`."""
+  """Returns a dataset of a file's records without the damaged ones, and without those whose numbers are in `bad`."""
   import tensorflow as tf
 
   def whole() -> Iterator[bytes]:
