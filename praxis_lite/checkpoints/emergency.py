@@ -372,7 +372,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
       yield int(step), file
 
 
-def _needed(shapes: TrainState) -> Iterator[tuple[str, Index]]:
+def _local_parts(shapes: TrainState) -> Iterator[tuple[str, Index]]:
   """Yields (name, index) of each part of the state that this process holds; replicas are yielded once."""
   for path, shape in leaves_by_path(shapes).items():
     data = data_shape(shape)

@@ -1,9 +1,9 @@
-"""Inputs that Grain reads, in worker processes if wanted: `ArrayRecordInput`, and `TableInput` in `tables.py`.
+"""Inputs that Grain reads, optionally in worker processes: `ArrayRecordInput`, and `TableInput` in `tables.py`.
 
-    source[0], source[1], ...     numbered parts of an epoch, each read, parsed and stacked on its own
+    source[0], source[1], ...     numbered parts of an epoch; each is read, parsed and stacked independently
     worker w of N                 parts w, w + N, ...; they are returned in their order
 
-So the batches are the same with any number of workers, and a position is found without reading what is before it.
+So the batches are the same with any number of workers, and a position is found without reading what precedes it.
 Needs `pip install praxis_lite[grain]`; Grain is imported at the first read.
 """
 
@@ -34,14 +34,14 @@ from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canon
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 
-# Of an endless stream, a pipeline goes on for so many epochs before another one is opened.
+# For an endless stream, a pipeline covers this many epochs; then another one is opened.
 _MANY_EPOCHS = 1_000_000
 
 PartT = TypeVar('PartT', covariant=True)
 
 
 class Parts(Protocol[PartT]):
-  """What Grain takes as a source. It is sent to the workers."""
+  """What Grain accepts as a source. It is sent to the workers."""
 
   def __len__(self) -> int: ...
 
@@ -55,7 +55,7 @@ def import_grain() -> ModuleType:
     import grain
   except ImportError:
     raise ConfigError('Grain is not installed; pip install praxis_lite[grain]') from None
-  if not flags.FLAGS.is_parsed():  # Grain reads flags of its own, which have their defaults in a program without any.
+  if not flags.FLAGS.is_parsed():  # Grain reads absl flags. A program that does not parse flags gets their defaults.
     flags.FLAGS.mark_as_parsed()
   return grain
 
@@ -65,12 +65,12 @@ class GrainInput(RecordsInput, StreamedInput):
 
   Attributes:
     path: a file, a directory, a glob pattern, a list of those, or a function (or `Config` of one) that returns them.
-    features: arrays of an example by name, as `Feature` configs. What else is stored is ignored.
-    parse_fn: instead of `features`, a function of one record that returns the example, a dict (possibly nested) of
-      arrays; always of the same shapes and dtypes.
-    num_workers: processes that read and parse; 0: threads of this process. They import the main script again, so in a
-      script of your own the work must stand below `if __name__ == '__main__':`.
-    num_threads: threads that read and parse, where there are no worker processes.
+    features: arrays of an example by name, as `Feature` configs. Other stored features are ignored.
+    parse_fn: instead of `features`, a function of one record that returns the example: a dict (possibly nested) of
+      arrays, always of the same shapes and dtypes.
+    num_workers: processes that read and parse; 0 uses threads of this process. Worker processes import the main script
+      again, so your own script must do its work below `if __name__ == '__main__':`.
+    num_threads: threads that read and parse if there are no worker processes.
   """
 
   path: Paths | Callable[[], Paths] | Config = REQUIRED
@@ -121,13 +121,13 @@ class GrainInput(RecordsInput, StreamedInput):
     return {**super().identity(), 'num_examples': self.num_examples}
 
   def last_epoch(self, epoch: int) -> int:
-    """Returns up to which epoch, and not including it, a pipeline that begins in `epoch` goes on."""
+    """Returns the end (exclusive) of the epochs of a pipeline that begins in `epoch`."""
     return epoch + _MANY_EPOCHS if self.num_epochs is None else max(self.num_epochs, epoch + 1)
 
   def parts(self, source: Parts[PartT]) -> Generator[PartT, None, None]:
     """Yields the parts of a source in order. The threads or processes that read ahead end with the generator."""
     grain = import_grain()
-    yield source[0]  # Here: one batch, which a run looks at before it begins, is not worth starting processes.
+    yield source[0]  # In this process: a run looks at one batch before it begins, which is not worth new processes.
     if len(source) == 1:
       return
     dataset = grain.MapDataset.source(source)[1:]
@@ -143,7 +143,7 @@ class GrainInput(RecordsInput, StreamedInput):
     parts = iter(dataset)
     try:
       for part in parts:
-        # Workers pass arrays in shared memory, which those that live on until the exit would keep.
+        # Workers pass arrays in shared memory. Arrays that live until the exit would keep it, so they are copied.
         yield jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, part) if self.num_workers else part
     except RuntimeError as e:
       if 'terminated unexpectedly' not in str(e):
@@ -155,9 +155,9 @@ class GrainInput(RecordsInput, StreamedInput):
 
 
 class ArrayRecordInput(GrainInput):
-  """Records of ArrayRecord files, each at hand by its number: shuffling is over all of them, and costs no memory.
+  """Records of ArrayRecord files. Each can be read by its number, so shuffling covers all of them and costs no memory.
 
-  Each host reads its own records only. For fast reading in random order, files should be written with `group_size:1`.
+  Each host reads only its own records. For fast reading in random order, files should be written with `group_size:1`.
 
   Attributes: those of `GrainInput`; `features` are those of a `tf.train.Example`, stored as `TFRecordInput` says, and
   `parse_fn` takes the bytes of a record.
@@ -227,12 +227,12 @@ class ArrayRecordInput(GrainInput):
 
 @dataclasses.dataclass(frozen=True)
 class _Records:
-  """The records of files, by their number over all of them, as rows.
+  """The records of all files, numbered consecutively, as rows.
 
   Attributes:
     source: Grain's source of the records.
-    files, ends: the files, and how many records there are before the first file, before the second, ...
-    parse: makes rows of records.
+    files, ends: the files, and how many records precede the first file, the second file, ..., and the end.
+    parse: makes rows from records.
     where: name of the path in errors.
   """
 
@@ -262,12 +262,12 @@ class _Records:
       raise BadRecordError(self.where, BadRecord(*self.place(number), first_line(e))) from e
 
   def place(self, number: int) -> tuple[str, str]:
-    """Returns the file of a record, and which one it is there."""
+    """Returns the file of a record, and the number of the record in that file."""
     file = bisect.bisect_right(self.ends, number) - 1
     return self.files[file], f'record {number - self.ends[file]}'
 
   def whole_examples(self, numbers: list[int], struct: Struct) -> tuple[Rows, list[BadRecord]]:
-    """Returns the examples of some records, with rows of zeros for those that cannot be read, and which these are."""
+    """Returns the examples of some records, with zeros for those that cannot be read, and the list of these."""
     try:
       return self.examples(numbers), []
     except BadRecordError:
@@ -276,10 +276,10 @@ class _Records:
 
 @dataclasses.dataclass(frozen=True)
 class _RecordGroups:
-  """Groups of `count` records of epochs, from `position` of the first on; the last of each epoch is less, or empty.
+  """Groups of `count` records, from `position` of the first epoch on; each epoch's last group is shorter, or empty.
 
-  Of each group, how many records it has, the examples [start, stop) of them, and those of these that cannot be read:
-  with a `struct` of an example they are rows of zeros; without one they are an error.
+  A group is its number of records, the examples [start, stop) of them, and which of these cannot be read. With a
+  `struct` of an example, unreadable ones are rows of zeros; without one they are an error.
   """
 
   records: _Records
@@ -295,7 +295,7 @@ class _RecordGroups:
     return self._in_first_epoch + (len(self.epochs) - 1) * self._groups_of(0)
 
   def _groups_of(self, position: int) -> int:
-    """How many groups an epoch has from a position on."""
+    """Returns how many groups an epoch has from a position on."""
     return max(self.records.ends[-1] - position, 0) // self.count + 1
 
   @property
@@ -320,7 +320,7 @@ class _RecordGroups:
 
 
 def _shuffled(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
-  """Returns the numbers of the records at some places of an epoch; without a seed, those are in order."""
+  """Returns the numbers of the records at some places of an epoch; without a seed, records are in order."""
   if seed is None:
     return list(places)
   shuffled = import_grain().experimental.index_shuffle
@@ -330,7 +330,7 @@ def _shuffled(places: range, size: int, seed: int | None, epoch: int) -> list[in
 
 @dataclasses.dataclass(frozen=True)
 class ParseEach:
-  """Makes rows of records by a function of one of them; `where` is its name in errors."""
+  """Makes rows of records with a function of one record; `where` is its name in errors."""
 
   parse_fn: Callable[[Any], Rows]
   where: str
@@ -394,7 +394,7 @@ def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]
 
 
 def _fate(code: int | None) -> str:
-  """Returns how a worker has ended, from its exit code, and what to do."""
+  """Returns how a worker ended, from its exit code, and what to do about it."""
   if code == -signal.SIGKILL:
     return 'was killed: the machine may have too little memory for num_workers of them'
   if code is not None and code < 0:
@@ -403,14 +403,14 @@ def _fate(code: int | None) -> str:
 
 
 def _start_quiet_tracker() -> None:
-  """Starts the process that frees shared memory such that it does not warn of what it frees.
+  """Starts the process that frees shared memory, set up so that it does not warn about what it frees.
 
-  Grain leaves to it the parts that are on their way when a pipeline is closed.
+  When a pipeline is closed, Grain leaves the parts in transit to this process.
   """
   option = 'ignore:resource_tracker:UserWarning'
-  sys.warnoptions.append(option)  # It is started with these.
+  sys.warnoptions.append(option)  # The process is started with these options.
   try:
-    from multiprocessing import resource_tracker  # Only where there are workers: Windows imports other modules for it.
+    from multiprocessing import resource_tracker  # Only if there are workers: on Windows it imports other modules.
 
     resource_tracker.ensure_running()
   finally:
@@ -418,7 +418,7 @@ def _start_quiet_tracker() -> None:
 
 
 def _prepare_worker(worker: int, num_workers: int) -> None:
-  """Has a worker say where it crashed, and end when the process that started it is killed, which cannot tell it to."""
+  """Makes a worker print where it crashes, and end if its parent is killed, because a killed parent cannot end it."""
   del worker, num_workers
   faulthandler.enable()
   if sys.platform == 'linux':

@@ -1,10 +1,10 @@
-"""The manifest of the files that an input reads: by it a run that resumes knows that its position means what it meant.
+"""The manifest of the files that an input reads. It shows a resumed run that a saved position still means the same.
 
     {"files": [["a/part-0.tfrecord", 31250, "9f3c..."], ...]}     name, bytes, and a hash of samples of the content
-    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     of very many files, those with samples alone
+    {"count": 20000, "bytes": 8.1e12, "digest": "...", "files": [...]}     of very many files, only the sampled ones
 
-Names are relative to the directory that the files share, so data may be moved. Sizes are those of all files; four parts
-of 1 KiB are read of each of a few of them, which costs little on any storage. What changes elsewhere is not noticed.
+Names are relative to the directory that the files share, so data may be moved. The manifest has the sizes of all files.
+Of a few files it samples four parts of 1 KiB, which costs little on any storage. Other changes are not noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from praxis_lite.errors import DataError
 
 Manifest = dict[str, Any]
 
-_SAMPLED, _PARTS, _PART = 32, 4, 1024  # Files of which parts are read, how many parts, and bytes of each.
+_SAMPLED, _PARTS, _PART = 32, 4, 1024  # How many files are sampled, how many parts of each, and bytes of a part.
 _MOST_LISTED = 10_000
 _THREADS = 8
 _SHOWN = 3
@@ -41,7 +41,7 @@ def manifest_of(files: Sequence[str]) -> Manifest:
 
 
 def changes(saved: object, now: Manifest) -> str:
-  """Returns how files have changed since a manifest was saved; '' if they have not, or it does not say."""
+  """Returns how files have changed since a manifest was saved; '' if they have not, or if it does not show that."""
   found = list(_changes(saved, now))
   more = f'; and {len(found) - _SHOWN} more files have changed' if len(found) > _SHOWN else ''
   return '; '.join(found[:_SHOWN]) + more
@@ -52,7 +52,7 @@ def _changes(saved: object, now: Manifest) -> Iterator[str]:
     before = {str(name): (int(size), sample) for name, size, sample in saved['files']}  # type: ignore[index]
     listed = 'digest' not in saved  # type: ignore[operator]
     total = None if listed else (int(saved['count']), int(saved['bytes']), saved['digest'])  # type: ignore[index]
-  except (TypeError, ValueError, KeyError, OverflowError):  # Of an earlier version, or of anyone.
+  except (TypeError, ValueError, KeyError, OverflowError):  # From an earlier version, or edited by anyone.
     return
   here = {name: (size, sample) for name, size, sample in now['files']}
   for name, (size, sample) in before.items():

@@ -1,8 +1,8 @@
 """MixtureInput: several inputs mixed example by example, in given proportions.
 
-The source of example i of the mixture depends only on (seed, i). Each source is read in its own order, by its own
-epochs. An exhausted source is not drawn from any more, and the mixture ends when all are exhausted, so evaluation sees
-each example of each source exactly once.
+The source of example i of the mixture depends only on (seed, i). Each source is read in its own order and its own
+epochs. Once a source is exhausted, it is not drawn from any more. The mixture ends when all are exhausted, so an
+evaluation sees each example of each source exactly once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, wi
 
 
 class MixtureInput(BaseInput):
-  """Batches whose examples come from several inputs, each with a probability in proportion to its weight.
+  """Batches whose examples come from several inputs, with probabilities in proportion to their weights.
 
   Attributes:
     inputs: configs of the sources. Their examples must have the same arrays, shapes and dtypes. The sources get the
       mixture's `is_training` and `batch_size`, and its `num_epochs` and `shuffle` if these are set.
-    weights: one positive number for each source; None means equal weights.
+    weights: one positive number per source; None means equal weights.
 
   Raises:
-    ConfigError: there are no sources, or the number of weights differs from that of the sources.
-    DataError: the examples of the sources differ in structure; raised when it is first needed.
+    ConfigError: there are no sources, or `weights` and `inputs` have different lengths.
+    DataError: the examples of the sources differ in structure; raised when the structure is first needed.
   """
 
   inputs: list[Config] = REQUIRED
@@ -54,7 +54,7 @@ class MixtureInput(BaseInput):
     where = f'{self.label}.inputs[{i}]: expected the config of an input'
     if not isinstance(config, Config):
       raise ConfigError(f'{where}, got {config!r}')
-    # The mixture cuts batches for hosts; its sources count examples.
+    # The mixture cuts batches for hosts; its sources only count examples.
     source = config.instantiate(batch_size=self.batch_size, num_hosts=1, host_index=0, **inherited)
     if not isinstance(source, BaseInput):
       raise ConfigError(f'{where}, got one of {type(source).__name__}')
@@ -85,8 +85,8 @@ class MixtureInput(BaseInput):
     rows, filled = self._fill(count, start, stop)
     taken = int(filled.sum())
     if taken < count and (start > 0 or stop < count):
-      # At the end of the stream some slots stay empty, anywhere in the batch. Which rows belong to this slice is known
-      # only after the filled slots have moved together, so all of them are read.
+      # At the end of the stream some slots stay empty, anywhere in the batch. The filled slots are then moved together,
+      # and only then is known which rows belong to this slice, so all of them are read.
       for source, state in zip(self.sources, before):
         source.set_state(state)
       rows, filled = self._fill(count, 0, count)
@@ -101,7 +101,7 @@ class MixtureInput(BaseInput):
     parts: list[Rows] = []
     slots: list[np.ndarray] = []
     attempt = 0
-    # A slot whose source turns out to be exhausted draws again among the sources it has not tried.
+    # A slot whose source turns out to be exhausted draws again from the sources it has not tried.
     while len(still_open := np.flatnonzero(~filled & ~tried.all(axis=1))):
       choice = self._choose(self._position + still_open, tried[still_open], attempt)
       for s, source in enumerate(self.sources):

@@ -1,9 +1,9 @@
-"""PrefetchIterator: reads batches, and puts them on the devices, in a thread while the step before them runs.
+"""PrefetchIterator: a thread that reads batches and puts them on the devices while the previous step runs.
 
     training thread     step k | step k + 1 | ...          get_state() is the state of the input after
     prefetch thread     read and put batches k + 1, ..., k + depth       batch k, the last one returned
 
-So a checkpoint between two steps continues with the next batch, however far the thread has read ahead.
+So a checkpoint between two steps resumes with the next batch, however far the thread has read ahead.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.patient_thread import READ_TIMEOUT_S, PatientThread, result_in_time
 from praxis_lite.inputs.rows import Rows
 
-# Seconds that `close` waits for a read that is under way.
+# Seconds that `close` waits for a read in progress.
 _AT_CLOSE = 10.0
 
 T = TypeVar('T')
 
 
 class PrefetchIterator(Iterator[T]):
-  """Batches of an input, read up to `depth` ahead. The input must not be used otherwise while this is open.
+  """Batches of an input, read up to `depth` ahead. Nothing else may use the input while this is open.
 
-  Use it as a context manager, or call `close`. Settings of JAX that are local to a thread, such as the ambient mesh, do
-  not apply in `put_fn`; give it shardings that hold their mesh.
+  Use it as a context manager, or call `close`. JAX settings that are local to a thread, such as the ambient mesh, do
+  not apply in `put_fn`; give it shardings that contain their mesh.
 
   Attributes:
-    hangs: `close` has left a read behind that did not end; the input is not to be used any more.
+    hangs: `close` gave up on a read that did not end; the input must not be used any more.
   """
 
   def __init__(
@@ -49,7 +49,7 @@ class PrefetchIterator(Iterator[T]):
     Args:
       put_fn: applied to each batch in the thread, to put it on devices; None leaves batches as they are.
       depth: how many batches may be ready and not yet returned.
-      left_out: states of the input; the batches that follow on them are read and not returned.
+      left_out: states of the input; a batch that was read from one of these states is not returned.
       timeout_s: seconds to wait for a batch.
     """
     if depth < 1:
@@ -75,7 +75,7 @@ class PrefetchIterator(Iterator[T]):
 
     Raises:
       StopIteration: the input is exhausted.
-      HungInputError: there was none in `timeout_s`, counted from the first time that this batch was waited for.
+      HungInputError: no batch came within `timeout_s`, counted from the first time that this batch was waited for.
       Exception: what the input or `put_fn` raised, after all batches before it; raised again on each call.
     """
     if self._thread is None:
@@ -91,16 +91,16 @@ class PrefetchIterator(Iterator[T]):
     return batch
 
   def wait(self, seconds: float | None = None) -> bool:
-    """Waits until the next batch, the end of the input or an error is at hand; returns whether it is.
+    """Waits for the next batch, the end of the input or an error; returns whether one of them is ready.
 
-    A batch that is overdue is an error, which `get_next` raises.
+    A batch that is overdue counts as an error, which `get_next` raises.
     """
     self._since = self._since or time.monotonic()
     left = self._since + self.timeout_s - time.monotonic()
     return bool(wait([self._ahead[0]], left if seconds is None else min(seconds, max(left, 0.0))).done) or left <= 0
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the state of the input as of the last batch that was returned."""
+    """Returns the state of the input after the last batch that was returned."""
     return self._state
 
   @property
@@ -109,22 +109,22 @@ class PrefetchIterator(Iterator[T]):
     return self._before
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Drops what was read ahead and continues from `state`."""
+    """Drops what was read ahead, and continues from `state`."""
     self.close()
     self._source.set_state(state)
     self._start()
 
   def reset(self) -> Self:
-    """Drops what was read ahead and goes back to the start of the input."""
+    """Drops what was read ahead, and goes back to the start of the input."""
     self.close()
     self._source.reset()
     self._start()
     return self
 
   def close(self) -> None:
-    """Stops the thread, closes the input and drops what was read ahead; its position is then that of `get_state`.
+    """Stops the thread, closes the input, and drops what was read ahead; the input is then at `get_state()`.
 
-    A read that does not end is left behind.
+    If a read does not end in time, it is abandoned.
     """
     if self._thread is not None:
       self.hangs = not self._thread.end(_AT_CLOSE)
@@ -145,8 +145,8 @@ class PrefetchIterator(Iterator[T]):
 def _batches(
   source: BaseInput, put_fn: Callable[[Rows], T], left_out: frozenset[str]
 ) -> Iterator[tuple[T, dict[str, Any], dict[str, Any]]]:
-  """Yields what the thread reads, and the states of the input before and after; ends with the input, or an error."""
-  # It has no reference to the prefetch iterator, whose end ends the thread.
+  """Yields batches with the states of the input before and after them, until the input ends or fails."""
+  # This must not refer to the prefetch iterator: when that is garbage-collected, the thread ends.
   before = source.get_state()
   for batch in source:
     after = source.get_state()

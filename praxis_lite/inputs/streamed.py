@@ -1,6 +1,6 @@
-"""StreamedInput: an input that is read by a pipeline, from a position on, with threads or processes of its own.
+"""StreamedInput: an input that is read by a pipeline from some position on, with its own threads or processes.
 
-A pipeline stays open from batch to batch. Another position, after a restore for example, opens a new one there.
+A pipeline stays open from batch to batch. Another position, for example after a restore, opens a new one.
 
     read(epoch, 0, B, ...)   read(epoch, B, B, ...)   read(epoch, 2 B, B, ...)     one pipeline(epoch, 0, B, ...)
 """
@@ -20,18 +20,18 @@ Groups = Generator[tuple[int, Rows | None], None, None]
 
 
 class StreamedInput(BaseInput):
-  """An input of which one group of examples after another is read. Subclasses define `pipeline`."""
+  """An input that is read one group of examples after another. Subclasses define `pipeline`."""
 
   def __post_init__(self) -> None:
     super().__post_init__()
     self._pipeline: tuple[_Request, Groups] | None = None
-    self._end: tuple[int, int] | None = None  # The end of the last epoch that was read to its end.
+    self._end: tuple[int, int] | None = None  # The end of the last epoch that was read completely.
     self._chunk: tuple[tuple[int, int], Rows | None, int] | None = None  # (epoch, number), rows, how many
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
     """Yields what `read` returns for `count` examples from `position` on, then for the next `count`, and so on.
 
-    A group of less than `count`, of none if need be, ends an epoch. After it the next epoch may follow, from its
+    A group of fewer than `count` examples, possibly of none, ends an epoch. The next epoch may follow it, from its
     beginning. Closing the pipeline ends its threads and processes.
     """
     raise NotImplementedError
@@ -39,12 +39,12 @@ class StreamedInput(BaseInput):
   def read(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
     if self.num_hosts > 1 and (count, start, stop) == (self.batch_size, *self.host_rows):
       return self._read_group(epoch, position, count, start, stop)
-    # A single host needs whole batches, and mixtures ask for other numbers each time: both get rows of whole chunks.
+    # A single host needs whole batches, and mixtures ask for varying numbers: both get rows cut from whole chunks.
     parts: list[Rows] = []
     available = 0
     while available < count:
       number, first = divmod(position + available, self.batch_size)
-      # The last chunk is kept, so reading on, in steps of any size, goes through one pipeline once.
+      # The last chunk is kept, so reading on in steps of any size goes through one pipeline once.
       if self._chunk is None or self._chunk[0] != (epoch, number):
         group = self._read_group(epoch, number * self.batch_size, self.batch_size, 0, self.batch_size)
         self._chunk = ((epoch, number), *group)
@@ -71,7 +71,7 @@ class StreamedInput(BaseInput):
     self._pipeline = self._chunk = None
 
   def _read_group(self, epoch: int, position: int, count: int, start: int, stop: int) -> tuple[Rows | None, int]:
-    """Reads a group from the pipeline that is at `position` already, or from a new one."""
+    """Reads a group from the open pipeline if it is at `position`, otherwise from a new one."""
     if (epoch, position) == self._end:
       return None, 0
     request = (epoch, position, count, start, stop)

@@ -1,8 +1,8 @@
 """Inputs that TensorFlow reads: any `tf.data.Dataset`, and TFRecord files. TensorFlow is imported at the first read.
 
 TensorFlow runs on a few CPU threads and never sees an accelerator. The position is a count of examples, so a restore
-reads (but does not parse) those before it in the epoch again, and each host reads all examples and parses its own.
-Datasets must yield the same examples in the same order each time, whatever the timing.
+reads the earlier examples of the epoch again, without parsing them. Each host reads all examples and parses only its
+own. Datasets must yield the same examples in the same order each time, whatever the timing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 
-# Records that are parsed at once to know whether they can be.
+# Records that are parsed together to find out whether they can be parsed.
 _TRIED_AT_ONCE = 64
 
 
 @functools.cache
 def import_tensorflow() -> ModuleType:
-  """Imports TensorFlow and hides accelerators from it, whose memory it would reserve; raises ConfigError without it."""
+  """Imports TensorFlow and hides accelerators, whose memory it would reserve; raises ConfigError if not installed."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # Nothing here computes, and oneDNN prints a notice.
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')  # oneDNN prints a notice, and nothing here needs it.
   try:
     import tensorflow as tf
   except ImportError:
@@ -52,7 +52,7 @@ def import_tensorflow() -> ModuleType:
   for kind in ('GPU', 'TPU'):
     try:
       tf.config.set_visible_devices([], kind)
-    except RuntimeError:  # The program has used TensorFlow before; which devices it sees is its own choice.
+    except RuntimeError:  # The program has used TensorFlow before, so it decides itself which devices TensorFlow sees.
       break
   return tf
 
@@ -61,7 +61,7 @@ class BaseTFInput(StreamedInput):
   """An input that TensorFlow reads. Subclasses define `elements`, and `parse` if elements are not yet examples.
 
   Attributes:
-    shuffle_buffer_size: examples in the buffer that `shuffle` draws from, by (seed, epoch).
+    shuffle_buffer_size: size, in examples, of the buffer that `shuffle` draws from, by (seed, epoch).
     num_threads: CPU threads that TensorFlow uses for this dataset.
   """
 
@@ -69,11 +69,11 @@ class BaseTFInput(StreamedInput):
   num_threads: int = 2
 
   def elements(self, epoch: int) -> tf.data.Dataset:
-    """Returns the dataset of one epoch, in the order it is stored."""
+    """Returns the dataset of one epoch, in the stored order."""
     raise NotImplementedError
 
   def parse(self, elements: tf.Tensor) -> Mapping[str, tf.Tensor]:
-    """Returns the examples of [n] elements, as tensors with dimension 0 = n. Traced by TensorFlow; n may be 0."""
+    """Returns the examples of [n] elements, as tensors with dimension 0 = n. TensorFlow traces it; n may be 0."""
     return elements
 
   def pipeline(self, epoch: int, position: int, count: int, start: int, stop: int) -> Groups:
@@ -100,7 +100,7 @@ class BaseTFInput(StreamedInput):
         return
 
   def _groups(self, epoch: int, position: int, count: int, start: int, stop: int) -> tf.data.Dataset:
-    """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of them)."""
+    """Returns the dataset of (number of elements in a group of `count`, examples [start, stop) of the group)."""
     tf = import_tensorflow()
     dataset = self.elements(epoch)
     if self.num_epochs is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -119,8 +119,8 @@ class BaseTFInput(StreamedInput):
     dataset = dataset.skip(position).batch(count).map(own_part, num_parallel_calls=self.num_threads, deterministic=True)
     options = tf.data.Options()
     options.deterministic = True
-    # Whoever drops an iterator, even the garbage collector in the middle of other work, waits for the thread that tunes
-    # it, which may sleep for minutes meanwhile. The number of threads is ours here, so there is nothing to tune.
+    # Dropping an iterator, even by the garbage collector in the middle of other work, waits for the autotuning thread,
+    # which may be sleeping for minutes. The number of threads is set here, so there is nothing to tune.
     options.autotune.enabled = False
     options.threading.private_threadpool_size = self.num_threads
     options.threading.max_intra_op_parallelism = 1
@@ -131,11 +131,11 @@ class BaseTFInput(StreamedInput):
     return canonical_rows(import_tensorflow().nest.map_structure(lambda x: x.numpy(), examples), self.label)
 
   def leaves_out_cause(self, error: Exception) -> bool:
-    """Whether `elements` no longer has what an error of TensorFlow was about."""
+    """Whether `elements` no longer contains what caused an error of TensorFlow."""
     return False
 
   def explain(self, error: Exception) -> str:
-    """Returns a message of one line for an error of TensorFlow, or of numbers that do not fit."""
+    """Returns a message of one line for an error of TensorFlow, or for numbers that do not fit."""
     return (
       str(error)
       if isinstance(error, DataError)
@@ -148,7 +148,7 @@ class TFDataInput(BaseTFInput):
 
   Attributes:
     dataset_fn: a function without arguments, or the `Config` of one, that returns a dataset of single examples: dicts,
-      possibly nested, of dense numeric tensors of static shape. It is called for each epoch, and must return the same
+      possibly nested, of dense numeric tensors of static shape. It is called once per epoch, and must return the same
       examples in the same order each time.
 
   Raises (when the data is first needed):
@@ -175,7 +175,7 @@ class TFDataInput(BaseTFInput):
 def struct_of(spec: object, where: str) -> Struct:
   """Returns the shapes and dtypes of TensorFlow's `element_spec`.
 
-  Raises DataError, which begins with `where`, unless it is a dict of dense numeric tensors of static shape.
+  Raises DataError, which begins with `where`, if it is not a dict of dense numeric tensors of static shape.
   """
   tf = import_tensorflow()
   if not isinstance(spec, dict):
@@ -203,7 +203,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       returns the dict of an example's tensors.
     compression: '' (none), 'GZIP' or 'ZLIB'.
 
-  With `shuffle`, the files are read in a new order each epoch, and records are shuffled in a buffer.
+  With `shuffle`, each epoch reads the files in a new order, and records are shuffled in a buffer.
 
   Raises (when the data is first needed):
     DataError: no file is found, a file is not a TFRecord file or is truncated, or a record lacks a feature.
@@ -245,11 +245,11 @@ class TFRecordInput(RecordsInput, BaseTFInput):
       else:
         parts += [whole_records(file, self._damaged[file], self.compression) for file in group]
     dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
-    # All records are parsed by all hosts, so that all leave out the same, and those before a position too.
+    # All hosts parse all records, so that all leave out the same ones, including those before a position.
     return dataset.batch(_TRIED_AT_ONCE).map(self._tried).unbatch() if self.skips else dataset
 
   def _checked_end(self, file: tf.Tensor) -> tf.Tensor:
-    """Returns the name of a file that ends behind a record, which TensorFlow does not look at."""
+    """Returns the name of a file after checking that it ends with a complete record; TensorFlow does not check this."""
     tf = import_tensorflow()
 
     def check(file: bytes) -> None:
@@ -317,7 +317,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     return f'{self.label}.file_pattern: {bad.file} is not a whole TFRecord file: {bad}'
 
   def _next_damaged(self) -> tuple[str, dict[int, BadRecord]] | None:
-    """Returns the first file, of those not known to be damaged, that has records which cannot be read, and these."""
+    """Returns the first file with unreadable records that is not known to be damaged yet, and these records."""
     tf = import_tensorflow()
     for file in self._files:
       if file not in self._whole and file not in self._damaged:
@@ -325,7 +325,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
         bad = bad_records_of(file, self.compression, self._parsed_rows, errors)
         if bad:
           return file, bad
-        self._whole.add(file)  # Each file is looked through once.
+        self._whole.add(file)  # So that each file is checked only once.
     return None
 
 

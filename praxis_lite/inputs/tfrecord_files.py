@@ -121,9 +121,9 @@ def whole_records(file: str, bad: Collection[int], compression: str) -> tf.data.
 
 
 def ends_with_a_record(file: str, compression: str) -> bool:
-  """Whether a file ends behind a record. TensorFlow takes a part of the 12 bytes before the next one for the end.
+  """Whether a file ends exactly after a record. If 1 to 11 bytes of a next record follow, TensorFlow ignores them.
 
-  Of a file that is not compressed, the end is read, as far as the last record; of others, all.
+  An uncompressed file is read from its end back to its last record; a compressed file is read completely.
   """
   return _stream_ends(file, compression) if compression else _last_record_ends(file)
 
@@ -142,7 +142,7 @@ def _last_record_ends(file: str) -> bool:
 
 
 def _places_of_lengths(data: bytes) -> Iterator[int]:
-  """Yields where 8 bytes are the length of a record that would end with `data`."""
+  """Yields the places where 8 bytes are the length of a record that would end with `data`."""
   for first in range(min(8, len(data))):
     lengths = np.frombuffer(data, '<u8', (len(data) - first) // 8, first)
     places = first + 8 * np.arange(len(lengths))
@@ -150,8 +150,8 @@ def _places_of_lengths(data: bytes) -> Iterator[int]:
 
 
 def _stream_ends(file: str, compression: str) -> bool:
-  """Whether a compressed file ends where its stream does, and this behind a record."""
-  header, left, is_over = b'', 0, False  # Of the record that is read: what there is of its 12 bytes; what comes behind.
+  """Whether a compressed file ends exactly where its stream ends, and the stream exactly after a record."""
+  header, left, is_over = b'', 0, False  # The bytes so far of a record's 12-byte header; its bytes after the header.
   for data in _decompressed(file, compression):
     if data is None:
       is_over = True
@@ -173,7 +173,7 @@ def _stream_ends(file: str, compression: str) -> bool:
 
 
 def _decompressed(file: str, compression: str) -> Iterator[bytes | None]:
-  """Yields what is in a compressed file, in parts, and None at its end, if it is whole."""
+  """Yields the decompressed content of a file in parts, and None at its end if the file is complete."""
   wbits = zlib.MAX_WBITS | (16 if compression == 'GZIP' else 0)
   with open(file, 'rb') as opened:
     stream, data, has_begun = zlib.decompressobj(wbits), b'', False
@@ -182,7 +182,7 @@ def _decompressed(file: str, compression: str) -> Iterator[bytes | None]:
         has_begun = True
         yield stream.decompress(data, _BLOCK)
         data = stream.unconsumed_tail
-        if stream.eof:  # Another one may follow.
+        if stream.eof:  # Another stream may follow.
           data, has_begun = stream.unused_data, False
           stream = zlib.decompressobj(wbits)
       if has_begun:

@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back.
 
-A byte tokenizer needs no training and no file, and takes any bytes. A character tokenizer takes the characters of a
-text. SentencePiece needs a trained model file. The latter two need UTF-8 text. All count the bytes of text that each
-token stands for, so that losses compare in nats per byte.
+A byte tokenizer needs no training and no file, and accepts any bytes. A character tokenizer's vocabulary is the
+characters of a text. SentencePiece needs a trained model file. The latter two need UTF-8 text. All of them count the
+bytes of text that each token stands for, so that losses can be compared in nats per byte.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Tokens(NamedTuple):
 
   Attributes:
     ids: [n], any integer dtype.
-    num_bytes: [n] int, how many bytes of the document each stands for, in total its length; None if each is one byte.
+    num_bytes: [n] int, how many bytes of the document each token stands for; they sum to its length. None if every
+      token stands for one byte.
   """
 
   ids: np.ndarray
@@ -38,7 +39,7 @@ class Tokens(NamedTuple):
 
 
 class BaseTokenizer(Configurable):
-  """Text to token ids and back, with special ids that begin (bos) and end (eos) documents and pad rows (pad)."""
+  """Text to token ids and back, with special ids for the begin (bos) and end (eos) of documents and padding (pad)."""
 
   @property
   def vocab_size(self) -> int:
@@ -52,7 +53,7 @@ class BaseTokenizer(Configurable):
 
   @property
   def is_byte_level(self) -> bool:
-    """Whether each token but the special ones stands for one byte."""
+    """Whether each token except the special ones stands for one byte."""
     return False
 
   def encode(self, text: str) -> list[int]:
@@ -60,7 +61,7 @@ class BaseTokenizer(Configurable):
     return self.encode_documents([text.encode()])[0].ids.tolist()
 
   def prompt_ids(self, text: str) -> list[int]:
-    """Returns the ids of a text that a model is to continue."""
+    """Returns the ids of a text that a model should continue."""
     return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -73,10 +74,10 @@ class BaseTokenizer(Configurable):
 
 
 class ByteTokenizer(BaseTokenizer):
-  """The bytes of the UTF-8 text are the ids.
+  """A tokenizer whose ids are the bytes of the UTF-8 text.
 
   By default the vocabulary is the 256 bytes, and all special ids are byte 0, which text does not contain. For data that
-  may contain byte 0, or to distinguish the special ids, set them to 256 and more.
+  may contain byte 0, or to tell the special ids apart, set them to 256 and above.
 
   Attributes:
     bos_id, eos_id, pad_id: begin of document, end of document, padding.
@@ -116,16 +117,16 @@ class ByteTokenizer(BaseTokenizer):
 
 
 class CharTokenizer(BaseTokenizer):
-  """The characters of a text are the tokens: the first, by code point, is 0. One more id begins, ends and pads.
+  """The tokens are the characters of a text, numbered from 0 by code point; one more id is bos, eos and pad.
 
-  A run keeps the vocabulary in its directory, so its ids stay the same if the text changes or is gone.
+  A run stores the vocabulary in its directory, so its ids stay the same if the text changes or is removed.
 
   Attributes:
-    path: the text whose characters are the vocabulary, as `TextInput.path`.
-    vocabulary: the characters themselves, in the order of their ids; None: those of the text at `path`.
+    path: the text whose characters are the vocabulary, like `TextInput.path`.
+    vocabulary: the characters themselves, in the order of their ids; None takes those of the text at `path`.
 
   Raises:
-    ConfigError: neither is set, or a character is twice in `vocabulary`.
+    ConfigError: neither is set, or `vocabulary` has a character twice.
     DataError (when the vocabulary is first needed): the text cannot be read, is empty or is not UTF-8; or a text to
       encode has a character that is not in the vocabulary.
   """
@@ -184,7 +185,7 @@ class CharTokenizer(BaseTokenizer):
 
   @functools.cached_property
   def _id_of_code(self) -> np.ndarray:
-    """The id of each code point up to the largest in the vocabulary, and of all others, at the end; -1 for none."""
+    """The id of each code point up to the largest in the vocabulary, and one last entry for all others; -1: no id."""
     codes = np.array([ord(c) for c in self.characters], np.int64)
     ids = np.full(codes.max(initial=0) + 2, -1, np.int32)
     ids[codes] = np.arange(len(codes))
@@ -198,11 +199,11 @@ _LAST_CODE_OF_LENGTH = np.array([0x7F, 0x7FF, 0xFFFF], np.uint32)
 class SentencePieceTokenizer(BaseTokenizer):
   """A trained SentencePiece model (Kudo and Richardson, 2018). Needs `pip install praxis_lite[text]`.
 
-  The special ids are those of the model. If it has only one of bos and eos, that is used for both; if it has no pad, id
-  0 is used.
+  The special ids are those of the model. If it has only one of bos and eos, that one is used for both; if it has no
+  pad, id 0 is used.
 
   Attributes:
-    model_path: file of the model, as `spm_train` writes it.
+    model_path: file of the model, as written by `spm_train`.
     num_threads: threads that encode documents.
   """
 
@@ -250,12 +251,12 @@ class SentencePieceTokenizer(BaseTokenizer):
         out.append(Tokens(ids, _spread(len(document), self._piece_bytes[ids])))
     return out
 
-  # SentencePiece returns ids as Python lists, which need much more memory than arrays: text is encoded in groups.
+  # SentencePiece returns ids as Python lists, which need much more memory than arrays, so text is encoded in groups.
   _GROUP_BYTES: ClassVar[int] = 1 << 21
 
   @functools.cached_property
   def _piece_bytes(self) -> np.ndarray:
-    """Bytes of each piece on its own; the unknown piece counts as one."""
+    """Bytes of each piece, taken separately; the unknown piece counts as one."""
     model = self._model
     sizes = np.ones(self.vocab_size, np.int64)
     for i in range(self.vocab_size):
@@ -267,7 +268,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 def _spread(total: int, sizes: np.ndarray) -> np.ndarray:
-  """Returns integers in proportion to `sizes`, [n], that add up to `total` exactly.
+  """Returns integers in proportion to `sizes`, [n], that add up to exactly `total`.
 
   Normalization drops and replaces characters, so the sizes of the pieces do not sum to the size of the text.
   """
