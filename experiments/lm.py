@@ -60,7 +60,7 @@ class TextLm(_ByteLm):
 
 
 class _ShardedByteLm(_ByteLm):
-  """The same for 8 devices, with sizes to pad: 259 ids, 126 model dims, 341 hidden dims, 3 heads, a batch of 12."""
+  """The model for 8 devices, with sizes to pad: 259 ids, 126 model dims, 341 hidden dims, 3 heads, a batch of 12."""
 
   seq_len = 128
   batch_size = 12

@@ -30,7 +30,7 @@ def split_sequences(model: Config, method: str = 'ring') -> Config:
 
 @registry.register
 class RingLmTiny(BaseExperiment):
-  """For tests: a tiny model on counting sequences whose lengths, heads and rows do not divide by the mesh."""
+  """For tests: a tiny model on counting sequences; the mesh does not divide its lengths, heads and rows evenly."""
 
   mesh_axis_names = AXES
   ici_mesh_shape = (1, 2, 2, 2)
@@ -65,7 +65,7 @@ class AllToAllLmTiny(RingLmTiny):
 class Llama8B128k(PublishedSize):
   """LLaMA style, 8.0B parameters with the sizes of Llama 3.1 8B, for sequences of 131,072 tokens on 256 devices.
 
-  16 devices share a sequence, 2 are tensor parallel, and weights are fully sharded over the other 128.
+  Sequences are split over 16 devices, heads over 2, and weights over 2 for tensor parallelism and 128 fully sharded.
   """
 
   mesh_axis_names = AXES

@@ -88,7 +88,7 @@ _BOOK = 'How to Scale Your Model (Austin et al., 2025), chapter 2'
 def _tpu(
   name: str, bf16: float, int8: float, float8: float, memory: int, bandwidth: float, link: float, **more: Any
 ) -> Accelerator:
-  """A TPU multiplies float32 as bfloat16: once by default, 3 times at JAX's precision 'high', 6 times at 'highest'."""
+  """Returns a TPU. A float32 product takes one bfloat16 product by default, 3 at precision 'high', 6 at 'highest'."""
   fields: dict[str, Any] = {
     **{'domain': 0, 'chips_per_host': 4, 'network_source': _BOOK},
     'source': f'Google Cloud documentation: TPU {name}',
@@ -166,7 +166,7 @@ _TPUS = (
 def _gpu(
   name: str, peaks: Mapping[str, float], memory: float, bandwidth: float, link: float, source: str, **more: Any
 ) -> Accelerator:
-  """float32 has the peak of TF32, which XLA uses by default."""
+  """Returns a GPU. Its float32 peak is the TF32 peak, because XLA uses TF32 by default."""
   fields: dict[str, Any] = {'domain': 8, 'chips_per_host': 8, 'device_kinds': (name,)} | more
   return Accelerator(
     name=name,

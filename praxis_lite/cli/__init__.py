@@ -1,1 +1,1 @@
-"""The command line: `praxis-lite list | show | train | eval | decode`."""
+"""The command line `praxis-lite`, with a module for each command."""

@@ -84,7 +84,7 @@ class _Stages(NamedTuple):
 
   @classmethod
   def of(cls, layer: Pipelined, real: Mapping[str, int], mesh: Mapping[str, int]) -> _Stages:
-    """Returns the stages of `layer`. Their small number divides evenly over `mesh` if the real one does over `real`."""
+    """Returns the stages of `layer`. Their small number divides over `mesh` iff the real one divides over `real`."""
     S = layer.num_stages
     parts, few = (math.prod(sizes[axis] for axis in layer.stage_axes) for sizes in (real, mesh))
     small = next((k for k in range(2, S) if (S % parts == 0) == (k % few == 0)), S)

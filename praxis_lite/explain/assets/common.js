@@ -1,5 +1,5 @@
 'use strict';
-// What the pages share: the data, elements, numbers as text, the tooltip, chips that filter, and light or dark.
+// Shared by all pages: the data, elements, numbers as text, the tooltip, filter chips, and the light or dark theme.
 
 const data = JSON.parse(document.getElementById('data').textContent);
 const $ = (id) => document.getElementById(id);
@@ -30,7 +30,7 @@ function bytes(n) {
   return `${i === 0 ? n : n >= 100 ? n.toFixed(0) : n.toFixed(n >= 10 ? 1 : 2)} ${units[i]}`;
 }
 
-// A text, cut so that it is at most `width` wide; `per` is the width of a letter.
+// Returns a text, shortened if it is wider than `width`; `per` is the width of a letter.
 const fit = (text, width, per = 5.9) => (text.length * per <= width ? text : `${text.slice(0, Math.max(0, Math.floor(width / per) - 1))}…`);
 
 function showTip(event, lines) {
@@ -42,7 +42,7 @@ function showTip(event, lines) {
 }
 function hideTip() { $('tip').hidden = true; }
 
-// A button that is on or off; `toggle` switches what it stands for, and returns whether it is on.
+// Adds a button that is on or off; `toggle` switches its setting and returns whether it is on.
 function chip(host, text, pressed, toggle) {
   const button = make('button', 'chip', text);
   button.setAttribute('aria-pressed', pressed);
@@ -50,7 +50,7 @@ function chip(host, text, pressed, toggle) {
   host.append(button);
 }
 
-// Light or dark, as the system asks, the address (`?theme=dark`), or the button; then calls `changed`.
+// Sets the light or dark theme by the system, the address (`?theme=dark`) or the button, and then calls `changed`.
 function setUpTheme(changed = () => {}) {
   const dark = matchMedia('(prefers-color-scheme: dark)');
   const wanted = new URLSearchParams(location.search).get('theme');

@@ -1,8 +1,8 @@
 'use strict';
-// The page: filters, the layer tree, the areas, and the array that is selected.
+// The page: filters, the layer tree, the treemap, and the selected array.
 
 const KINDS = { parameter: 'Parameters', slot: 'Optimizer slots', activation: 'Activations', input: 'Inputs' };
-// What the compiler decides is not known, so it has no area.
+// The size of an array that the compiler places is not known, so the array has no area.
 const weight = (a) => (a.free ? 0 : a.local);
 const state = { kinds: new Set(['parameter', 'slot']), search: '', whole: false, padded: false, color: 'split', zoom: [], selected: null, closed: new Set() };
 
@@ -167,7 +167,7 @@ function draw() {
 
 function select(array) { state.selected = array; hideTip(); draw(); }
 
-// A chip that changes what is drawn.
+// Adds a chip that redraws the page.
 const filter = (host, text, pressed, toggle) => chip(host, text, pressed, () => { const on = toggle(); draw(); return on; });
 
 function setUp() {

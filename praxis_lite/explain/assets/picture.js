@@ -1,9 +1,9 @@
 'use strict';
-// An array over the mesh: its parts on the left, the devices on the right, the same colour where a device holds a part.
+// An array on the mesh: its parts on the left, the devices on the right. A device has the colour of the part it holds.
 
 const MOST_PARTS = 64, MOST_DEVICES = 4096;
 
-// For each device, in the order of the mesh, its part along each dimension of `array`.
+// Returns for each device, in mesh order, the number of its part along each dimension of `array`.
 function partsOfDevices(array, mesh) {
   const count = mesh.reduce((n, [, size]) => n * size, 1), found = [];
   for (let device = 0; device < count; device++) {
@@ -16,7 +16,7 @@ function partsOfDevices(array, mesh) {
   return found;
 }
 
-// Colour of the part (row, column) of so many: hue along the one, lightness along the other.
+// Returns the colour of the part (row, column): hue varies along one dimension, lightness along the other.
 function partColor(row, rows, column, columns) {
   const index = columns > 1 ? column : row, count = columns > 1 ? columns : rows;
   const hue = (250 + (count > 1 ? (index * 300) / count : 0)) % 360;
@@ -36,14 +36,14 @@ function deviceList(devices) {
   return devices.length <= 4 ? devices.join(', ') : `${devices.slice(0, 3).join(', ')}, … (${devices.length})`;
 }
 
-// Draws into `host`. `show(event, lines)` and `hide()` are of the tooltip.
+// Draws into `host`. `show(event, lines)` and `hide()` control the tooltip.
 function drawPicture(host, array, mesh, show, hide) {
   host.replaceChildren();
   const rank = array.dims.length;
   if (!rank) { host.append(make('p', '', 'A scalar: every device holds it.')); return; }
   const held = partsOfDevices(array, mesh);
   const split = array.dims.map((d, i) => i).filter((i) => array.dims[i][2] > 1);
-  // Two dimensions are drawn: those that are split most, or else the largest.
+  // Draws two dimensions: those with most parts; if fewer are split, also the largest others.
   const picked = [...split].sort((a, b) => array.dims[b][2] - array.dims[a][2]).slice(0, 2);
   const whole = array.dims.map((d, i) => i).filter((i) => !picked.includes(i)).sort((a, b) => array.dims[b][0] - array.dims[a][0]);
   while (picked.length < Math.min(2, rank)) picked.push(whole.shift());
@@ -105,7 +105,7 @@ function drawPicture(host, array, mesh, show, hide) {
     const left = rowDim === null ? 0 : 92, top = 20, w = width / drawnCols, h = height / drawnRows;
     const svg = shape('svg', { width: left + width + 2, height: top + height + 2 });
     svg.append(hatch());
-    // Numbers in all cells or in none; cells of padding may be without.
+    // Writes numbers in all cells or in none; cells with padding may have none.
     const longest = Math.max(0, ...[...holders.values()].map((devices) => deviceList(devices).length));
     const fits = h > 13 && longest * 6 + 4 < w;
     for (let r = 0; r < drawnRows; r++) for (let c = 0; c < drawnCols; c++) {
@@ -139,7 +139,7 @@ function drawPicture(host, array, mesh, show, hide) {
     const axes = mesh.filter(([, size]) => size > 1);
     const count = held.length, last = axes.length ? axes[axes.length - 1][1] : 1;
     if (count > MOST_DEVICES) return figure(`${count} devices: too many to draw.`, shape('svg', { width: 1, height: 1 }));
-    // The longer side goes across; a mesh of one axis is wrapped.
+    // The longer side is horizontal; a mesh with one axis is wrapped into lines.
     const inner = axes.length === 1 ? Math.min(16, last) : last, outer = Math.ceil(count / inner), turned = outer > inner;
     const columns = turned ? outer : inner, lines = turned ? inner : outer;
     const side = Math.max(5, Math.min(34, Math.floor(Math.min(340 / columns, 300 / Math.min(lines, 30)))));

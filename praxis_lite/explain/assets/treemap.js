@@ -1,8 +1,8 @@
 'use strict';
-// A tree of arrays as nested areas: each node gets a rectangle in proportion to its value, as near to square as rows allow
-// (Bruls, Huizing and van Wijk, Squarified Treemaps, 2000).
+// A treemap of arrays: each node gets a rectangle in proportion to its value, as near to a square as rows allow (Bruls,
+// Huizing and van Wijk, Squarified Treemaps, 2000).
 
-// Divides `box` among `nodes`, sorted by falling value. Returns one box {x, y, w, h} for each.
+// Divides `box` among `nodes`, which are sorted by descending value. Returns one box {x, y, w, h} for each.
 function squarify(nodes, box) {
   const total = nodes.reduce((sum, node) => sum + node.value, 0);
   const boxes = [];
@@ -30,7 +30,7 @@ function squarify(nodes, box) {
   return boxes;
 }
 
-// Calls draw(node, box, hasHead) for a node and what is below it, parents first.
+// Calls draw(node, box, hasHead) for a node and its descendants, parents first.
 function layoutTree(node, box, draw, depth = 0) {
   if (box.w < 1.5 || box.h < 1.5) return;
   if (!node.children) { draw(node, box, false); return; }

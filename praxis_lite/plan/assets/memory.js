@@ -1,10 +1,10 @@
-// Memory at its peak: a bar of its kinds against the capacity, and areas of kind, layer and array that one can walk.
+// Memory at its peak: a bar of its kinds beside the capacity, and a treemap of kinds, layers and arrays to click through.
 
 const KIND_HUES = { parameters: 250, 'optimizer slots': 205, 'moving averages': 285, inputs: 110, 'saved activations': 70, gradients: 25, temporaries: 165, program: 320, other: null };
 const kindColor = (kind) => (KIND_HUES[kind] == null ? 'var(--whole)' : `oklch(var(--area-l) var(--area-c) ${KIND_HUES[kind]})`);
 const memory = { zoom: [], focus: false };
 
-// Kinds whose bytes add up to the peak. What the schedule counts beyond the peak is taken off the temporaries.
+// Returns kinds whose bytes add up to the peak. If the schedule counts more than the peak, the temporaries shrink.
 function kindsOfPeak() {
   const { other = 0, ...kinds } = data.memory.kinds;
   if (other < 0) kinds.temporaries = Math.max((kinds.temporaries || 0) + other, 0);
@@ -49,7 +49,7 @@ function hatchOf(color) {
   return defs;
 }
 
-// Kind, then the parts of the layer's path, then arrays; names in a row with nothing beside them are one node.
+// Returns a tree of kinds, parts of the layer's path, and arrays; a chain of single children becomes one node.
 function memoryTree() {
   const root = { name: 'all', path: [], value: 0, children: [], byName: new Map() };
   for (const [kind, layer, phase, name, size, text] of data.memory.leaves) {

@@ -1,4 +1,4 @@
-// The page of a plan: its headline, the filter, and colours of layers; the pictures are in the scripts before this one.
+// The page of a plan: its headline, the filter, and colours of layers. The other scripts draw the pictures.
 
 const operations = data.operations.map(([name, layer, phase, opcode, count, flops, size, secs, limit]) => ({ name, layer, phase, opcode, count, flops, bytes: size, seconds: secs, limit }));
 const collectives = data.collectives;
@@ -6,7 +6,7 @@ const PHASES = ['forward', 'recomputed', 'backward', 'update'];
 const filter = { words: [], phases: new Set() };
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
-// 9.89e14 is '989 T'.
+// Returns '989 T' for 9.89e14.
 function short(n) {
   const units = ['', ' K', ' M', ' G', ' T', ' P', ' E', ' Z', ' Y'];
   let i = 0;
@@ -25,7 +25,7 @@ function legendItem(color, text, kind = '') {
   return item;
 }
 
-// Whether something passes the filter: one of the chosen phases, and each word somewhere in its texts.
+// Whether something passes the filter: it has one of the chosen phases, and its texts contain every word.
 function matches(layer, phase, text) {
   if (filter.phases.size && phase && !filter.phases.has(phase)) return false;
   const all = `${layer} ${phase} ${text}`.toLowerCase();
@@ -36,8 +36,8 @@ function matches(layer, phase, text) {
 
 const GROUP_HUES = [165, 70, 250, 320, 25, 205, 110, 285, 45];
 
-// The layers of the step in a few groups: whatever takes most is divided into what is below it, again and again. What
-// takes less than a hundredth is in the group '' of all others.
+// Returns a few groups of layers. It repeatedly divides the group that takes most time into the layers below it. Layers
+// that take less than a hundredth of the time are in the group ''.
 function groupsOfLayers() {
   const tree = { path: '', own: 0, total: 0, children: new Map() };
   const add = (layer, secs) => {
@@ -73,7 +73,7 @@ function groupOf(layer) {
 }
 const groupHue = (group) => (group ? GROUP_HUES[groups.indexOf(group) % GROUP_HUES.length] : null);
 const groupColor = (group) => (group ? `oklch(var(--area-l) var(--area-c) ${groupHue(group)})` : 'var(--whole)');
-// The last parts of a path that say which layer it is: 'attention.out' of 'lm.transformer.layers.attention.out'.
+// The common prefix of most paths, which short names omit: 'lm.transformer.layers.attention.out' is 'attention.out'.
 const prefix = (() => {
   const paths = [...new Set(operations.filter((op) => op.flops && op.layer).map((op) => op.layer))].map((layer) => layer.split('.'));
   const counts = new Map();
@@ -110,7 +110,7 @@ function drawHeadline() {
   $('shares-legend').replaceChildren(...shares.map(([limit, secs]) => legendItem(limitColor(limit), `${limit}, ${LIMITS[limit][1]}: ${seconds(secs)}, ${percent(secs / h.seconds)}`)));
 }
 
-// What times are computed from: the published figures of a device, and the shares of them that programs reach.
+// Returns the basis of the times: the published figures of a device, and the shares of them that programs reach.
 function figures() {
   const { name, peaks, bandwidth, link, network, source, efficiency: e } = data.chip;
   const parts = [`${short(peaks.bf16)} FLOP/s in bf16 × ${e.compute}`, `memory ${short(bandwidth)}B/s × ${e.memory}`, `links ${short(link)}B/s × ${e.links}`, `network ${short(network)}B/s × ${e.network}`];

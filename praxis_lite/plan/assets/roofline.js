@@ -1,4 +1,4 @@
-// The roofline: of each layer FLOPs per byte of memory and FLOPs per second, under what the chip could do.
+// The roofline: FLOPs per byte of memory and FLOPs per second of each layer, below the limits of the chip.
 
 function drawRoofline() {
   const svg = $('roofline'), width = svg.clientWidth || 800, height = width < 560 ? 300 : 360;
@@ -27,7 +27,7 @@ function drawRoofline() {
     const bend = Math.min(Math.max(peak / memory, x0), x1), start = Math.max(x0, y0 / memory);
     svg.append(shape('polyline', { class: `ceiling ${kind}`, points: [[start, start * memory], [bend, Math.min(peak, bend * memory)], [x1, peak]].map(([x, y]) => `${X(x)},${Y(y)}`).join(' ') }));
   };
-  // Of dtypes with the same peak, the first names the line.
+  // If dtypes have the same peak, the first one names the line.
   const names = new Map();
   for (const dtype of ['bf16', 'f32']) if (dtype in peaks && ![...names.values()].includes(peaks[dtype])) names.set(dtype, peaks[dtype]);
   const placed = [], written = [];
@@ -55,14 +55,14 @@ function drawRoofline() {
   nameCircles(svg, points.slice(0, 12).map((row) => ({ x: X(row.x), y: Y(row.y), r: radius(row), text: shortName(row.layer) })), placed, plot);
 }
 
-// 1, 2 and 5 of each power of ten in a range; of a long one, 1 alone.
+// Returns 1, 2 and 5 times each power of ten in a range; in a long range, only the powers.
 function ticks(low, high) {
   const found = [], steps = high / low > 2000 ? [1] : [1, 2, 5];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) found.push(...steps.map((n) => n * 10 ** power));
   return found.filter((n) => n >= low && n <= high);
 }
 
-// Names below the circles, where they hide no other name and are inside the plot.
+// Writes names near the circles if they fit into the plot and hide no other name.
 function nameCircles(svg, circles, placed, plot) {
   const free = (box) => box.x > plot.left && box.x + box.w < plot.right && box.y > plot.top && box.y + box.h < plot.bottom
     && placed.every((o) => box.x + box.w < o.x || o.x + o.w < box.x || box.y + box.h < o.y || o.y + o.h < box.y);

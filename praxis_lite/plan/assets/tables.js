@@ -1,4 +1,4 @@
-// Tables that sort: time by layer, and collectives.
+// Sortable tables: time by layer, and collectives.
 
 const FIRST_ROWS = 15;
 const LIMITS = { compute: [165, 'products of matrices'], memory: [250, 'reading and writing memory'], overhead: [110, 'starting operations'], communication: [25, 'waiting for communication'] };
@@ -36,7 +36,7 @@ function drawTable(host, state, columns, rows) {
   }
 }
 
-// Of each layer that passes the filter: seconds by limit, FLOPs and bytes, of all executions in a step.
+// Returns for each layer that passes the filter: seconds by limit, FLOPs and bytes of all executions in a step.
 function timeByLayer() {
   const layers = new Map();
   const of = (layer) => {
@@ -87,7 +87,8 @@ function drawLayers() {
 
 const collectivesTable = { sort: 9, rising: false, all: false, kinds: new Set(), axes: new Set(), surprises: false };
 const axesText = (c) => c.axes.join(' + ') || '–';
-// Why it is there, where the plan knows: a reason, the fields that declare it, and of a surprise what happens and what to change.
+// Returns the cause of a collective if the plan knows it: a reason and the declaring fields; for a surprise, also what
+// happens and what to change.
 const causeOf = (c) => c.cause || { reason: '', fields: [], what: '', remedy: '' };
 const isSurprise = (c) => Boolean(causeOf(c).what);
 const textOf = (c) => `${c.kind} ${axesText(c)} ${causeOf(c).reason} ${causeOf(c).fields.join(' ')}`;

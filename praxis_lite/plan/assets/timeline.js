@@ -1,12 +1,12 @@
-// The step in time: operations, collectives by the links that they use, and memory. One component draws the whole step
-// and one round of a loop; where a round is too narrow to be seen, a block says what is in it.
+// The timeline of a step: operations, collectives by the links that they use, and memory. One component draws the whole
+// step and one iteration of a loop. If iterations are too narrow, one block shows the content of the loop.
 
 const NARROW_ROUND = 6, MEMORY_HEIGHT = 84;
 const LANES = [['phase', 'phase', 17], ['loops', 'loops', 15], ['compute', 'compute', 48], ['copies', 'copies', 12], ['fast', 'fast links', 24], ['network', 'network', 24], ['memory', 'memory', MEMORY_HEIGHT]];
 
 // ---------------------------------------------------------------- spans
 
-// A span of the data with the operation or collective that it is, or with what one round of the loop is made of.
+// Returns a span of the data with its operation or collective; for a loop, with a summary of one iteration.
 function readSpan([what, start, end, live, rounds, inside]) {
   const span = { start, end, live, op: what >= 0 ? operations[what] : null, collective: what < 0 ? collectives[-1 - what] : null };
   if (!inside) return span;
@@ -15,7 +15,7 @@ function readSpan([what, start, end, live, rounds, inside]) {
   return Object.assign(span, made, { depth: loops + 1 });
 }
 
-// Of spans: the live bytes at their peak, seconds by layer group and phase, in each lane, and of waiting.
+// Returns a summary of spans: peak of live bytes, and seconds by layer and phase, by lane, and of waiting.
 function summaryOf(spans) {
   const sum = { peak: 0, lanes: {}, parts: new Map(), waits: 0, loops: 0 };
   const part = (layer, phase, secs) => {
@@ -47,7 +47,8 @@ function lanesOf(span) {
 }
 const laneSeconds = (span) => Object.fromEntries(lanesOf(span).map((lane) => [lane, span.end - span.start]));
 
-// The phase that takes most of a loop's round; what is recomputed is for the backward pass.
+// Returns the phase that takes most of an iteration. A loop with backward work counts as backward, since recomputation
+// serves the backward pass.
 function mainPhase(loop) {
   const phases = {};
   for (const { phase, seconds: secs } of loop.parts.values()) phases[phase] = (phases[phase] || 0) + secs;
@@ -55,7 +56,7 @@ function mainPhase(loop) {
   return Object.keys(phases).sort((a, b) => phases[b] - phases[a])[0] || '';
 }
 
-// The part of the path that the layers share that take most of a loop.
+// Returns the common part of the paths of the layers that take most of a loop.
 function loopName(loop) {
   const parts = [...loop.parts.values()].filter((part) => part.group), most = Math.max(...parts.map((part) => part.seconds));
   const paths = parts.filter((part) => part.seconds > most / 10).map((part) => part.layer.split('.'));
@@ -121,7 +122,7 @@ class Timeline {
   time(x) { return this.from + ((x - this.left) / (this.width - this.left)) * (this.to - this.from); }
   lane(key) { return this.lanes.find((lane) => lane.key === key); }
 
-  // Calls see(span, start, end, base, depth) for what is in view: rounds of loops that are wide enough, or else the loop.
+  // Calls see(span, start, end, base, depth) for each span in view. It enters a loop only if its iterations are wide enough.
   visit(spans, at, base, depth, see) {
     for (const span of spans) {
       const start = at + span.start, end = at + span.end;
@@ -149,7 +150,7 @@ class Timeline {
     const phases = [], memoryLine = new Float64Array(Math.ceil(this.width));
     this.visit(this.spans, 0, this.base, 0, (span, start, end, base, depth) => {
       const x0 = this.x(start), x1 = this.x(end), opened = span.inside && this.x(start + span.length) - x0 >= NARROW_ROUND;
-      // Beside a collective other things run, and say what is live; but while nothing does, it does.
+      // The live bytes of a collective count only while it is exposed; otherwise the operations beside it give them.
       const alone = span.collective ? this.x(end - span.collective.exposed) : x0;
       if (span.live || !span.collective) this.fillMemory(memoryLine, alone, x1, base + span.live + (span.inside && !opened ? span.peak : 0));
       if (span.inside) this.drawLoop(span, x0, x1, depth);
@@ -177,7 +178,7 @@ class Timeline {
     }
   }
 
-  // A loop whose rounds are too narrow: shares of its time from top to bottom; of links, how much they are in use.
+  // Draws a loop with narrow iterations: the shares of its time from top to bottom, and the utilization of links.
   drawRounds(loop, x0, x1) {
     const { y, h } = this.lane('compute'), sum = [...loop.parts.values()].reduce((total, p) => total + p.seconds, 0) + loop.waits;
     let top = y;
@@ -265,7 +266,7 @@ class Timeline {
     }
   }
 
-  // What is at a point: the deepest span that is drawn there.
+  // Returns the deepest span that is drawn at a point.
   hit(x, y) {
     const time = this.time(x), lane = this.lanes.find((l) => y >= l.y && y <= l.y + l.h), found = {};
     if (x < this.left || !lane) return null;
@@ -353,7 +354,7 @@ class Pen {
 
 const timelines = {};
 
-// All loops of the spans, each with how often it runs, and the bytes that are live beside it.
+// Returns all loops in spans, each with the number of its executions and the bytes that are live beside it.
 function allLoops(spans, times, below) {
   return spans.filter((span) => span.inside).flatMap((loop) => {
     const base = below + loop.live;
