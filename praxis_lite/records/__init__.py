@@ -1,1 +1,1 @@
-"""What a run directory says of its run: its config, metrics, heartbeats, and what became of it."""
+"""The records in a run directory: config, metrics, heartbeats, and the state of the run."""

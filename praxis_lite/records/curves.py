@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class Curve(NamedTuple):
-  """One metric: the steps after which it was written, [n] int64, and its values, [n] float64."""
+  """One metric: the steps at which it was written, [n] int64, and its values, [n] float64."""
 
   steps: np.ndarray
   values: np.ndarray
 
 
 class MetricsTable(Mapping[str, np.ndarray]):
-  """The metrics of a run: a column for each, '<split>/<metric>', and a row for each step with any of them.
+  """The metrics of a run: one column for each, '<split>/<metric>', and one row for each step with any of them.
 
-  A column, as in `table['eval/validation/loss']`, is float64, [number of rows], and NaN in the rows without a value; so
-  is a value that was not finite. `table.curve(name)` leaves the former out. All columns are numbers that can be plotted
-  against `table.steps`.
+  A column, such as `table['eval/validation/loss']`, is float64, [number of rows]. It is NaN in rows without a value,
+  and for values that were not finite. `table.curve(name)` leaves out the rows without a value. All columns are numbers
+  that can be plotted against `table.steps`.
 
   Attributes:
-    steps: int64, [number of rows], in order: the number of steps taken.
+    steps: int64, [number of rows], ascending: the number of steps taken.
   """
 
   def __init__(self, rows: Mapping[int, Mapping[str, float | None]]):
@@ -53,7 +53,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
     return len(self._names)
 
   def curve(self, name: str) -> Curve:
-    """Returns one metric without the rows that have none."""
+    """Returns one metric without the rows that do not have it."""
     written = np.array([name in row for row in self._rows.values()], bool)
     return Curve(self.steps[written], self[name][written])
 
@@ -70,7 +70,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
     return pd.DataFrame(dict(self), index=pd.Index(self.steps, name='step'))
 
   def __repr__(self) -> str:
-    """A line for each metric."""
+    """Returns one line per metric."""
     width = max(map(len, self), default=0)
     lines = [f'<metrics of {len(self.steps)} steps>']
     for name in self:
@@ -80,7 +80,7 @@ class MetricsTable(Mapping[str, np.ndarray]):
 
 
 def read_metrics(job_log_dir: str | os.PathLike[str]) -> MetricsTable:
-  """Returns the metrics that a run has written until now; without a file of them, an empty table.
+  """Returns the metrics that a run has written so far; an empty table if it has no metrics file.
 
   Raises:
     UserError: the file cannot be read.

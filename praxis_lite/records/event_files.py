@@ -1,7 +1,7 @@
-"""Event files for TensorBoard, written at once: what a killed run had reported is there, and no thread can die.
+"""Event files for TensorBoard, written synchronously, so a killed run loses no events, and there is no thread to die.
 
-The files and summaries are those of tensorboardX. Its own writer hands them to a thread by way of a queue that waits by
-the clock of the machine, which may be set back, and that ends with the first error of the disk.
+The files and summaries are those of tensorboardX. Its own writer passes them to a thread through a queue that waits by
+the machine's clock, which may be set back. That thread ends at the first disk error.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 _MAX_IMAGES = 4
 _NAME = re.compile(r'events\.out\.tfevents\.(\d{10})')
-_PATIENT = 'praxis_lite_patient'  # What paths begin with that tensorboardX lets us open.
+_PATIENT = 'praxis_lite_patient'  # A prefix of paths: tensorboardX then lets this module open the file.
 
 
 class EventFile:
-  """A file of curves in a folder. What cannot be written yet is kept, and written with what comes next.
+  """A file of curves in a folder. Events that cannot be written yet are kept, and written with the next ones.
 
   Args:
-    folder: is there.
+    folder: exists.
     purge_step: TensorBoard hides the entries of earlier files from this step on.
 
   Raises:
-    OSError: the file cannot be made.
+    OSError: the file cannot be created.
   """
 
   def __init__(self, folder: Path, purge_step: int):
@@ -43,19 +43,19 @@ class EventFile:
 
     patient = _PatientFiles()
     register_writer_factory(_PATIENT, patient)
-    logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns of each number that is not finite.
-    # Names contain whole seconds: without a suffix, a run that resumes at once would write to the file before.
+    logging.getLogger('tensorboardX').setLevel(logging.ERROR)  # It warns about each NaN and infinity.
+    # File names contain whole seconds: without a suffix, a run that resumes within a second would reuse the file.
     self._file = EventsWriter(f'{_PATIENT}:{folder / "events"}', f'.{time.time_ns()}')
     self._on_disk = patient.opened
     self._write(Event(session_log=SessionLog(status=SessionLog.START)), purge_step)
 
   @property
   def error(self) -> OSError | None:
-    """Why not all is written yet; None if it is."""
+    """Why some events are not written yet; None if all are."""
     return self._on_disk.error
 
   def add(self, step: int, name: str, kind: str, value: np.ndarray | float) -> None:
-    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (codes of its bytes)."""
+    """Writes a summary of a kind: 'scalar', 'histogram', 'image' ([..., H, W, C]) or 'text' (its bytes as numbers)."""
     from tensorboardX import summary
     from tensorboardX.proto.event_pb2 import Event
 
@@ -75,7 +75,7 @@ class EventFile:
     self._write(Event(summary=made), step)
 
   def close(self) -> None:
-    """Tries once more to write what could not be written."""
+    """Tries once more to write pending events, then closes the file."""
     self._file.close()
 
   def _write(self, event: Event, step: int) -> None:
@@ -85,13 +85,13 @@ class EventFile:
 
 @functools.cache
 def _bins() -> np.ndarray:
-  """Where bins of histograms begin: each is a tenth wider than the one nearer to zero, from 1e-12 to 1e20."""
+  """Returns the edges of histogram bins: each bin is a tenth wider than the next one towards zero, 1e-12 to 1e20."""
   positive = 1e-12 * 1.1 ** np.arange(774)
   return np.concatenate([-positive[::-1], [0], positive])
 
 
 class _PatientFiles:
-  """How tensorboardX opens files whose path begins with `_PATIENT`; `opened` is the last one."""
+  """Opens the files whose path begins with `_PATIENT` for tensorboardX; `opened` is the last one."""
 
   opened: PatientFile
 
@@ -101,7 +101,7 @@ class _PatientFiles:
 
 
 def _later_than_others(file: Path) -> Path:
-  """Returns the name of an event file with a later second than the others: TensorBoard reads them in this order.
+  """Returns an event file's name with a later second than all others, because TensorBoard reads them in that order.
 
   The clock may have been set back since they were written.
   """

@@ -1,10 +1,10 @@
-"""Goodput: on what a run spends its time, over all its restarts, and the steps that took much longer than others.
+"""Goodput: how a run spends its time, over all its restarts, and which steps took much longer than others.
 
     goodput 91% of 3 h: saving 2%, compiling 3%, waiting for input 1%, lost to restarts 3%
 
-All time of the thread that trains belongs to one activity. Time that no other activity claims is productive once
-training has begun, and counts as starting before. Steps that a restart has to take again are lost: their time is no
-longer productive.
+All time of the training thread belongs to one activity. Time that no other activity claims counts as starting before
+training has begun, and as productive afterwards. If a restart has to repeat steps, their time is no longer productive:
+it counts as lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from praxis_lite.figures import duration
 
-# What they are called on the console and in the command `status`.
+# Their names on the console and in the command `status`.
 ACTIVITIES = {
   'productive': 'training',
   'starting': 'starting',
@@ -35,23 +35,23 @@ _MAX_MARKS, _MAX_COPIES = 200, 2
 
 
 class Goodput:
-  """Seconds by activity, those of earlier processes of the same run included.
+  """Seconds by activity, including those of earlier processes of the same run.
 
-  `clock` returns seconds, for tests. Any thread may read; one thread works.
+  `clock` returns seconds; tests replace it. Any thread may read, but only one changes the activity.
   """
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter):
     self._clock = clock
     self._lock = threading.Lock()
     self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
-    self._marks: dict[int, float] = {}  # By the step of a checkpoint, the productive seconds until it.
-    self._copies: dict[int, float] = {}  # The same of emergency copies.
+    self._marks: dict[int, float] = {}  # The productive seconds until each checkpoint, by its step.
+    self._copies: dict[int, float] = {}  # The same for emergency copies.
     self._activities = ['starting']
     self._since = clock()
     self._began = self._since
 
   def resume(self, record: Mapping[str, Any], step: int) -> None:
-    """Adds what an earlier process has recorded; its steps after `step` are taken again, so their time is lost."""
+    """Adds the record of an earlier process. Its steps after `step` will be repeated, so their time is lost."""
     seconds = seconds_of(record)
     marks = {int(s): _number(t) for s, t in _dict(record.get('marks')).items() if s.isdecimal() and int(s) <= step}
     kept = marks[max(marks)] if marks else 0.0
@@ -69,7 +69,7 @@ class Goodput:
 
   @contextlib.contextmanager
   def doing(self, activity: str) -> Iterator[None]:
-    """The time of the block belongs to an activity."""
+    """Assigns the time of the block to an activity."""
     self._change(lambda: self._activities.append(activity))
     try:
       yield
@@ -77,8 +77,7 @@ class Goodput:
       self._change(self._activities.pop)
 
   def mark(self, step: int, *, is_copy: bool = False) -> None:
-    """Says that a checkpoint of `step`, or an emergency copy, is being saved: a restart from it loses none of the time
-    until now."""
+    """Records that a checkpoint or emergency copy of `step` is being saved: a restart from it loses no earlier time."""
     marks, most = (self._copies, _MAX_COPIES) if is_copy else (self._marks, _MAX_MARKS)
     marks[step] = self.seconds()['productive']
     for old in sorted(marks)[:-most]:
@@ -93,7 +92,7 @@ class Goodput:
 
   @property
   def activity(self) -> tuple[str, float]:
-    """What is being done, and for how many seconds."""
+    """The current activity, and its seconds so far."""
     with self._lock:
       return self._activities[-1], self._clock() - self._began
 
@@ -113,19 +112,19 @@ class Goodput:
 
 
 def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the seconds by activity that `Goodput.record` returned; what is missing or no number is 0."""
+  """Returns the seconds by activity in the result of `Goodput.record`; missing and invalid numbers are 0."""
   seconds = _dict(record.get('seconds'))
   return {name: _number(seconds.get(name)) for name in ACTIVITIES}
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-  """Returns the share of each activity in all time, 0 to 1."""
+  """Returns each activity's share of the total time, 0 to 1."""
   total = sum(seconds.values())
   return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
 
 
 def goodput_line(seconds: Mapping[str, float]) -> str:
-  """Returns one line: the productive share, and on what the rest was spent, from one percent on."""
+  """Returns one line: the productive share, and the shares of other activities that round to at least one percent."""
   spent = sorted(shares(seconds).items(), key=lambda item: -item[1])
   rest = ', '.join(
     f'{ACTIVITIES[name]} {share:.0%}' for name, share in spent if name != 'productive' and share >= 0.005
@@ -135,10 +134,10 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
 
 
 class SlowSteps:
-  """Finds the steps that take more than `factor` times the median before them; None disables it.
+  """Finds the steps that take more than `factor` times the median of the steps before; None disables it.
 
   Attributes:
-    count: how many there were.
+    count: how many slow steps there were.
   """
 
   def __init__(self, factor: float | None):
@@ -147,7 +146,7 @@ class SlowSteps:
     self.count = 0
 
   def add(self, step: int, seconds: float, waited: float) -> str | None:
-    """Takes the seconds of the next step, and those of them that it waited for input; returns a line if it was slow."""
+    """Adds a step's seconds, and how many of them it waited for input; returns a line if the step was slow."""
     median = statistics.median(self._recent) if len(self._recent) >= _FEWEST else None
     self._recent.append(seconds)
     if self._factor is None or median is None or seconds < max(self._factor * median, _SHORTEST):
@@ -160,7 +159,8 @@ class SlowSteps:
     return f'step {step} took {seconds:.1f} s, {seconds / max(median, 1e-9):.0f} x the median: {cause}{more}'
 
 
-# Steps that the median is taken of, and how few are enough; seconds that are never slow; lines before they get rare.
+# How many steps the median covers, and how few suffice; steps of fewer seconds are never slow; after this many slow
+# steps, only every tenth gets a line.
 _WINDOW, _FEWEST = 101, 8
 _SHORTEST = 0.5
 _MOST_LINES = 10

@@ -1,9 +1,9 @@
-"""Heartbeats: a small file that says every few seconds that a process of a run lives, and what it does.
+"""Heartbeats: a small file, rewritten every few seconds, that shows that a process of a run is alive and what it does.
 
     job_log_dir/heartbeats/<process>.json
 
-A thread writes it, also while the devices compute, a program compiles or storage stalls; it appears whole or not at
-all. Where it cannot be written, the run goes on. `praxis-lite status` reads it.
+A thread writes it, even while the devices compute, a program compiles or storage stalls. It appears complete or not at
+all. If it cannot be written, the run goes on. `praxis-lite status` reads it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _DIRECTORY = 'heartbeats'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-  """What one process of a run last said.
+  """The last report of one process of a run.
 
   Attributes:
     process, processes: its index, and how many there are.
     pid, host: of the process.
-    time, started: when it was written, and when the process began, in seconds since 1970.
-    step, total_steps: steps taken, and those of the whole run.
-    rate: steps per second lately; 0 if unknown.
+    time, started: when this was written, and when the process began, in seconds since 1970.
+    step, total_steps: steps taken so far, and steps of the whole run.
+    rate: recent steps per second; 0 if unknown.
     doing, doing_for: the activity, as in `goodput.py`, and for how many seconds.
-    saved_step, saved: the step of the last checkpoint that is complete, and when; None if there is none.
+    saved_step, saved: the step of the last complete checkpoint, and when it was saved; None if there is none.
     goodput: what `Goodput.record` returned.
     memory: peaks in bytes by name.
-    ended: how the process ended, such as 'done'; '' while it has not.
+    ended: how the process ended, such as 'done'; '' until it ends.
   """
 
   process: int = 0
@@ -67,7 +67,7 @@ class HeartbeatFile:
   Args:
     directory: the run's directory.
     process: index of this process.
-    current: returns what is to be written; called in the thread.
+    current: returns the content to write; called in the thread.
   """
 
   def __init__(self, directory: Path, process: int, current: Callable[[], Heartbeat]):
@@ -77,7 +77,7 @@ class HeartbeatFile:
     self._thread: threading.Thread | None = None
 
   def start(self) -> None:
-    """Begins to write, if it has not begun."""
+    """Starts writing, unless it has started already."""
     if self._thread is None:
       self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
       self._thread.start()
@@ -102,14 +102,14 @@ class HeartbeatFile:
 
 
 def identity() -> dict[str, Any]:
-  """Returns the fields of a heartbeat that say which process it is of."""
+  """Returns the fields of a heartbeat that identify the process."""
   return {'pid': os.getpid(), 'host': socket.gethostname()}
 
 
 def read_heartbeats(directory: str | os.PathLike[str]) -> list[Heartbeat]:
-  """Returns the last heartbeats of the processes of a run, in the order of their indices; what is damaged is left out.
+  """Returns the last heartbeats of a run's processes, in the order of their indices, without damaged ones.
 
-  Files of an earlier launch with more processes do not count.
+  Files that an earlier launch with more processes has left are ignored.
   """
   found = [beat for path in Path(directory, _DIRECTORY).glob('*.json') if (beat := _read(path)) is not None]
   found.sort(key=lambda beat: beat.process)
@@ -137,10 +137,10 @@ def _read(path: Path) -> Heartbeat | None:
 
 
 def life(beat: Heartbeat, *, is_held: bool, now: float | None = None) -> str:
-  """Returns 'alive', 'silent' (there is the process, but no sign of life), 'ended' or 'dead'.
+  """Returns 'alive', 'silent' (the process exists, but gives no sign of life), 'ended' or 'dead'.
 
   Args:
-    is_held: whether a process of this host trains in the run's directory.
+    is_held: whether a process of this host is training in the run's directory.
     now: seconds since 1970, for tests.
   """
   age = max((time.time() if now is None else now) - beat.time, 0.0)
@@ -153,7 +153,7 @@ def life(beat: Heartbeat, *, is_held: bool, now: float | None = None) -> str:
   return 'alive' if age < _SILENT else 'dead'
 
 
-# Seconds without a heartbeat after which there is none; storage of several hosts may show a file late.
+# Seconds without a new heartbeat until a process counts as silent; network storage may show a file late.
 _SILENT = 12 * SECONDS
 
 

@@ -1,9 +1,9 @@
 """Metrics on the host: averages over batches, and curves on disk.
 
     job_log_dir/metrics.jsonl        {"step": 10, "split": "train", "time": 1760000000.0, "metrics": {"loss": 2.3, ...}}
-    job_log_dir/summaries/<split>/   event files for TensorBoard; it overlays the splits, since each has its own folder
+    job_log_dir/summaries/<split>/   event files for TensorBoard: one folder per split, so that it overlays the splits
 
-A run that resumes at step s drops what was written for later steps: curves continue, and nothing is in them twice.
+A run that resumes at step s drops what was written for later steps, so curves continue without repeated points.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from praxis_lite.files import KnownFolder, PatientFile, parse_json, read_plain, 
 from praxis_lite.records.event_files import EventFile
 
 Record = dict[str, Any]  # A line of metrics.jsonl.
-HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, which print as such.
+HostMetrics = dict[str, float | np.ndarray]  # Single numbers are plain floats, because these print as numbers.
 DeviceMetrics = Mapping[str, tuple[ArrayLike, ArrayLike]]  # (mean, weight) by name
-# Steps dispatched before the metrics of the first of them are read: they keep the devices busy and bound the memory.
+# How many steps are dispatched before the metrics of the first are read. This keeps devices busy and bounds memory.
 MAX_STEPS_IN_FLIGHT = 2
 _RECORDS = 'metrics.jsonl'
 
@@ -37,8 +37,8 @@ _RECORDS = 'metrics.jsonl'
 class MetricsAverage:
   """Weighted means of named metrics over batches of any sizes, equal to those of one batch of all examples.
 
-  The algebra of `praxis_lite.weighted` with sums in float64: a mean of weight zero does not count, NaN too. Unlike
-  there, a metric of total weight zero is NaN, so that it shows.
+  This is the algebra of `praxis_lite.weighted`, with sums in float64: a mean of weight zero does not count, even if it
+  is NaN. But here a metric of total weight zero is NaN, so that it is noticed.
   """
 
   def __init__(self) -> None:
@@ -46,7 +46,7 @@ class MetricsAverage:
     self._weights: dict[str, np.ndarray] = {}
 
   def add(self, metrics: DeviceMetrics) -> None:
-    """Adds one batch's (mean, weight) pairs; the elements of arrays, such as one per layer, are averaged separately."""
+    """Adds one batch's (mean, weight) pairs; elements of arrays, such as one per layer, are averaged separately."""
     for name, (value, weight) in jax.device_get(dict(metrics)).items():
       values = np.asarray(value, np.float64)
       weights = np.broadcast_to(np.asarray(weight, np.float64), values.shape)
@@ -78,7 +78,7 @@ class EvalResult(NamedTuple):
   Attributes:
     step: number of steps taken.
     split: 'eval/<input>' or 'decode/<input>'.
-    metrics: numbers by name; what was read from a file has one number per name, as of `expand_scalars`.
+    metrics: numbers by name; if read from a file, they were expanded by `expand_scalars`.
   """
 
   step: int
@@ -102,12 +102,12 @@ class SummaryWriter:
   Args:
     directory: the run's job_log_dir, which exists.
     resumed_step: the step of the restored checkpoint; 0 for a new run.
-    lost: what `unwritten` was for the run that is resumed: it is written now.
-    enabled: False writes nothing; of several processes one writes.
-    report: prints a line: that metrics cannot be written, and that they can again.
+    lost: the `unwritten` lines of the run that is resumed; they are written now.
+    enabled: False writes nothing; only one of several processes writes.
+    report: prints a line when metrics cannot be written, and when they can be written again.
 
   Attributes:
-    num_lines: of metrics.jsonl, those included that the disk has not taken; 0 where nothing is written.
+    num_lines: lines of metrics.jsonl, including those that could not be written yet; 0 if nothing is written.
   """
 
   def __init__(
@@ -127,7 +127,7 @@ class SummaryWriter:
     self._event_files: dict[str, EventFile] = {}
     self._at_resumed_step: set[str] = set()
     self._unwritten: list[Record] = []
-    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # What waits for its event file.
+    self._without_file: list[tuple[Record, Mapping[str, Summary]]] = []  # Records that are not in event files yet.
     self.num_lines = 0
     if enabled:
       path = self._folder.path / _RECORDS
@@ -142,7 +142,7 @@ class SummaryWriter:
 
   @property
   def unwritten(self) -> Sequence[Record]:
-    """What the disk has not taken, or not all of it, until now: the lines for metrics.jsonl."""
+    """The lines for metrics.jsonl that have not been written completely yet."""
     return tuple(self._unwritten)
 
   def was_written(self, split: str) -> bool:
@@ -154,26 +154,26 @@ class SummaryWriter:
   ) -> None:
     """Writes scalars, and summaries of any kind, for one step.
 
-    What cannot be written, for example because the disk is full, is reported, kept, and written with what comes next.
+    If it cannot be written, for example because the disk is full, that is reported, and it is written with later ones.
 
     Args:
       step: number of steps taken.
       split: 'train', 'eval/<input>' or 'decode/<input>'.
       metrics: numbers, or arrays whose leading dimensions are layers: `name` becomes `name/0`, `name/1`, ...
       summaries: summaries added by layers, with values on the host or the device. Scalars go to both files, other
-        kinds to the event files only.
+        kinds only to the event files.
     """
     if not self._enabled:
       return
     summaries = summaries or {}
     scalars = expand_scalars({**metrics, **{name: s.value for name, s in summaries.items() if s.kind == 'scalar'}})
-    # JSON has no NaN: a value that is not finite is null.
+    # JSON has no NaN or infinity: such values become null.
     finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
     record = {'step': step, 'split': split, 'time': round(time.time(), 3), 'metrics': finite}
     self._put(record, {name: s for name, s in summaries.items() if s.kind != 'scalar'})
 
   def _put(self, record: Record, others: Mapping[str, Summary], *, is_new: bool = True) -> None:
-    """Writes the scalars of a record, to metrics.jsonl if it is new there, and summaries of other kinds."""
+    """Writes a record's scalars and other summaries to event files, and if `is_new`, to metrics.jsonl."""
     if is_new:
       self.num_lines += 1
       self._jsonl.write(f'{json.dumps(record, allow_nan=False)}\n'.encode())
@@ -186,7 +186,7 @@ class SummaryWriter:
     self._tell(error)
 
   def _add_events(self) -> OSError | None:
-    """Writes to event files, in order, what has not been; returns why there is something that cannot be written."""
+    """Writes pending records to event files, in order; returns the error if some cannot be written."""
     waiting, self._without_file = self._without_file, []
     failed: dict[str, OSError] = {}  # By split.
     for record, others in waiting:
@@ -208,14 +208,14 @@ class SummaryWriter:
       events.add(record['step'], name, summary.kind, np.asarray(summary.value))
 
   def move(self, directory: Path) -> None:
-    """Says that the run's directory was moved to another path: files that are not open are made there from now on."""
+    """Sets the new path of the run's directory after it was moved: further files are created there."""
     if self._enabled:
       self._folder = KnownFolder(directory)
 
   def close(self) -> None:
-    """Closes all files; raises UserError if there are metrics that cannot be written.
+    """Closes all files; raises UserError if some metrics cannot be written.
 
-    Where the directory is gone, what would be lost is lost with it: then this raises nothing.
+    If the directory itself is gone, this raises nothing: the metrics would be lost with it anyway.
     """
     if not self._enabled:
       return
@@ -232,7 +232,7 @@ class SummaryWriter:
     return [self._jsonl, *self._event_files.values()]
 
   def _tell(self, error: OSError | None) -> None:
-    """Reports what has changed: that something cannot be written, or that it can again."""
+    """Reports a change: metrics cannot be written, or can be written again."""
     line = '' if error is None else _not_written(self._folder.path, error)
     if line != self._reported:
       later = '' if self._folder.is_elsewhere() else '; they are kept, and written later'
@@ -241,8 +241,8 @@ class SummaryWriter:
 
   def _events(self, split: str, step: int) -> EventFile:
     if split not in self._event_files:
-      # Hidden are the entries after the resumed step, and those of that step itself where metrics.jsonl has lost an
-      # evaluation, which is made again.
+      # TensorBoard hides the entries after the resumed step. If metrics.jsonl has lost an evaluation of the resumed
+      # step itself, which is then repeated, it hides the entries of that step too.
       purge_step = min(step, self._resumed_step + 1)
       self._event_files[split] = EventFile(self._folder.subfolder(f'summaries/{split}'), purge_step)
     return self._event_files[split]
@@ -263,10 +263,10 @@ def expand_scalars(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
 
 def metric_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields the lines of a file of metrics, and what they say, without incomplete and damaged lines.
+  """Yields the lines of a metrics file with their parsed content, without incomplete and damaged lines.
 
   Raises:
-    UserError: there is something, and it cannot be read.
+    UserError: the file exists, but cannot be read.
   """
   try:
     text = read_plain(path).decode(errors='replace')
@@ -298,5 +298,5 @@ def _truncate_jsonl(path: Path, step: int) -> set[tuple[int, str]]:
     return set()
   records = list(metric_lines(path))
   kept = [f'{line}\n' for line, record in records if record['step'] <= step]
-  replace_file(path, ''.join(kept))  # A run that is killed here still has the complete old one.
+  replace_file(path, ''.join(kept))  # Atomic: if the run is killed here, the old file is still complete.
   return {(record['step'], record['split']) for _, record in records if record['step'] <= step}

@@ -1,10 +1,10 @@
-"""What a run directory says about itself: its config, and how each process that wrote to it was started.
+"""The record in a run directory: the config of the run, and how each process that wrote to it was started.
 
     job_log_dir/run.json      the config as JSON, and for each launch: command, time, seed, mesh, versions, source trees
-                config.txt    the config as text, a line a field, for people and `diff`
+                config.txt    the config as text, one field per line, for people and `diff`
 
-A record may come from anyone, so reading it runs none of its code: `config/trusted.py` says what it may name. What JSON
-cannot hold, such as a lambda or the arrays of a data set in memory, is left out; the rest can be read back.
+Anyone may have written a record, so reading it runs none of its code: `config/trusted.py` lists what it may name.
+Values that JSON cannot hold, such as a lambda or a data set in memory, are left out; the rest can be read back.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from praxis_lite.records.work_tree import read_work_tree
 _FORMAT = 1
 _RECORD, _TEXT = 'run.json', 'config.txt'
 _PACKAGES = ('praxis_lite', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint')
-_OWN_PACKAGES = ('experiments', 'tasks')  # Of the user, in the working directory; `registry` imports them as well.
+_OWN_PACKAGES = ('experiments', 'tasks')  # The user's, in the working directory; `registry` imports them too.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-  """One process that trained or wrote the run.
+  """One process that trained the run, or wrote its record.
 
   Attributes:
     started: seconds since 1970.
@@ -55,9 +55,9 @@ class Launch:
     step: the step it began at.
     mesh: the size of each mesh axis, or None.
     devices: number and kind of the devices, such as '8 cpu'.
-    versions: of Python and of the packages that matter, by name.
-    sources: the source trees that are known: `path`, and `commit` and `clean` where it is a git work tree.
-    changes: how the config differed from that of the launch before, a line a field.
+    versions: of Python and of the relevant packages, by name.
+    sources: the known source trees: `path`, and for a git work tree `commit` and `clean`.
+    changes: how the config differed from that of the previous launch, one field per line.
   """
 
   started: float = 0.0
@@ -73,11 +73,11 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-  """What a run directory says about itself.
+  """The record in a run directory.
 
   Attributes:
     directory: the run directory.
-    launches: the processes that wrote it, the first one first.
+    launches: the processes that wrote to it, in order.
     text: the config as text, with the defaults of the code that wrote it.
     lost: why a field of the config was left out, by path.
   """
@@ -91,12 +91,12 @@ class RunRecord:
 
   @property
   def seed(self) -> int:
-    """The seed of the run: that of its last launch."""
+    """The seed of the run's last launch."""
     return self.launches[-1].seed if self.launches else 0
 
   @property
   def commands(self) -> list[str]:
-    """The command lines that made the run, the first one first, each once."""
+    """The different command lines of the run, in order."""
     return list(dict.fromkeys(launch.command for launch in self.launches))
 
   @functools.cached_property
@@ -105,7 +105,7 @@ class RunRecord:
 
     Raises:
       UntrustedError: it names a module that may not be imported; the message says how to allow it.
-      ConfigError: it names something that does not exist any more.
+      ConfigError: it names something that no longer exists.
     """
     try:
       roots = _decoded(self._encoded, self._trusted)
@@ -143,22 +143,22 @@ def write_record(
   step: int = 0,
   keeps_record: bool = False,
 ) -> list[str]:
-  """Records the config of a run, and this process as one more launch, beside those recorded before.
+  """Records the config of a run, and adds this process to the recorded launches.
 
-  Call it in one process of a run. The files appear complete or not at all.
+  Call it in only one process of a run. The files appear complete or not at all.
 
   Args:
     job_log_dir: the run directory, which exists.
     config: configs of the run.
     seed, mesh, step: as in `Launch`.
     command: the command line; None uses that of this process.
-    keeps_record: leave a record that there is as it is, and say how the config differs from it.
+    keeps_record: if a record exists, do not change it, but report how the config differs from it.
 
   Raises:
-    UserError: they cannot be written.
+    UserError: the files cannot be written.
 
   Returns:
-    Lines to print: how the config and the seed differ from those recorded before; empty if they do not.
+    Lines to print: how the config and the seed differ from the recorded ones; empty if they do not.
   """
   directory, text = Path(job_log_dir), to_text(config.roots()) + '\n'
   launches: tuple[Launch, ...] = ()
@@ -204,12 +204,12 @@ def _lines_about(changes: Sequence[str], kept: str = '') -> list[str]:
 
 
 def shortened(lines: Sequence[str], most: int = 20) -> list[str]:
-  """Returns the first lines, and how many more there are."""
+  """Returns the first `most` lines, and how many more there are."""
   return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
 
 
 def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str] = ()) -> RunRecord:
-  """Returns what a run directory says about itself. Its config is read when it is first used.
+  """Returns the record of a run directory. Its config is decoded when it is first used.
 
   Args:
     job_log_dir: the run directory.
@@ -239,7 +239,7 @@ def read_record(job_log_dir: str | os.PathLike[str], *, trusted: Collection[str]
 
 
 def first_launch(record: bytes) -> float | None:
-  """Returns when the run of a run.json was first started, by which runs are told apart; None if it does not say."""
+  """Returns when the run of a run.json was first started, which identifies the run; None if it does not say."""
   try:
     return float(parse_json(record)['launches'][0]['started'])
   except (ValueError, TypeError, KeyError, IndexError, OverflowError):
@@ -247,12 +247,12 @@ def first_launch(record: bytes) -> float | None:
 
 
 def has_record(job_log_dir: str | os.PathLike[str]) -> bool:
-  """Whether a directory is that of a recorded run."""
+  """Whether a directory is the directory of a recorded run."""
   return (user_path(job_log_dir) / _RECORD).is_file()
 
 
 def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
-  """Returns the seed of a run; 0, the default of new runs, where there is no record that can be read."""
+  """Returns the seed of a run; 0, the default of new runs, if there is no readable record."""
   with contextlib.suppress(UserError):
     return read_record(job_log_dir).seed if has_record(job_log_dir) else 0
   return 0
@@ -260,7 +260,7 @@ def recorded_seed(job_log_dir: str | os.PathLike[str]) -> int:
 
 @contextlib.contextmanager
 def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig) -> Iterator[None]:
-  """Makes the error that a checkpoint is of another model say what differs from the record: the config, or the code."""
+  """Adds to an OtherModelError what differs from the record: the config or, if it is equal, the code."""
   try:
     yield
   except OtherModelError as error:
@@ -273,9 +273,9 @@ def changes_named(job_log_dir: str | os.PathLike[str], config: ExperimentConfig)
 
 
 def _deciding(changes: Sequence[str], section: str) -> list[str]:
-  """Returns the lines of a diff that are of a section and may decide which arrays there are."""
+  """Returns the lines of a diff that are in `section` and may decide which arrays there are."""
   lines = [line for line in changes if line.removeprefix('+ ').removeprefix('- ').startswith(section)]
-  lines = [line for line in lines if '.decoder_tpl' not in line]  # It reads variables and has none.
+  lines = [line for line in lines if '.decoder_tpl' not in line]  # A decoder has no variables of its own.
   return [line for line in lines if not _DECIDES_NO_SHAPE.search(line)] or lines
 
 
@@ -290,7 +290,7 @@ def _differing_config(changes: Sequence[str]) -> str:
 
 
 def _differing_code(record: RunRecord) -> str:
-  """What is to be said where the config is as recorded, and the arrays are not."""
+  """Returns what to say if the config is as recorded, but the arrays are not."""
   launch = record.launches[-1] if record.launches else Launch()
   then, now = (
     ', '.join(map(_described, sources)) or 'sources that are not known' for sources in (launch.sources, _sources())
@@ -316,13 +316,13 @@ def _decoded(encoded: Mapping[str, Any], trusted: Collection[str]) -> dict[str, 
   try:
     roots = decode(dict(encoded), modules)
   except UntrustedError:
-    registry.load_all()  # The user's own experiments import what they are made of.
+    registry.load_all()  # The user's experiments import the modules they need.
     roots = decode(dict(encoded), modules)
   return roots if isinstance(roots, dict) else {}
 
 
 def _configs(entries: object) -> list[Config]:
-  """The configs in a list, without those that were left out."""
+  """Returns the configs in a list, without those that were left out."""
   return [c for c in entries if isinstance(c, Config)] if isinstance(entries, list) else []
 
 
@@ -356,7 +356,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _sources() -> Iterator[dict[str, Any]]:
-  """Yields what is known of the source trees: the working directory, and that of praxis_lite where it is another."""
+  """Yields the known source trees: the working directory, and praxis_lite's if it is a different one."""
   seen = set()
   for folder in (os.getcwd(), os.path.dirname(os.path.abspath(registry.__file__))):
     if (tree := read_work_tree(folder)) is not None and tree['path'] not in seen:

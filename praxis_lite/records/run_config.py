@@ -1,4 +1,4 @@
-"""What a run is given: its configs, the inputs they describe, a directory, and the keys that its seed makes."""
+"""What a run starts from: its configs, the inputs they describe, a directory, and the PRNG keys made from its seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from praxis_lite.training.state import state_layout
 
 
 class RunKeys(NamedTuple):
-  """PRNG keys, replicated over the mesh. Steps fold them with the step, so a resumed run draws the same numbers."""
+  """PRNG keys, replicated over the mesh. Steps fold in the step number, so a resumed run draws the same numbers."""
 
   init: jax.Array
   train: jax.Array
@@ -40,13 +40,13 @@ class RunKeys(NamedTuple):
 
 def run_keys(seed: int, mesh: Mesh) -> RunKeys:
   """Returns the keys of a run."""
-  # Made by a program on the mesh: with several processes none of them could put an array on all its devices.
+  # Made by a program on the mesh: of several processes, none could put an array on all devices of the mesh.
   replicated = NamedSharding(mesh, PartitionSpec())
   return GuardedJit(lambda: RunKeys(*jax.random.split(jax.random.key(seed), 3)), out_shardings=replicated)()
 
 
 def check_intervals(settings: TrainParams) -> None:
-  """Raises ConfigError unless the numbers of steps in `task.train` are positive."""
+  """Raises ConfigError if a number of steps in `task.train` is not positive."""
   optional = ('eval_interval_steps', 'decode_interval_steps')
   for name in ('num_train_steps', 'log_interval_steps', 'save_interval_steps', *optional):
     value, or_none = getattr(settings, name), ' or None' if name in optional else ''
@@ -65,12 +65,12 @@ def check_all_take_part(mesh: Mesh) -> None:
 
 
 def is_due(step: int, interval: int | None) -> bool:
-  """Whether what happens every `interval` steps happens after `step` of them; never if it is None."""
+  """Whether an action with this interval is due after `step` steps; None means never."""
   return interval is not None and step > 0 and step % interval == 0
 
 
 class Datasets(NamedTuple):
-  """The inputs of an experiment's `datasets()` or `decode_datasets()`, whichever `name` says."""
+  """The inputs returned by the experiment's method `name`: `datasets()` or `decode_datasets()`."""
 
   name: str
   inputs: list[BaseInput]
@@ -81,7 +81,7 @@ class Datasets(NamedTuple):
     return [i for i in self.inputs if not i.is_training]
 
   def the_training_input(self) -> BaseInput:
-    """Returns the one input to train on; raises ConfigError if there is none, or more than one."""
+    """Returns the only training input; raises ConfigError if there is none, or more than one."""
     training = [i for i in self.inputs if i.is_training]
     if len(training) != 1:
       raise ConfigError(
@@ -91,7 +91,7 @@ class Datasets(NamedTuple):
     return training[0]
 
   def check(self, inputs: Sequence[BaseInput], model: BaseModel) -> None:
-    """Reads a batch of each of `inputs` for the model to check; raises UserError if it is missing or not accepted."""
+    """Reads a batch of each of `inputs` and lets the model check it; raises UserError if there is none, or it fails."""
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
@@ -108,10 +108,10 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Datasets:
-  """Builds inputs that each read this process's share.
+  """Builds inputs, each of which reads this process's share.
 
   Raises:
-    ConfigError: two evaluation inputs have one name, or one of them is named as the training input.
+    ConfigError: two evaluation inputs have the same name, or one of them has the name of the training input.
   """
   inputs: list[BaseInput] = []
   missing = [next((field for field, x in config_values(c).items() if x is REQUIRED), None) for c in configs]
@@ -139,13 +139,13 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
 
 
 def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | None = None) -> None:
-  """Builds the tasks and inputs of several runs, and compares their shardings with their meshes, from shapes alone.
+  """Builds the tasks and inputs of several runs, and checks their shardings against their meshes, using only shapes.
 
-  What else the code of a user raises is left to the run: it may depend on where it runs.
+  Other exceptions from user code are ignored here: they may depend on where the run takes place.
 
   Args:
-    configs: the configs of each run, by its name. Inputs of which several runs have the same are built once.
-    num_devices: the devices that each run will have, if that is known.
+    configs: the configs of each run, by the run's name. Inputs that several runs share are built once.
+    num_devices: the number of devices that each run will have, if known.
 
   Raises:
     UserError: one of them cannot be trained; the message names it.
@@ -204,7 +204,7 @@ def job_directory(job_log_dir: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _check_checkpoints(folder: Path) -> None:
-  """Raises UserError if no checkpoint could be saved in a folder, which need not be there: runs find it late."""
+  """Raises UserError if no checkpoint could be saved in a folder, which may not exist yet. Runs would find out late."""
   try:
     with tempfile.TemporaryFile(dir=folder):
       pass
@@ -219,12 +219,12 @@ def _check_checkpoints(folder: Path) -> None:
 
 @contextlib.contextmanager
 def held_for_training(path: Path) -> Iterator[None]:
-  """Locks a directory for one training run: a second run would delete the checkpoints that the first is writing.
+  """Locks a directory for one training run: a second run would delete the checkpoints that the first one is writing.
 
-  Raises UserError if another run is training there. The system releases the lock in whatever way the process ends. A
-  file system without locks is not an error.
+  Raises UserError if another run is training there. The system releases the lock however the process ends. A file
+  system without locks is not an error.
   """
-  if sys.platform == 'win32':  # It has no such locks, and the command line does not train there.
+  if sys.platform == 'win32':  # Windows has no such locks, and the command line does not train there.
     yield
     return
   import fcntl
@@ -240,7 +240,7 @@ def held_for_training(path: Path) -> Iterator[None]:
           raise UserError(
             f'another run is training in job_log_dir {path}; wait for it to end or stop it, or choose another directory'
           ) from None
-        time.sleep(seconds)  # `is_held` may be looking.
+        time.sleep(seconds)  # `is_held` may hold the lock for a moment.
       except OSError:
         break  # The file system has no locks.
     yield
@@ -252,9 +252,9 @@ _WAITS = (0.01, 0.05)
 
 
 def is_held(path: Path) -> bool:
-  """Whether a process is training in a directory: asks for a shared lock, and gives it back at once.
+  """Whether a process is training in a directory. Takes a shared lock to find out, and releases it at once.
 
-  False where that cannot be known: on Windows, on file systems without locks, and in directories that cannot be read.
+  False if this is unknown: on Windows, on file systems without locks, and in directories that cannot be read.
   """
   if sys.platform == 'win32':
     return False

@@ -1,4 +1,4 @@
-"""The runs below a directory, from what they have written: how far each is, how good, and how their configs differ."""
+"""Finds the runs below a directory, and reads their progress, their results, and how their configs differ."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from praxis_lite.records.run_config import is_held
 
 
 class RunState(NamedTuple):
-  """What a run has come to.
+  """The progress and the results of a run.
 
   Attributes:
     directory: the run directory.
-    step, num_steps: the last step that it wrote something of, and the number of steps of its config, where known.
+    step, num_steps: the last step that the run has written about, and the number of steps in its config, if known.
     is_running: whether a process is training in it.
-    written: when it last wrote something, seconds since 1970.
+    written: when the run last wrote something, in seconds since 1970.
     metrics: all metrics.
-    fields: its recorded config, as values by path; empty where it has no record.
+    fields: its recorded config, as values by path; empty if it has no record.
   """
 
   directory: Path
@@ -46,13 +46,13 @@ class RunState(NamedTuple):
 
   @property
   def last_loss(self) -> float | None:
-    """The loss of the last training step that was written."""
+    """The last training loss that was written."""
     return float(self.metrics.curve('train/loss').values[-1]) if 'train/loss' in self.metrics else None
 
   def best(self, metric: str, mode: str) -> tuple[float, int] | None:
-    """The best value of a metric, and its step; None if it was not written, or never finite.
+    """Returns the best value of a metric, and its step; None if it was never written, or never finite.
 
-    `metric` is a full name, or a pattern such as `eval/*/loss`, of which the run has one.
+    `metric` is a full name, or a pattern such as `eval/*/loss` that matches one metric of the run.
     """
     found = [metric] if metric in self.metrics else fnmatch.filter(self.metrics, metric)
     if not found:
@@ -66,10 +66,10 @@ class RunState(NamedTuple):
 
 
 def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
-  """Returns the run directories at or below a folder, in the order of their names.
+  """Returns the run directories at or below a folder, sorted by name.
 
   Raises:
-    UserError: there is no such folder.
+    UserError: the folder does not exist.
   """
   if not os.path.isdir(folder):
     raise UserError(f'there is no directory {os.fspath(folder)!r}')
@@ -83,7 +83,7 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def runs_near(directory: str | os.PathLike[str]) -> str:
-  """Returns which runs are meant by a directory that is none, as the end of a message; '' if there are none near."""
+  """Returns which runs are near a directory that is not a run, as the end of a message; '' if there are none."""
   path = user_path(directory)
   for folder in path.parents:
     if has_record(folder):
@@ -100,7 +100,7 @@ _MOST_NEAR = 3
 
 
 def read_run(directory: Path) -> RunState:
-  """Returns what a run has come to; a record that cannot be read counts as none."""
+  """Returns the state of a run; a record that cannot be read counts as missing."""
   fields: dict[str, str] = {}
   with contextlib.suppress(UserError):
     fields = fields_of(read_record(directory).text)
@@ -118,16 +118,16 @@ def read_run(directory: Path) -> RunState:
 
 
 def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | None) -> tuple[str, str]:
-  """Returns the full name of the metric that runs are compared by, and 'min' or 'max'.
+  """Returns the full name of the metric by which to compare runs, and 'min' or 'max'.
 
-  Where each run has another input with the metric that is asked for, the name is a pattern, as in `eval/*/accuracy`.
+  If the metric belongs to a different input in each run, the name is a pattern, such as `eval/*/accuracy`.
 
   Args:
     runs: the runs.
-    metric: a full name, such as 'eval/validation/loss', or the end of one; None: the `best_metric` that the configs
-      agree on, or the loss; of several inputs, that which most runs have.
-    mode: 'min' if lower is better, or 'max'; None: 'max' for `accuracy`, or that of the configs, where their metric is
-      meant, or 'min'.
+    metric: a full name, such as 'eval/validation/loss', or the end of one. None uses the `best_metric` that the configs
+      agree on, or otherwise the loss. If several inputs have it, the one that most runs have is used.
+    mode: 'min' if lower is better, otherwise 'max'. None uses 'max' for `accuracy`, the mode of the configs for their
+      own metric, and 'min' for other metrics.
 
   Raises:
     UserError: no run has the metric, or several inputs of one run have it.
@@ -154,17 +154,17 @@ def metric_to_compare(runs: Sequence[RunState], metric: str | None, mode: str | 
 
 
 def best_run(runs: Sequence[RunState], metric: str, mode: str) -> RunState | None:
-  """Returns the run with the best value of a metric; None if none has it."""
+  """Returns the run with the best value of a metric; None if no run has the metric."""
   sign = 1 if mode == 'min' else -1
   scored = [(sign * best[0], i) for i, run in enumerate(runs) if (best := run.best(metric, mode)) is not None]
   return runs[min(scored)[1]] if scored else None
 
 
 def differing_fields(runs: Sequence[RunState]) -> list[dict[str, str]]:
-  """Returns for each run the fields in which the recorded configs differ, by short names that tell them apart.
+  """Returns for each run the fields in which the recorded configs differ, by the shortest unambiguous names.
 
-  Those that matter most come first. Where the class of a config differs, as that of unlike models, it stands for the
-  fields below, which are compared among the runs that have the same class there.
+  The most important fields come first. If the class of a config differs between runs, as with different models, its
+  fields are compared only among the runs that have the same class.
   """
   recorded = [run.fields for run in runs if run.fields]
   paths = dict.fromkeys(path for fields in recorded for path in fields)
@@ -196,7 +196,7 @@ def _is_class(fields: Mapping[str, str], path: str) -> bool:
 
 
 def _importance(path: str) -> tuple[int, int]:
-  """A key to sort paths by: fields that change results, nearer to the root first; then others; then shardings."""
+  """Returns a sort key: fields that change results first, the nearest to the root foremost; shardings last."""
   if re.search(r'split|mesh|axis_rules|strategy|partitioning', path):
     return 2, 0
   if path == 'task.model':
@@ -207,7 +207,7 @@ def _importance(path: str) -> tuple[int, int]:
 
 
 def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]]) -> dict[str, str]:
-  """By path, the path to show: `datasets[*].path` for those of all datasets where each run has them equal."""
+  """Returns the path to show for each path: `datasets[*].path` if in each run all datasets have the same value."""
   groups: dict[str, list[str]] = {}
   for path in paths:
     groups.setdefault(re.sub(r'\[\d+\]', '[*]', path), []).append(path)
@@ -219,7 +219,7 @@ def _merged_entries(paths: Sequence[str], recorded: Sequence[Mapping[str, str]])
 
 
 def short_names(paths: Collection[str]) -> dict[str, str]:
-  """Returns for each path its shortest ending, of whole names, that no other of them has."""
+  """Returns for each path its shortest ending, in whole names, that no other path has."""
   endings = {path: _endings(path) for path in paths}
   counts: dict[str, int] = {}
   for found in endings.values():
@@ -234,12 +234,12 @@ def _endings(path: str) -> list[str]:
 
 
 def format_number(value: float | None) -> str:
-  """Four digits, or '-'."""
+  """Returns a number with four digits, or '-' for None."""
   return '-' if value is None else f'{value:.4g}' if math.isfinite(value) else str(value)
 
 
 def age(run: RunState) -> str:
-  """'running', or how long ago the run last wrote something; '-' if it never did."""
+  """Returns 'running', or how long ago the run last wrote something; '-' if it never did."""
   if run.is_running or not run.written:
     return 'running' if run.is_running else '-'
   return duration(time.time() - run.written)

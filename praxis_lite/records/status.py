@@ -1,4 +1,4 @@
-"""What the heartbeats of a run say about it."""
+"""The state of a run, from its heartbeats."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Status(NamedTuple):
   """The state of a run.
 
   Attributes:
-    is_well: whether all its processes live, or have ended by themselves without an error.
-    lines: for people; the first one says whether it lives.
+    is_well: whether each process is alive, or ended normally.
+    lines: for people; the first one says whether the run is alive.
   """
 
   is_well: bool
@@ -28,7 +28,7 @@ def status_of(beats: Sequence[Heartbeat], *, is_held: bool, now: float | None = 
 
   Args:
     beats: the last heartbeats of its processes, at least one.
-    is_held: whether a process of this host trains in its directory.
+    is_held: whether a process of this host is training in the run's directory.
     now: seconds since 1970, for tests.
   """
   now = time.time() if now is None else now

@@ -1,8 +1,8 @@
-"""What git says of a directory, without running anything that the repository there has configured.
+"""Reads the git state of a directory without running any program that the repository configures.
 
-A repository may come from anyone, and its configuration names programs: monitors of the file system, hooks, filters of
-files, pagers, transports that fetch what is missing. `git status` runs some of them. All are turned off here, filters
-by their names; submodules, which have configurations of their own, are not looked into.
+Anyone may have made a repository, and its configuration names programs: file system monitors, hooks, file filters,
+pagers, and transports that fetch missing objects. `git status` runs some of them. All of them are disabled here,
+filters by their names. Submodules have configurations of their own, so they are not inspected.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _HARMLESS = (
   *('-c', 'core.fsmonitor=false', '-c', 'core.hooksPath=/dev/null', '-c', 'core.pager=cat'),
   *('-c', 'submodule.recurse=false', '-c', 'diff.external=', '-c', 'core.sshCommand=false', '-c', 'core.askPass='),
 )
-# No transport, and so no program of one, is allowed to fetch an object that a partial clone does not have.
+# Forbids all transports, and so their programs, to fetch objects that a partial clone lacks.
 _NO_TRANSPORT = {'GIT_ALLOW_PROTOCOL': 'none', 'GIT_NO_LAZY_FETCH': '1', 'GIT_TERMINAL_PROMPT': '0'}
 _PROGRAMS_OF_FILTERS = ('clean', 'smudge', 'process')
 
 
 def read_work_tree(folder: str) -> dict[str, Any] | None:
-  """Returns the work tree of a folder: `path`, `commit` and `clean` (None: not known); None if it is in none."""
+  """Returns a folder's work tree: `path`, `commit` and `clean` (None: unknown); None if it is not in a work tree."""
   top = _git(folder, 'rev-parse', '--show-toplevel')
   commit = _git(folder, 'rev-parse', 'HEAD') if top else None
   if not commit:
@@ -32,7 +32,7 @@ def read_work_tree(folder: str) -> dict[str, Any] | None:
 
 
 def _is_clean(folder: str) -> bool | None:
-  """Whether the files are as in the commit; one with a filter, such as those of LFS, is not if it was touched."""
+  """Whether the files equal the commit; a touched file that has a filter, such as LFS, counts as changed."""
   configured = _git(folder, 'config', '--list', '--name-only', '-z')
   if configured is None:
     return None
@@ -40,7 +40,7 @@ def _is_clean(folder: str) -> bool | None:
   for name in sorted(
     {name.rpartition('.')[0] for name in configured.split('\0') if name.lower().startswith('filter.')}
   ):
-    if '=' in name:  # `-c` could not say which filter it means.
+    if '=' in name:  # `-c` could not name such a filter.
       return None
     without_filters += [argument for program in _PROGRAMS_OF_FILTERS for argument in ('-c', f'{name}.{program}=')]
     without_filters += ['-c', f'{name}.required=false']
@@ -49,7 +49,7 @@ def _is_clean(folder: str) -> bool | None:
 
 
 def _git(folder: str, *arguments: str) -> str | None:
-  """Returns what git prints; None if there is no git, or it fails, as outside a work tree, or takes too long."""
+  """Returns git's output; None if git is not installed, fails (as outside a work tree), or takes too long."""
   command = ['git', '--no-optional-locks', '--no-pager', '-C', folder, *_HARMLESS, *arguments]
   environment: Mapping[str, str] = {**os.environ, **_NO_TRANSPORT}
   try:
