@@ -612,6 +612,17 @@ def test_dynamic_slices_that_begin_past_the_end(guarded):
 
 
 @GUARDED
+def test_sums_over_pads_that_crop(guarded):
+  """They are wrong on one device too."""
+
+  def sums(x):
+    return jax.lax.cumsum(jax.lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 2)]), reverse=True)
+
+  found, _ = run(sums, (np.array([[1], [2]], np.float32),), guarded)
+  assert np.array_equal(found, [[1], [1]]) == guarded
+
+
+@GUARDED
 @pytest.mark.parametrize('dtype', [np.int32, np.uint8, np.int8])
 def test_slices_of_slices(guarded, dtype):
   """They are wrong on one device too."""

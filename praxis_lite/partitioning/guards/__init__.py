@@ -13,7 +13,7 @@ GPU, with Shardy and without.
     reshapes    reshapes, which end the process
     transforms  Fourier transforms
     starts      slices that begin past the end, wrong on one device too
-    crops       convolutions that crop, wrong on one device of a CPU too
+    crops       convolutions and pads that crop, wrong on one device of a CPU too
     lapack      factorizations of matrices, which may wait forever on a CPU
 """
 

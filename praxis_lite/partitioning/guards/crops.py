@@ -1,4 +1,4 @@
-"""Convolutions that crop, which XLA's CPU computes wrongly on one device too."""
+"""Convolutions and pads that crop, which XLA's CPU computes wrongly on one device too."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def crop_before_convolutions(module: ir.Operation) -> list[ir.Operation]:
       convolution.attributes['padding'] = ir.DenseIntElementsAttr.get(padding)  # type: ignore[call-overload]
       changed.append(convolution)
   return changed
+
+
+def pad_only_between_entries(module: ir.Operation) -> None:
+  """Takes away the padding between the entries of a dimension that has one entry, and so nothing between.
+
+  XLA makes windows over a pad that crops another dimension a single operation, and is wrong with it:
+  `lax.cumsum(lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 2)]), reverse=True)` of x [2, 1]. Test:
+  `test_sums_over_pads_that_crop`.
+  """
+  for pad in operations(module, {'stablehlo.pad'}):
+    between, array = [*ir.DenseI64ArrayAttr(pad.attributes['interior_padding'])], pad.operands[0].type
+    needed = [
+      0 if not array.is_dynamic_dim(dim) and array.get_dim_size(dim) <= 1 else n for dim, n in enumerate(between)
+    ]
+    if needed != between:
+      pad.attributes['interior_padding'] = ir.DenseI64ArrayAttr.get(needed)
 
 
 def _crop(convolution: ir.Operation, padding: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from praxis_lite.jax_internals.flags import jaxlib_release
 from praxis_lite.jax_internals.lowering import export_changed
 from praxis_lite.partitioning.guards import images, lapack, lookups, products, reshapes, results, transforms
 from praxis_lite.partitioning.guards.arrays import GATHER, IDS, PRODUCT, SCATTER, TRANSPOSE, integer
-from praxis_lite.partitioning.guards.crops import crop_before_convolutions
+from praxis_lite.partitioning.guards.crops import crop_before_convolutions, pad_only_between_entries
 from praxis_lite.partitioning.guards.starts import clamp_starts
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.propagation import Instance, Propagation, Site, Split
@@ -102,6 +102,7 @@ def _guard(lowered: jax.stages.Lowered) -> list[Guarded]:
     return []
   with module.context:
     crop_before_convolutions(module.operation)
+    pad_only_between_entries(module.operation)
     clamp_starts(module.operation)
     propagation = Propagation(module, {*_GUARDS, results.RETURN})
     # Lowered without Shardy, a program says nothing of its mesh but its size.
