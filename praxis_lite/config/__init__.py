@@ -1,6 +1,6 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later."""
 
-import praxis_lite.config.values  # It adds its check to `field_checks`.
+import praxis_lite.config.values  # Adds its check to `field_checks`.
 from praxis_lite.config.base import (
   Config,
   build_at,

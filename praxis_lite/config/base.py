@@ -1,8 +1,8 @@
 """Configs: trees of hyperparameters that are edited first and instantiated later.
 
-`Config` is `fiddle.Config` with three additions: template fields are filled in when the config is created, to be
-edited at once; the error about a misspelt field suggests the nearest name; and `instantiate` does not build the configs
-nested in a `Configurable`: they are templates that the object builds itself, once it knows what to fill in.
+`Config` is `fiddle.Config` with three additions. Template fields are filled in when the config is created, so they can
+be edited at once. The error about a misspelt field suggests the nearest name. And `instantiate` does not build the
+configs nested in a `Configurable`: they are templates, which the object builds itself once it knows the missing values.
 
     class FeedForward(Layer):
       hidden_dims: int = REQUIRED
@@ -12,7 +12,7 @@ nested in a `Configurable`: they are templates that the object builds itself, on
     ff.norm_tpl.epsilon = 1e-5
     layer = ff.instantiate()
 
-Editing by path is in `overrides.py`, text dumps and diffs in `text.py`, JSON in `json.py`.
+Paths are edited in `overrides.py`, text dumps and diffs are made in `text.py`, JSON in `json.py`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
 T = TypeVar('T')
 
-# Each is called with a Configurable class, the values of its fields and its path before an object of it is built, and
-# raises ConfigError. Files above this one, which know configs as values, add theirs.
+# Checks of a Configurable class, the values of its fields and its path, called before an object of it is built. They
+# raise ConfigError. Modules that depend on this one add their checks to the list.
 field_checks: list[Callable[[type[Configurable], dict[str | int, Any], str], None]] = []
 
 
 class Config(fdl.Config[T], Generic[T]):
-  """The arguments of a future call of a class or function, editable as attributes.
+  """The arguments for a later call of a class or function, editable as attributes.
 
       config = Config(Linear, input_dims=8)
       config.output_dims = 16
@@ -94,7 +94,7 @@ class Config(fdl.Config[T], Generic[T]):
           setattr(self, name, factory())
 
   def __eq__(self, other: object) -> bool:
-    """Whether both would make the same call, defaults included. Takes one pass; Fiddle's takes more with each level."""
+    """Whether both would make the same call, including defaults. One pass; Fiddle's own passes grow with the depth."""
     if self is other:
       return True
     if not isinstance(other, Config):
@@ -105,7 +105,7 @@ class Config(fdl.Config[T], Generic[T]):
       return self.__arguments__ == other.__arguments__
     return config_values(self) == config_values(other)
 
-  __hash__ = None  # type: ignore[assignment]  # A config changes, and is equal to others while it does.
+  __hash__ = None  # type: ignore[assignment]  # A config is mutable, and comparable by value.
 
   def __deepcopy__(self, memo: dict[int, object]) -> Self:
     for value in self.__arguments__.values():
@@ -115,9 +115,9 @@ class Config(fdl.Config[T], Generic[T]):
     return copied
 
   def _copy_state(self, other: fdl.Config, arguments: dict[str | int, object]) -> None:
-    """Takes over all that Fiddle keeps of another config but its arguments. Its signature does not change."""
+    """Copies all that Fiddle keeps in another config except its arguments. Its signature does not change."""
     self.__dict__.update(other.__dict__)
-    for name in ('__argument_history__', '__argument_tags__'):  # As a rule they are empty.
+    for name in ('__argument_history__', '__argument_tags__'):  # Usually they are empty.
       value = other.__dict__[name]
       self.__dict__[name] = copy.deepcopy(value) if value else copy.copy(value)
     self.__dict__['__arguments__'] = arguments
@@ -136,18 +136,18 @@ class Config(fdl.Config[T], Generic[T]):
   def instantiate(self, **fields: object) -> T:
     """Calls the target with the fields of this config, overridden by `fields`.
 
-    Configs nested in the fields are passed on unbuilt (as copies that share their arrays) to a `Configurable`, which
-    builds its templates itself; for any other callable, such as an optax transformation, they are built first.
+    A `Configurable` gets the configs nested in the fields unbuilt (as copies that share their arrays), because it
+    builds its templates itself. For any other callable, such as an optax transformation, they are built first.
 
     Raises:
-      ConfigError: a field that is REQUIRED is not set, or a field of a `Configurable` has a value of another type than
-        its annotation.
+      ConfigError: a REQUIRED field is not set, or a field of a `Configurable` has a value of another type than its
+        annotation.
     """
     return build_at('', self, **fields)
 
 
 def build_at(path: str, config: Config[T], /, **fields: object) -> T:
-  """As `config.instantiate(**fields)`, with `path` in its errors, such as 'lm.softmax', in place of the class."""
+  """Like `config.instantiate(**fields)`, but errors name `path`, such as 'lm.softmax', instead of the class."""
   build: Any = target(config)
   keep_nested = isinstance(build, type) and issubclass(build, Configurable)
   name = getattr(build, '__qualname__', str(build))
@@ -171,14 +171,14 @@ def template(fn_or_cls: Callable[..., T] | Config[T], /, **fields: object) -> Co
   """A dataclass field whose default is a fresh `Config(fn_or_cls, **fields)`.
 
       class Block(Layer):
-        norm_tpl: Config = template(RMSNorm)         # whoever uses Block may edit it, or name another class
+        norm_tpl: Config = template(RMSNorm)         # users of Block may edit it, or replace its class
 
-  `fn_or_cls` may be a `Config` too: the default is then a clone of it.
+  `fn_or_cls` may be a `Config` too: then the default is a clone of it.
   """
   if isinstance(fn_or_cls, Config):
     base = fn_or_cls
     return dataclasses.field(default_factory=lambda: base.clone(**fields))
-  # Each config gets configs of its own in its fields: editing one would change the others, and the default.
+  # Each config gets its own nested configs: if they were shared, editing one would change the others and the default.
   return dataclasses.field(default_factory=lambda: Config(fn_or_cls, **_copy_nested(fields)))
 
 
@@ -186,12 +186,12 @@ instantiate = Config.instantiate
 
 
 def target(config: Config[T]) -> Callable[..., T]:
-  """Returns the class or function that `config` is a future call of."""
+  """Returns the class or function that `config` is a call of."""
   return fdl.get_callable(config)
 
 
 def map_nested(fn: Callable[[Config], object], value: object) -> object:
-  """Returns `value` with `fn` applied to each config in it, also in lists, tuples and dicts, but not in configs."""
+  """Returns `value` with `fn` applied to each config in it, also in lists, tuples and dicts, but not inside configs."""
   if isinstance(value, Config):
     return fn(value)
   if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
@@ -202,23 +202,23 @@ def map_nested(fn: Callable[[Config], object], value: object) -> object:
 
 
 def nested_configs(config: Config) -> list[Config]:
-  """Returns `config` and all configs in its fields, an outer one before those in it."""
+  """Returns `config` and all configs in its fields; an outer config precedes those inside it."""
   found: list[Config] = []
   map_nested(found.append, list(config.__arguments__.values()))
   return [config, *(inner for outer in found for inner in nested_configs(outer))]
 
 
 def config_values(config: Config) -> dict[str | int, Any]:
-  """Returns all fields of `config` in the order of their declaration, defaults included.
+  """Returns all fields of `config` in the order of their declaration, including defaults.
 
-  A parameter that has no default and is not set is REQUIRED. Positional-only arguments have their position as key.
+  A parameter that has no default and is not set is REQUIRED. The keys of positional-only arguments are their positions.
   """
   values = fdl.ordered_arguments(config, include_defaults=True, include_unset=True)
   return {key: REQUIRED if value is fdl.NO_VALUE else value for key, value in values.items()}
 
 
 def field_names(config: Config | Callable[..., object]) -> list[str] | None:
-  """Returns the names that may be set on a config, or on one of a class or function; None where any keyword may be."""
+  """Returns the field names of a config, or of a class or function; None if it accepts any keyword."""
   try:
     parameters = _without_fields(target(config) if isinstance(config, Config) else config).__signature_info__.parameters
   except (ValueError, TypeError):
@@ -229,16 +229,16 @@ def field_names(config: Config | Callable[..., object]) -> list[str] | None:
 def unknown_field(
   fn_or_cls: Callable[..., object], name: str | int, path: str | None = None, below: Config | None = None
 ) -> UnknownFieldError:
-  """Returns the error that a class or function has no field `name`, or that an index was given in its place.
+  """Returns the error for a field `name` that a class or function does not have, or for an index instead of a field.
 
-  `path` is that of the config, if the field was named in one: the ending _tpl may then be left out. `below` is the
-  config, if one of those in it may have the field.
+  `path` is the config's path, if the field was named in a path: there the ending _tpl may be left out. `below` is the
+  config, if a config nested in it may have the field.
   """
   known = field_names(fn_or_cls) or []
   spellings = known if path is None else [*known, *(n.removesuffix('_tpl') for n in known)]
   what = getattr(fn_or_cls, '__qualname__', repr(fn_or_cls))
   where = f'{path} ({what})' if path else what
-  plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None where it is no attribute either.
+  plain = inspect.getattr_static(fn_or_cls, str(name), None)  # None if the class has no such attribute either.
   if not (plain is None or callable(plain) or hasattr(plain, '__get__') or str(name).startswith('_')):
     return UnknownFieldError(
       f'{where} has no field {name!r}: its attribute of this name has no type annotation. Write '
@@ -272,7 +272,7 @@ def field_type_hints(fn_or_cls: Callable[..., Any]) -> dict[str, Any]:
     names = {**getattr(owner, '__dict__', {}), **getattr(owner, '__globals__', getattr(module, '__dict__', {}))}
     for name, annotation in inspect.get_annotations(owner).items():
       hints.pop(name, None)
-      # One by one, as some cannot be resolved, such as names imported for type checkers only.
+      # One by one, because some cannot be resolved, such as names that are imported only for type checkers.
       stand_in = type('_', (), {'__annotations__': {name: annotation}})
       with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError):
         hints.update(typing.get_type_hints(stand_in, names))
@@ -289,7 +289,7 @@ def _copy_nested(value: Any) -> Any:
 
 
 def _share_arrays(value: object, memo: dict[int, Any]) -> None:
-  """Makes a deep copy of `value` with this memo keep the arrays in its lists, tuples and dicts."""
+  """Fills `memo` so that a deep copy of `value` shares the arrays in its lists, tuples and dicts."""
   if isinstance(value, (list, tuple, dict)):
     for entry in value.values() if isinstance(value, dict) else value:
       _share_arrays(entry, memo)
@@ -298,11 +298,11 @@ def _share_arrays(value: object, memo: dict[int, Any]) -> None:
 
 
 def _without_fields(fn_or_cls: Callable[..., object]) -> fdl.Config:
-  """Returns Fiddle's config of `fn_or_cls` with no field set. It is shared: Fiddle reads the annotations each time."""
+  """Returns Fiddle's config of `fn_or_cls` without any field set. It is cached, because it has to read annotations."""
   with history.suspend_tracking():
     try:
       return _kept_without_fields(fn_or_cls)
-    except TypeError:  # It cannot be hashed; or it is no callable, of which Fiddle tells.
+    except TypeError:  # It cannot be hashed, or is not callable; for the latter Fiddle raises the error.
       return fdl.Config(fn_or_cls)
 
 

@@ -1,6 +1,6 @@
-"""Configurable: classes whose annotated attributes are hyperparameters; and REQUIRED, the value of one to be set.
+"""Configurable: classes whose annotated attributes are hyperparameters; and REQUIRED, the value of a field to be set.
 
-What a class body gets wrong is told when the class is defined, in the words of configs rather than of dataclasses.
+Mistakes in a class body are reported when the class is defined, in terms of configs rather than of dataclasses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Required:
   def __repr__(self) -> str:
     return 'REQUIRED'
 
-  def __reduce__(self) -> str:  # Copies are itself.
+  def __reduce__(self) -> str:  # So that a copy is the same object.
     return 'REQUIRED'
 
   def _complain(self, *args: object) -> NoReturn:
@@ -40,14 +40,14 @@ REQUIRED: Any = _Required()
 class Configurable:
   """Base of classes whose annotated attributes are hyperparameters.
 
-  Each subclass becomes a keyword-only dataclass. Configs in its fields reach it unbuilt. What is to be done once the
-  fields have their values is done in `__post_init__`.
+  Each subclass becomes a keyword-only dataclass. Configs in its fields are passed to it unbuilt. Code that needs the
+  values of the fields belongs in `__post_init__`.
 
   Defining a subclass raises ConfigError if its body has an `__init__`, or a default that all objects would share.
   """
 
   _set_up_in = '__post_init__'  # The method that messages tell people to write.
-  _config_path = ''  # The path of its configs in messages, for a class that has one place only.
+  _config_path = ''  # The path of its configs in messages, for a class whose configs are always in the same place.
 
   def __init_subclass__(cls, **kwargs: object) -> None:
     super().__init_subclass__(**kwargs)
@@ -57,7 +57,7 @@ class Configurable:
 
 
 def _problems(cls: type[Configurable]) -> Iterator[str]:
-  """Yields what is wrong in the body of a class; begins with what follows its name."""
+  """Yields the mistakes in the body of a class, each as the text that follows its name."""
   if '__init__' in vars(cls):
     yield (
       ' defines __init__, which its annotated attributes make; declare each argument as an attribute, '

@@ -3,7 +3,7 @@
     {"$config": "praxis_lite.task:SingleTask", "name": "lm", "model": {"$config": ...}, ...}
 
 A config is written with the fields that are set on it; defaults come from the code that reads it. Values that JSON
-lacks are objects with a key that says what they are:
+lacks are written as objects whose key says what they are:
 
     $config     a config: the reference of its target, then its fields; "$args" has positional arguments by index
     $tuple      list of entries                $dict       list of [key, value], where a key is not a plain string
@@ -15,7 +15,7 @@ lacks are objects with a key that says what they are:
     $enum       [class, member]                $object     dataclass or named tuple: its class, then its fields
     $partial    [function, args, keywords]     $required   true
 
-A file is data of whoever wrote it: reading imports, and building the config calls, only what `trusted.py` lists.
+Anyone may have written a file, so reading imports only what `trusted.py` lists, and building calls nothing else.
 A config that occurs twice is read back as two equal ones.
 """
 
@@ -59,13 +59,13 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
   """Returns what `to_json` has written.
 
   Args:
-    text: JSON, of anyone.
-    trusted: modules and packages whose code may be imported and called too, beside what `trusted.py` lists.
+    text: JSON, possibly written by anyone.
+    trusted: modules and packages whose code may be imported and called too, in addition to what `trusted.py` lists.
 
   Raises:
-    UntrustedError: it names something of another module.
-    ConfigError: `text` is not JSON of a config, or names something that cannot be imported or a field that no longer
-      exists; the message names its path.
+    UntrustedError: it names something from another module.
+    ConfigError: `text` is not the JSON of a config, or names something that cannot be imported or a field that no
+      longer exists; the message names its path.
   """
   try:
     encoded = json.loads(text)
@@ -75,19 +75,19 @@ def from_json(text: str, trusted: Collection[str] = ()) -> object:
 
 
 def encode_readable(roots: Mapping[str, object], lost: dict[str, str]) -> Json:
-  """Returns what `to_json` writes, as nested lists and dicts, with REQUIRED in place of what could not be read back.
+  """Returns what `to_json` writes, as nested lists and dicts, with REQUIRED for values that could not be read back.
 
-  Large arrays are left out too: a config is no place for data. So are secrets, of which `***` stays.
+  Large arrays are left out too, because a config is no place for data. Secrets are replaced by `***`.
 
   Args:
     roots: configs and lists of configs by name.
-    lost: receives, by the path of each field left out, why.
+    lost: receives the reason for each field that is left out, by its path.
   """
   return _Writer(lost).write_roots(roots)
 
 
 def decode(encoded: Json, trusted: Collection[str] = ()) -> object:
-  """Returns what `encode_readable`, or `json.loads` of a text of `to_json`, stands for; raises as `from_json`."""
+  """Returns the value of what `encode_readable`, or `json.loads` of `to_json`, returned; raises like `from_json`."""
   try:
     return _Reader(trusted).read(encoded, '')
   except RecursionError:
@@ -96,11 +96,11 @@ def decode(encoded: Json, trusted: Collection[str] = ()) -> object:
 
 # -------------------------------------------------------------------- writing
 
-_MOST_ARRAY_BYTES = 1 << 20  # Of one array, where what cannot be written is left out.
+_MOST_ARRAY_BYTES = 1 << 20  # Larger arrays are left out by `encode_readable`.
 
 
 class _Writer:
-  """Writes values; fields that cannot be are an error, or with `lost` are left out and put there with the reason."""
+  """Writes values. Fields that cannot be written raise an error, or with `lost` are left out and listed in it."""
 
   def __init__(self, lost: dict[str, str] | None = None):
     self._lost = lost
@@ -113,7 +113,7 @@ class _Writer:
     return written
 
   def _recorded(self, text: str, path: str) -> str:
-    """Returns a string without secrets; what reads it back is told that they are missing."""
+    """Returns a string without secrets; if there were any, notes in `lost` that they are missing."""
     kept = LEFT_OUT if text and is_secret(path) else without_secrets(text)
     if kept != text and self._lost is not None:
       self._lost[path] = f'its secret; where it is used, give it again, as in --set {path}=...'
@@ -200,7 +200,7 @@ def _reference(value: object, path: str) -> str:
 
 
 def _dtype(dtype: np.dtype, path: str) -> str:
-  for name in (dtype.name, dtype.str):  # Only the second has the byte order; only the first knows bfloat16.
+  for name in (dtype.name, dtype.str):  # Only the second has the byte order; only the first has names like bfloat16.
     with contextlib.suppress(ValueError, AttributeError):
       if plain_dtype(name) == dtype:
         return name
@@ -211,7 +211,7 @@ def _dtype(dtype: np.dtype, path: str) -> str:
 
 
 class _Reader:
-  """Reads values. Their JSON may be of anyone, so nothing in it is taken to have the right type."""
+  """Reads values. Anyone may have written their JSON, so no type in it is assumed."""
 
   def __init__(self, trusted: Collection[str]):
     self._trusted = trusted

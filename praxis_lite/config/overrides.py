@@ -6,7 +6,7 @@
       'task.model.params_init.scale=0.01',                      of a frozen dataclass, which is replaced
       'task.train.inputs_split_mapping.map_2d=(data, None)',    a dict key
       'datasets[0].batch_size=8',                               an index, or [*] for all entries
-      'datasets[1]=None',                                       drops that entry, once all overrides are applied
+      'datasets[1]=None',                                       removes that entry, after all overrides are applied
       'task.train.learner.optimizer=optax.sgd',                 another class or function; shared fields are kept
     ])
 
@@ -44,12 +44,12 @@ _SEGMENT = re.compile(r"""\.?(?P<name>[^.\[\]=\s]+)|\[\s*(?:(?P<index>-?\d+|\*)|
 
 
 def apply_overrides(root: object, overrides: Iterable[str]) -> object:
-  """Applies overrides, `path=value`, in place and in order: the last of several to one path wins. Returns `root`.
+  """Applies overrides, `path=value`, in place and in order: the last of several for one path wins. Returns `root`.
 
   `root` is a config, or a dict of named configs and lists of configs.
 
   Raises:
-    UnknownFieldError: a path does not exist; the message names those that end in the same name.
+    UnknownFieldError: a path does not exist; the message lists those that end in the same name.
     ConfigError: an override has no `=`, or a value has the wrong type.
   """
   for override in [overrides] if isinstance(overrides, str) else overrides:
@@ -61,14 +61,14 @@ def apply_overrides(root: object, overrides: Iterable[str]) -> object:
     except UnknownFieldError as error:
       raise UnknownFieldError(f'{error}{_elsewhere(root, segments, str(error))}') from None
   for configs in root.values() if isinstance(root, dict) else ():
-    if isinstance(configs, list):  # Only now, so that the indices in the overrides are those of the whole list.
+    if isinstance(configs, list):  # At the end, so that the indices in the overrides are those of the original list.
       configs[:] = [config for config in configs if config is not None]
   return root
 
 
 def _elsewhere(root: object, segments: list[str | int], message: str) -> str:
-  """Returns the paths that the last name of a path that does not exist may mean; '' if none is close."""
-  if ' has no entry [' in message:  # An index that is too large says enough.
+  """Returns existing paths that a path may mean, judging by its last name; '' if no name is close."""
+  if ' has no entry [' in message:  # An index that is too large; that says enough.
     return ''
   name = next((str(s) for s in reversed(segments) if isinstance(s, str) and s != _ALL), '')
   values = fields_of(to_text(root))
@@ -89,15 +89,15 @@ _MOST_SHOWN = 3
 
 
 def set_by_path(root: object, path: str, value: object) -> None:
-  """Sets the field, dict key or index at `path`, as in a text dump of `root`; otherwise as `apply_overrides` does.
+  """Sets the field, dict key or index at `path`, as in a text dump of `root`; otherwise like `apply_overrides`.
 
-  Where a config belongs, `value` may also be a class or function, or its name.
+  If a config is expected, `value` may also be a class or function, or its name.
   """
   _set(root, _parsed_path(path), value)
 
 
 def get_by_path(root: object, path: str) -> object:
-  """Returns the value at `path`, or its default if none is set; raises UnknownFieldError if there is no such path."""
+  """Returns the value at `path`, or its default if it is not set; raises UnknownFieldError if no such path exists."""
   here, value = '', root
   for segment in _parsed_path(path):
     slot = _slot(value, segment, here, Any)
@@ -106,10 +106,10 @@ def get_by_path(root: object, path: str) -> object:
 
 
 def alternatives(override: str) -> list[str]:
-  """Returns the overrides that `path=a,b,c` stands for, in a sweep: one for each of its values.
+  """Returns the overrides that `path=a,b,c` stands for in a sweep: one for each value.
 
-  Commas outside of brackets and quotes separate the values, so a tuple among them has its parentheses, and a text with
-  a comma its quotes: `task.ici_mesh_shape=(1,2),(2,1)` has two values.
+  Commas outside of brackets and quotes separate the values, so a tuple needs its parentheses, and a string with a comma
+  its quotes: `task.ici_mesh_shape=(1,2),(2,1)` has two values.
 
   Raises:
     ConfigError: there is no `=`, or a value is empty.
@@ -140,7 +140,7 @@ def alternatives(override: str) -> list[str]:
 
 
 def _parse(text: str) -> tuple[list[str | int], str]:
-  """Splits `a.b[0]=v` into its segments and what is left, from `=` on."""
+  """Splits `a.b[0]=v` into its segments and the rest, from `=` on."""
   segments: list[str | int] = []
   text = text.strip()
   position = 0
@@ -166,7 +166,7 @@ def _parsed_path(path: str) -> list[str | int]:
 
 
 class _Slot(NamedTuple):
-  """A place in a container: its key there, its full path, its annotation, and what it holds."""
+  """A place in a container: its key in the container, its full path, its annotation, and its value."""
 
   key: Any
   path: str
@@ -175,7 +175,7 @@ class _Slot(NamedTuple):
 
 
 def _slot(container: object, segment: str | int, path: str, hint: object, may_be_new: bool = False) -> _Slot:
-  """Returns the place that `segment` names in the container at `path`, which is annotated with `hint`."""
+  """Returns the place that `segment` names in the container at `path`, whose annotation is `hint`."""
   if isinstance(container, Config):
     return _field_slot(container, target(container), segment, path)
   if isinstance(container, dict):
@@ -226,7 +226,7 @@ def _index_slot(container: list[Any] | tuple[Any, ...], segment: str | int, path
 
 
 def _entry_hint(hint: object, argument: int, index: int = 0) -> object:
-  """The annotation of the entries of a container annotated with `hint`, as far as it says."""
+  """Returns the annotation of the entries of a container whose annotation is `hint`, or Any if that does not say."""
   for member in members_of(hint):
     origin, arguments = typing.get_origin(member), typing.get_args(member)
     if origin is tuple and argument == 0 and Ellipsis not in arguments:
@@ -244,7 +244,7 @@ def _set(root: object, segments: list[str | int], value: object) -> None:
     _put(root, segments, value, '', Any)
     return
   slot = _slot(root, segments[0], '', Any)
-  if isinstance(slot.value, list):  # The caller's own list, so it is changed and not replaced.
+  if isinstance(slot.value, list):  # It is the caller's own list, so it is changed in place.
     rest = segments[1:]
     slot.value[:] = _put(slot.value, rest, value, slot.path, Any) if rest else _fitted(value, slot, list[Config])
   elif len(segments) == 1:
@@ -254,9 +254,9 @@ def _set(root: object, segments: list[str | int], value: object) -> None:
 
 
 def _put(container: object, segments: list[str | int], value: object, path: str, hint: object) -> Any:
-  """Returns `container` with `value` put at `segments` below it: itself if it is a config, otherwise a changed copy."""
+  """Returns `container` with `value` set at `segments` below it: the same config, or a copy of other objects."""
   if container is None and dict in [typing.get_origin(m) or m for m in members_of(hint)]:
-    container = {}  # The first entry of a dict that does not exist yet.
+    container = {}  # For the first entry of a dict that does not exist yet.
   if segments[0] == _ALL and isinstance(container, (list, tuple)) and container:
     for index in range(len(container)):
       container = _put(container, [index, *segments[1:]], value, path, hint)
@@ -289,9 +289,9 @@ def _fitted(value: object, slot: _Slot, hint: object) -> Any:
 
 
 def _carry_over(old: Config, untouched: Config, new: Config) -> None:
-  """Sets on `new` the fields it shares with `old`, of another class, where `old` is not as `untouched`, its default.
+  """Sets on `new` the fields that it shares with `old`, of another class, if they differ from `untouched`, its default.
 
-  Of a template that both classes have, only edited fields are carried over, even if its class differs between them.
+  If both classes have a template, only its edited fields are carried over, even if the template's class differs.
   """
   names = field_names(new)
   for name, value in old.__arguments__.items():

@@ -1,11 +1,11 @@
 """References: the names by which dumps, JSON and overrides of configs refer to functions and classes.
 
-    reference(jax.nn.gelu)                    'jax.nn:gelu'        can be imported to the same object, or raises
+    reference(jax.nn.gelu)                    'jax.nn:gelu'        imports back to the same object, otherwise raises
     dotted_name(jax.nn.gelu)                  'jax.nn.gelu'        for people; never raises
-    import_reference('jax.nn.gelu')           the function         takes both spellings
+    import_reference('jax.nn.gelu')           the function         accepts both spellings
 
-Libraries define much of what they export in private modules (`jax._src.nn.functions`), which move between releases. The
-public module that exports the object is named instead, so that dumps and files can still be read after an upgrade.
+Libraries define many exported objects in private modules (`jax._src.nn.functions`), which move between releases. These
+functions name the public module that exports the object, so that dumps and files can still be read after an upgrade.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _attribute(module: object, name: str, text: str) -> object:
 
 def _module_and_name(value: object) -> tuple[str, str]:
   owner = getattr(value, '__self__', None)
-  if inspect.ismethod(value) and isinstance(owner, type):  # A class method, perhaps inherited.
+  if inspect.ismethod(value) and isinstance(owner, type):  # A class method, possibly inherited.
     module, name = _module_and_name(owner)
     return module, f'{name}.{value.__name__}'
   module = getattr(value, '__module__', None) or ''
@@ -96,7 +96,7 @@ def _module_and_name(value: object) -> tuple[str, str]:
 
 @functools.cache
 def _public_module(module: str, name: str) -> str:
-  """Returns the shortest public module of the same package that exports `name`; `module` itself if there is none."""
+  """Returns the shortest public module of the same package that exports `name`, or `module` if there is none."""
   value = _lookup(sys.modules.get(module), name)
   package, head = module.split('.')[0], name.split('.')[0]
   exporting = [

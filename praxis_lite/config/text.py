@@ -1,4 +1,4 @@
-"""Text dumps of configs, made to be read, searched and diffed.
+"""Text dumps of configs, designed to be read, searched and diffed.
 
     task: praxis_lite.task.SingleTask                      a config, with its class
     task.model.num_layers = 6                              a field, by its full path
@@ -7,9 +7,9 @@
     task.train.inputs_split_mapping.map_2d = ('data', None)
     datasets[0].batch_size = 12
 
-Fields are in the order of their declaration, defaults included, so that a golden file shows a changed default; the keys
-of a dict are sorted, except those of the root. Each line has its full path, so a line diff needs no context. The left
-side of `=` is the path that `overrides.py` takes. Passwords are left out, as `foreign_text.py` says.
+Fields are in the order of their declaration and include defaults, so that a golden file shows a changed default. The
+keys of a dict are sorted, except those of the root. Each line has its full path, so a line diff needs no context. The
+left side of `=` is a path for `overrides.py`. Passwords are left out; see `foreign_text.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, complex, range)
 
 
 def to_text(config: object, name: str = '') -> str:
-  """Returns the dump of a config, or of a dict or list of configs: lines joined by newlines, without one at the end.
+  """Returns the dump of a config, or of a dict or list of configs: lines joined by newlines, without a final newline.
 
   All lines begin with `name`, the path of `config` itself.
   """
@@ -50,13 +50,13 @@ def to_text(config: object, name: str = '') -> str:
 def to_text_of_changes(config: object, name: str = '') -> str:
   """Returns the lines of `to_text` that differ from the defaults of the classes in it.
 
-  A config whose class is not the default one has a line with its class, and those that differ from its own defaults.
+  A config whose class is not the default one has a line with its class, and lines that differ from its own defaults.
   """
   return '\n'.join(_line(path, entry) for path, entry in _entries(config, name, is_root=True, changes_only=True))
 
 
 def diff(old: object, new: object, name: str = '') -> list[str]:
-  """Returns the differences of two configs, a line each, in the order of the dumps; equal configs have none.
+  """Returns the differences of two configs, one per line, in the order of the dumps; [] if they are equal.
 
   task.model.num_layers: 6 -> 8          changed: a value, or the class of a config
   + task.model.norm_tpl.scale = 1.0      only in `new`
@@ -66,9 +66,9 @@ def diff(old: object, new: object, name: str = '') -> list[str]:
 
 
 def diff_texts(old: str, new: str, folded: bool = False) -> list[str]:
-  """Returns what `diff` does, from two dumps of `to_text`.
+  """Returns the result of `diff` for two dumps made by `to_text`.
 
-  Folded, a nested config that only one of them has is one line:
+  With `folded`, a nested config that only one of them has becomes one line:
 
     + task.model.norm_tpl: praxis_lite.layers.RMSNorm, 12 fields
   """
@@ -77,7 +77,7 @@ def diff_texts(old: str, new: str, folded: bool = False) -> list[str]:
 
 
 def fields_of(text: str) -> dict[str, str]:
-  """Returns the right sides of the lines of a dump by their paths: values of fields, and classes of configs."""
+  """Returns the right side of each line of a dump by its path: values of fields, and classes of configs."""
   return {path: value for path, (_, value) in _entries_of(text).items()}
 
 
@@ -101,11 +101,11 @@ def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str
 
 
 def _folded(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
-  """Returns the entries without those below a config where the others have none, which says how many fields it has."""
+  """Returns `entries`, with each config that `others` lack as one entry that says how many fields it has."""
   kept: dict[str, _Entry] = {}
   below: dict[str, list[str]] = {}
   folding: str | None = None
-  for path, (sign, value) in entries.items():  # What is below a config follows it.
+  for path, (sign, value) in entries.items():  # The entries below a config follow it.
     if folding is not None and path.startswith((f'{folding}.', f'{folding}[')):
       below[folding] += [path] if sign == ' = ' else []
       continue
@@ -120,7 +120,7 @@ def _folded(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict
 
 
 def child_path(path: str, key: str | int) -> str:
-  """Returns the path of the field, dict key or index `key` of what is at `path`."""
+  """Returns the path of the field, dict key or index `key` in the container at `path`."""
   if isinstance(key, str) and _IDENTIFIER.fullmatch(key):
     return f'{path}.{key}' if path else key
   return f'{path}[{key!r}]'
@@ -128,7 +128,7 @@ def child_path(path: str, key: str | int) -> str:
 
 @contextlib.contextmanager
 def as_config_error(path: str, prefix: str = '') -> Iterator[None]:
-  """Makes a `UserError` that is raised inside a `ConfigError`, with `path` and `prefix` in front of its message."""
+  """Turns a `UserError` raised inside into a `ConfigError` whose message begins with `path` and `prefix`."""
   try:
     yield
   except UserError as error:
@@ -176,17 +176,17 @@ def format_value(value: Any) -> str:
 
 
 def dtype_name(value: object) -> str | None:
-  """Returns the name of a dtype, spelt as `jnp.float32`, `np.float32` or `np.dtype('float32')`; None for all else."""
+  """Returns the name of a dtype given as `jnp.float32`, `np.float32` or `np.dtype('float32')`; otherwise None."""
   import numpy as np
 
   if isinstance(value, type):
     if issubclass(value, np.generic):
       return value.__name__.rstrip('_')
-    value = getattr(value, 'dtype', None)  # jnp.float32 is a class that has its dtype as an attribute.
+    value = getattr(value, 'dtype', None)  # jnp.float32 is a class with its dtype as an attribute.
   return value.name if isinstance(value, np.dtype) else None
 
 
-_Entry = tuple[str, str]  # The right side of a line and what is before it: ' = ' and a value, or ': ' and a class.
+_Entry = tuple[str, str]  # The separator and the right side of a line: ' = ' and a value, or ': ' and a class.
 
 
 def _line(path: str, entry: _Entry) -> str:
@@ -196,7 +196,7 @@ def _line(path: str, entry: _Entry) -> str:
 def _entries(
   value: object, path: str, is_root: bool = False, changes_only: bool = False, default: object = None
 ) -> Iterator[tuple[str, _Entry]]:
-  """Yields (path, right side) of the lines of `value`; with `changes_only`, of those that differ from `default`."""
+  """Yields (path, entry) of the lines of `value`; with `changes_only`, only those that differ from `default`."""
   children: Iterable[tuple[Any, object]]
   defaults: Mapping[Any, object] = {}
   if isinstance(value, Config):
@@ -236,7 +236,7 @@ def _holds_config(value: object) -> bool:
 
 
 def _merged(old: list[str], new: list[str]) -> list[str]:
-  """All paths of both, in their orders as far as these agree, new ones after the one they follow in `new`."""
+  """Returns the paths of both, in their common order; a new path comes after the path it follows in `new`."""
   known, merged, position = set(old), dict[str, None](), 0
   for path in new:
     if path in known:

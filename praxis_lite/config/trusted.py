@@ -1,16 +1,16 @@
-"""What a config from a file may name: references are data of whoever wrote the file, so most of Python is refused.
+"""What a config from a file may name. Anyone may have written the file, so most of Python is refused.
 
-A config that is built calls what it names, with arguments from the same file. So only this is imported and returned:
+Building a config calls what it names, with arguments from the same file. So only this is imported and returned:
 
     praxis_lite           Configurables, values (dataclasses, named tuples, enums), functions of the rooms that compute
     optax                 what it exports
     jax.nn, jax.lax, ...  functions that compute, and dtypes of jax.numpy, numpy and ml_dtypes
-    builtins              types of plain values, and a few functions without effects
+    builtins              types of plain values, and a few functions without side effects
     loaded modules        Configurables, such as those of a notebook; nothing is imported
     trusted modules       any class and function that is defined in them
 
-A name is looked up in classes only, never through a module that another one imports, and what is found must be defined
-in the package that was named: `praxis_lite.importing:os.system` and `my_module:system` are refused.
+A name is looked up only in classes, never through a module that another one imports, and the object found must be
+defined in the package that was named: `praxis_lite.importing:os.system` and `my_module:system` are refused.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class UntrustedError(ConfigError):
 
 _REFERENCE = re.compile(r'(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)')
 
-# Functions here compute, or read data that belongs to the package. Those of other rooms write files, or import.
+# Functions in these packages compute, or read the package's own data. Functions in others may write files, or import.
 _OWN = 'praxis_lite'
 _OWN_ROOMS = ('decoding', 'experiments', 'layers', 'learning', 'models', 'tasks', 'weights')
 _OWN_FUNCTIONS = {'praxis_lite.inputs.text:stdlib_files'}
 _JAX_MODULES = ('jax.lax', 'jax.nn', 'jax.nn.initializers', 'jax.numpy')
-# Packages whose names are not those that they are installed by.
+# Packages whose import names differ from their names for pip.
 _USED = {'jaxlib', 'orbax', 'tensorflow', 'tensorstore', 'google', 'etils', 'yaml', 'flax', 'torch', 'absl', 'rich'}
 _DTYPE_PACKAGES = ('numpy', 'ml_dtypes')
 _BUILTINS: frozenset[object] = frozenset(
@@ -69,8 +69,8 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
     trusted: names of modules and packages whose code may be imported and called.
 
   Raises:
-    UntrustedError: it is none of what the top of this file lists.
-    UserError: there is no such name, or importing its module fails.
+    UntrustedError: it is not listed at the top of this file.
+    UserError: no such name exists, or importing its module fails.
   """
   match = _REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
   if match is None:
@@ -95,9 +95,9 @@ def import_trusted(reference: str, trusted: Collection[str] = ()) -> object:
 
 
 def is_of_others(module: str) -> bool:
-  """Whether a module is Python's own, or of a package that this one uses: no user's code, which one could trust.
+  """Whether a module is Python's own, or of a package that this one uses, so that it is not the user's code to trust.
 
-  Trusting one of these would allow a file to call anything in it, such as `os.system`.
+  Trusting such a module would allow a file to call anything in it, such as `os.system`.
   """
   package = module.partition('.')[0].replace('-', '_')
   if package in sys.stdlib_module_names or package in (_OWN, 'pip', 'setuptools', 'wheel', 'pkg_resources'):
@@ -110,7 +110,7 @@ def is_of_others(module: str) -> bool:
 
 
 def _is_allowed(module: str, name: str, found: object) -> bool:
-  """Whether something of a package that everyone trusts is harmless to call with any arguments."""
+  """Whether an object of a package that is always trusted is harmless to call with any arguments."""
   package = module.partition('.')[0]
   if package == 'builtins':
     return any(found is allowed for allowed in _BUILTINS)
@@ -118,7 +118,7 @@ def _is_allowed(module: str, name: str, found: object) -> bool:
     return isinstance(found, type) and issubclass(found, np.generic)
   if package == 'jax':
     computes = is_named(found) and _is_in(_home(found), {'jax'}) and module in _JAX_MODULES
-    # Those of jax.numpy that read and write files are plain functions; those that compute are compiled ones.
+    # Functions of jax.numpy that read and write files are plain functions; those that compute are compiled.
     return computes and not (module == 'jax.numpy' and isinstance(found, FunctionType))
   if not is_named(found) or not _is_in(_home(found), {package}):
     return False
@@ -135,12 +135,12 @@ def _is_own_class(found: object) -> bool:
 
 
 def _is_value(cls: type) -> bool:
-  """Whether a class is one of plain values: a dataclass, a named tuple or an enum."""
+  """Whether a class is for plain values: a dataclass, a named tuple or an enum."""
   return dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or (issubclass(cls, tuple) and cls is not tuple)
 
 
 def _lookup(module: ModuleType, name: str) -> object:
-  """Returns what a qualified name means in a module, where all but the last of its parts are classes."""
+  """Returns the object with a qualified name in a module; all parts but the last must be classes."""
   value: object = module
   for part in name.split('.'):
     if part.startswith('__') or not (value is module or isinstance(value, type)):
@@ -155,7 +155,7 @@ def _lookup(module: ModuleType, name: str) -> object:
 
 
 def _home(found: object) -> str:
-  """The module that something was defined in."""
+  """Returns the module in which an object was defined."""
   owner = found.__self__ if inspect.ismethod(found) else found
   return getattr(owner, '__module__', None) or ''
 

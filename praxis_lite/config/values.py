@@ -1,9 +1,9 @@
-"""Values of overrides: from text to a value, and from a value to one that fits the annotation of its field.
+"""Values of overrides: parses text, and converts a value to the annotated type of its field.
 
 Text is read as a Python literal, in which names inside containers need no quotes: `(data, mdl)` is `('data', 'mdl')`.
-Text that is not a literal is a string. `fit` then converts the value to the annotated type where nothing is lost: an
-int to a float, a list to a tuple, a name to an enum's member, and the name of a class, which is imported, to a config
-or callable.
+Text that is not a literal is a string. `fit` then converts the value to the annotated type if nothing is lost: an int
+to a float, a list to a tuple, a name to an enum's member, and the name of a class, which is imported, to a config or
+callable.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from praxis_lite.errors import ConfigError, UserError, did_you_mean
 
 
 class Text(str):
-  """The right side of an override, not yet read."""
+  """The right side of an override, not parsed yet."""
 
 
 class MismatchError(Exception):
-  """A value does not fit its field; the message says what would."""
+  """A value does not fit its field; the message says what would fit."""
 
 
 def fit(value: object, hint: object, current: object) -> object:
-  """Returns `value` as one that a field takes.
+  """Returns `value` converted to fit a field.
 
   Args:
     value: any value, or `Text`.
@@ -58,7 +58,7 @@ def fit(value: object, hint: object, current: object) -> object:
   try:
     return _fit(value, hint, current)
   except MismatchError as mismatch:
-    if text is not None and value is not text:  # `name=123` where a string belongs
+    if text is not None and value is not text:  # `name=123`, where a string belongs.
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
     raise ConfigError(f'expected {mismatch}, got {describe(value)}{_meant(value, hint, current)}') from None
@@ -70,9 +70,9 @@ def _only_int(hint: object) -> bool:
 
 
 def _meant(value: object, hint: object, current: object) -> str:
-  """Returns what was meant by a value that does not fit, as the end of a message; '' if that is not known."""
+  """Returns a guess of what was meant by a value that does not fit, as the end of a message; '' without a guess."""
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
-    # A class beside the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
+    # A class from the package of the present one, by its public name: `adam` in place of optax.adamw is optax.adam.
     for package in itertools.accumulate(str(target(current).__module__).split('.'), '{}.{}'.format):
       if is_named(getattr(sys.modules.get(package), value, None)):
         return f'. Did you mean {package}.{value}?'
@@ -92,8 +92,8 @@ def _meant(value: object, hint: object, current: object) -> str:
 def check_types(cls: type[Configurable], values: Mapping[str | int, object], path: str) -> None:
   """Raises ConfigError if a value does not have the annotated type of its field, which messages call `path.field`.
 
-  Only plain annotations are looked at: numbers, texts, tuples, lists and dicts of them, dtypes, initializers, configs.
-  A value that is the default of its field may be None.
+  Checks only plain annotations: numbers, strings, tuples, lists and dicts of them, dtypes, initializers, configs. None
+  is always accepted where it is the default of the field.
   """
   make: Callable[..., object] = cls
   for name, hint in _plain_hints(make).items():
@@ -121,7 +121,7 @@ field_checks.append(check_types)
 
 
 def _given(value: object) -> str:
-  """As `describe`, but short."""
+  """Like `describe`, but short."""
   if isinstance(value, Config):
     return f'the config of {getattr(target(value), "__qualname__", target(value))}'
   text = describe(value)
@@ -160,7 +160,7 @@ _NAMES = {'none': None, 'null': None, 'true': True, 'false': False, 'inf': float
 
 
 def _read(text: str, classes: list[type]) -> object:
-  """Reads a literal, or a call of one of `classes` such as `WeightInit('gaussian', 0.02)`; other text is itself."""
+  """Reads a literal, or a call of one of `classes` such as `WeightInit('gaussian', 0.02)`; returns other text as is."""
   if text.lower() in _NAMES:
     return _NAMES[text.lower()]
   try:
@@ -173,7 +173,7 @@ def _read(text: str, classes: list[type]) -> object:
 
 
 class _Literals(ast.NodeTransformer):
-  """Replaces names by strings, and calls of some classes by what they return; ValueError if no literal is left."""
+  """Replaces names by strings, and calls of some classes by their results; raises ValueError if no literal remains."""
 
   def __init__(self, classes: Sequence[type]):
     self._classes = {c.__name__: c for c in classes}
@@ -196,7 +196,7 @@ class _Literals(ast.NodeTransformer):
       raise ConfigError(str(error)) from None
 
   def _maker(self, function: ast.expr) -> Callable[..., object]:
-    """The class that a call names, or its class method."""
+    """Returns the class, or its class method, that a call names."""
     match function:
       case ast.Name(id=name) if name in self._classes:
         return self._classes[name]
@@ -280,8 +280,8 @@ def _convert(value: Any, hint: Any) -> object:
   return value
 
 
-_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy's are registered as these.
-# A string is a sequence too, of its letters, but never given as one.
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # NumPy registers its types as these.
+# A string is a sequence of its letters too, but nobody means it as one.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
 
@@ -330,7 +330,7 @@ def _passes(value: object, hint: object) -> bool:
   except typeguard.TypeCheckError:
     return False
   except (TypeError, NameError):
-    return True  # The annotation itself cannot be checked.
+    return True  # This annotation cannot be checked.
   return True
 
 
@@ -384,7 +384,7 @@ def _is_callable_hint(hint: object) -> bool:
 
 
 def _is_dtype_hint(members: list[Any]) -> bool:
-  """Whether the annotation contains DTypeLike; if it does, JAX has been imported by whoever wrote it."""
+  """Whether the annotation contains DTypeLike. If it does, the code that wrote it has imported JAX."""
   jax_typing = sys.modules.get('jax.typing')
   spellings = typing.get_args(jax_typing.DTypeLike) if jax_typing else ()
   return bool(spellings) and all(spelling in members for spelling in spellings)
