@@ -295,7 +295,7 @@ def test_what_does_not_fit_says_by_how_much():
 def test_mistakes_are_told_before_anything_is_traced():
   with pytest.raises(ShardingError, match='8 devices, and the topology h100:2x8 has 16'):
     plan(small_lm(), None, 'h100:2x8')
-  with pytest.raises(ConfigError, match=r'there are 8 CPU devices; call simulate_cpu_devices\(16\)'):
+  with pytest.raises(ConfigError, match=r'there are 8 CPU devices; call praxis_lite.simulate_cpu_devices\(16\)'):
     plan(small_lm((4, 2, 2)), None, 'cpu:16')
   config = small_lm()
   with pytest.raises(ConfigError, match='the shapes of a batch'):
