@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioning.specs import Placement
-from praxis_lite.trees import NestedDict, Path, inserted, lookup, merge, path_name
+from praxis_lite.trees import NestedDict, Path, insert, lookup, merge, path_name
 from praxis_lite.weighted import WeightedScalars, mean_of_means
 
 
@@ -163,13 +163,13 @@ class Frame:
     return merge(value, updated) if isinstance(value, dict) and isinstance(updated, dict) else updated
 
   def update(self, path: Path, value: Any) -> None:
-    self.updates = inserted(self.updates, self._below(path), value)
+    self.updates = insert(self.updates, self._below(path), value)
 
   def cached(self, path: Path) -> Any:
     return lookup(self.decode_state, self._below(path))
 
   def cache(self, path: Path, value: Any) -> None:
-    self.decode_state = inserted(self.decode_state or {}, self._below(path), value)
+    self.decode_state = insert(self.decode_state or {}, self._below(path), value)
 
   def next_key(self, path: Path) -> jax.Array:
     if self.key is None:
@@ -218,7 +218,7 @@ _frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar('pra
 
 
 @contextlib.contextmanager
-def entered(frame: Frame) -> Iterator[Frame]:
+def enter(frame: Frame) -> Iterator[Frame]:
   """Makes `frame` the innermost one."""
   token = _frames.set((*_frames.get(), frame))
   try:

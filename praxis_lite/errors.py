@@ -59,7 +59,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def located(path: str) -> Iterator[None]:
+def prefix_errors(path: str) -> Iterator[None]:
   """Puts the path of a config in front of the message of a `UserError` that is raised inside."""
   try:
     yield

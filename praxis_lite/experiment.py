@@ -90,9 +90,9 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
     ConfigError: `task()` or `datasets()` does not return configs.
   """
   name = experiment_class.__qualname__
-  experiment = _called(experiment_class, name)
+  experiment = _call(experiment_class, name)
   experiment.validate()
-  task = _called(experiment.task, f'{name}.task')
+  task = _call(experiment.task, f'{name}.task')
   if not isinstance(task, Config):
     raise ConfigError(f'{name}.task() returned {type(task).__name__}; it must return a Config of a task')
   if not {'model', 'train', 'ici_mesh_shape'} <= set(field_names(task) or ()):
@@ -103,12 +103,12 @@ def configure(experiment_class: type[BaseExperiment]) -> ExperimentConfig:
   for field in ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names'):
     if getattr(task, field) is None:
       setattr(task, field, getattr(experiment, field))
-  datasets = _inputs(_called(experiment.datasets, f'{name}.datasets'), f'{name}.datasets()')
-  prompts = _called(experiment.decode_datasets, f'{name}.decode_datasets')
+  datasets = _inputs(_call(experiment.datasets, f'{name}.datasets'), f'{name}.datasets()')
+  prompts = _call(experiment.decode_datasets, f'{name}.decode_datasets')
   return ExperimentConfig(task, datasets, _inputs(prompts, f'{name}.decode_datasets()'))
 
 
-def _called(fn: Callable[[], T], name: str) -> T:
+def _call(fn: Callable[[], T], name: str) -> T:
   """Returns what a function without arguments returns; raises ConfigError if it cannot be called without."""
   try:
     inspect.signature(fn).bind()

@@ -1,7 +1,7 @@
 """Text that someone else has written, or that is not for everyone: what a terminal would act on, and passwords.
 
 A name in a record, a metric, a path or an error may have escape sequences, which move the cursor, write the clipboard
-or hide what was printed. `printable` shows them instead. What is recorded may be read by others: `without_secrets`
+or hide what was printed. `printable` shows them instead. What is recorded may be read by others: `remove_secrets`
 leaves passwords out, of URLs and of fields that are called so.
 """
 
@@ -36,14 +36,14 @@ def printable(text: str, *, one_line: bool = False) -> str:
   if text.isprintable():
     return text
   kept = '' if one_line else '\n\t'
-  return ''.join(c if c.isprintable() or c in kept or unicodedata.category(c) == 'Zs' else _escaped(c) for c in text)
+  return ''.join(c if c.isprintable() or c in kept or unicodedata.category(c) == 'Zs' else _escape(c) for c in text)
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
   return character.encode('unicode_escape').decode()
 
 
-def without_secrets(text: str) -> str:
+def remove_secrets(text: str) -> str:
   """Returns text with `***` for the passwords and tokens in its URLs."""
   if '://' not in text:
     return text
@@ -51,13 +51,13 @@ def without_secrets(text: str) -> str:
   return _IN_QUERY.sub(rf'\g<name>{LEFT_OUT}', _TOKEN.sub(f'{LEFT_OUT}@', text))
 
 
-def argument_without_secrets(argument: str) -> str:
+def remove_secrets_of_argument(argument: str) -> str:
   """Returns an argument of a command line, such as `--set=task.train.mirror=s3://...`, without its secrets."""
   head = '--set=' if argument.startswith('--set=') else ''
   assigned = _ASSIGNED.fullmatch(argument.removeprefix(head))
   if assigned and is_secret(assigned['path']):
     return f'{head}{assigned["path"]}={LEFT_OUT}'
-  return without_secrets(argument)
+  return remove_secrets(argument)
 
 
 def is_secret(path: str) -> bool:
@@ -92,6 +92,6 @@ class PrintableStream:
     return getattr(self.unfiltered, name)
 
 
-def unfiltered(stream: TextIO) -> TextIO:
+def unfiltered_stream(stream: TextIO) -> TextIO:
   """Returns the stream that a `PrintableStream` writes to; others are returned as they are."""
   return cast(TextIO, getattr(stream, 'unfiltered', stream))

@@ -55,22 +55,22 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 def import_failure(name: str, error: Exception) -> UserError:
   """Returns the error that says that `name` cannot be imported, because `error` was raised, and where."""
   where = _where(error)
-  return UserError(f'cannot import {name}: {_what(error)}{f" ({where})" if where else ""}')
+  return UserError(f'cannot import {name}: {_describe(error)}{f" ({where})" if where else ""}')
 
 
-def own_failure(error: Exception) -> UserError | None:
+def user_code_error(error: Exception) -> UserError | None:
   """Returns the error that says what the user's own code has raised, and where; None if none of it was running."""
-  lines = _own_lines(error)
+  lines = _user_lines(error)
   if not lines:
     return None
   file, line = lines[-1]
-  what = _what(error)
+  what = _describe(error)
   if what == type(error).__name__:  # As of an assert without a message.
     what = f'{what} in `{linecache.getline(file, line).strip()}`'
   return UserError(f'{what} ({short_path(file)}:{line})')
 
 
-def _what(error: Exception) -> str:
+def _describe(error: Exception) -> str:
   """The class and the message of an exception, in one line, with the name that was perhaps meant."""
   if isinstance(error, UserError):
     return str(error)
@@ -104,7 +104,7 @@ def _where(error: Exception) -> str:
   """Returns `file:line` of the last line of the user's own code that ran, or of any code if none of it did."""
   if isinstance(error, SyntaxError):  # Its traceback is that of the compiler.
     return f'{short_path(error.filename)}:{error.lineno}' if error.filename else ''
-  for file, line in _own_lines(error)[-1:] or _lines(error)[-1:]:
+  for file, line in _user_lines(error)[-1:] or _lines(error)[-1:]:
     return f'{short_path(file)}:{line}'
   return ''
 
@@ -115,7 +115,7 @@ def _lines(error: Exception) -> list[tuple[str, int]]:
   return [(file, line) for file, line in frames if not file.startswith('<')]
 
 
-def _own_lines(error: Exception) -> list[tuple[str, int]]:
+def _user_lines(error: Exception) -> list[tuple[str, int]]:
   return [(file, line) for file, line in _lines(error) if not is_library(file)]
 
 

@@ -115,7 +115,9 @@ _TRACED = (
 )
 
 
-def explained(error: Exception, layer: object, path: str, weights: Mapping[str, tuple[int, ...]]) -> UserError | None:
+def explain_error(
+  error: Exception, layer: object, path: str, weights: Mapping[str, tuple[int, ...]]
+) -> UserError | None:
   """Returns the error that explains one raised in a method of a layer; None if it is about something else.
 
   What is explained: an entry that a dict lacks, shapes and dtypes that do not fit, a dict in place of an array, values
@@ -136,16 +138,16 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
     for frame in own
     if frame.f_locals.get('self') is layer and 'scoped' not in frame.f_code.co_name
   ]
-  where, name = _where(own, lines), whose(layer, path, methods[-1] if methods else '')
+  where, name = _where(own, lines), name_method(layer, path, methods[-1] if methods else '')
   if isinstance(error, KeyError):
     return _missing_entry(error, name, own[-1], lines) if own[-1] is frames[-1] else None
   if isinstance(error, AttributeError):
-    found = _no_array(error, own)
+    found = _describe_non_array(error, own)
     return NotAnArrayError(f'{name}: {found}{where}') if found else None
   message = str(error)
   for needs in _TRACED:
     if isinstance(error, needs.error) and re.search(needs.message, message, re.DOTALL):
-      return TracedValueError(f'{name}: {needs.what}{_shown(_code(own, lines))}; {needs.remedy}{where}')
+      return TracedValueError(f'{name}: {needs.what}{_quote_code(_code(own, lines))}; {needs.remedy}{where}')
   if called := _NOT_CALLABLE.search(message):
     remedy = _not_callable(called[1], own[-1], lines)
     return NotALayerError(f'{name}: {remedy}{where}') if remedy else None
@@ -162,19 +164,21 @@ def explained(error: Exception, layer: object, path: str, weights: Mapping[str, 
   return ShapesError(f'{name}: {what}{shown}{remedy}{where}')
 
 
-def whose(layer: object, path: str, method: str) -> str:
+def name_method(layer: object, path: str, method: str) -> str:
   """Returns a layer's method as messages call it: 'lm.softmax (Softmax.logits)', or 'MyModel.logits' at the root."""
   name = f'{type(layer).__name__}.{method}' if method else type(layer).__name__
   return name if path == type(layer).__name__ else f'{path} ({name})'
 
 
-def returned_nothing(method: Callable[..., object]) -> str:
+def missing_return_hint(method: Callable[..., object]) -> str:
   """Returns what is wrong with a method that has returned None, and where its code is; begins with a verb."""
   code = inspect.unwrap(method).__code__
   return f'returned None; does it lack a return? ({short_path(code.co_filename)}:{code.co_firstlineno})'
 
 
-def _missing_entry(error: KeyError, whose: str, frame: FrameType, lines: dict[FrameType, int]) -> UserError | None:
+def _missing_entry(
+  error: KeyError, name_method: str, frame: FrameType, lines: dict[FrameType, int]
+) -> UserError | None:
   """The error that a dict that the line of code reads has no such entry."""
   key, code = error.args[0] if error.args else None, _code([frame], lines)
   for name, value in frame.f_locals.items():
@@ -183,13 +187,13 @@ def _missing_entry(error: KeyError, whose: str, frame: FrameType, lines: dict[Fr
       entries = ', '.join(map(str, value)) or 'none'
       remedy = ' The input has to yield it.' if name == 'batch' else ''
       return MissingEntryError(
-        f'{whose}: the {name} has no entry {key!r}; its entries: {entries}.'
+        f'{name_method}: the {name} has no entry {key!r}; its entries: {entries}.'
         f'{did_you_mean(str(key), map(str, value))}{remedy}{_where([frame], lines)}'
       )
   return None
 
 
-def _no_array(error: AttributeError, own: list[FrameType]) -> str | None:
+def _describe_non_array(error: AttributeError, own: list[FrameType]) -> str | None:
   """What an argument is in place of an array, whose attribute the code of a layer reads; None if there is none."""
   value = error.obj
   if not isinstance(value, dict | list | tuple) or not hasattr(jax.Array, error.name or ''):
@@ -245,7 +249,7 @@ def _code(own: Iterable[FrameType], lines: Mapping[FrameType, int]) -> str:
   return linecache.getline(frame.f_code.co_filename, lines.get(frame, frame.f_lineno)).strip()
 
 
-def _shown(code: str) -> str:
+def _quote_code(code: str) -> str:
   return f', in `{code}`' if code else ''
 
 

@@ -263,7 +263,7 @@ def _checked_experiment(value: object, name: str) -> type[BaseExperiment]:
   return value
 
 
-def _in_own_files(name: str) -> list[str]:
+def _find_in_own_files(name: str) -> list[str]:
   """Returns `file.py:Class` for the classes of this name in the files of the working directory; imports none."""
   wanted, found = re.split(r'[.:]', name)[-1].lower(), []
   for file in sorted(glob.glob('*.py')):
@@ -286,7 +286,7 @@ def _not_found(name: str, problems: list[str]) -> str:
   by_class = {short.rpartition('.')[2].lower(): short for short in endings}
   near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
   near += [by_class[c] for c in difflib.get_close_matches(name.rpartition('.')[2].lower(), by_class, n=3, cutoff=0.6)]
-  near = list(dict.fromkeys([*_in_own_files(name), *near]))[:3]
+  near = list(dict.fromkeys([*_find_in_own_files(name), *near]))[:3]
   hint = f' Did you mean {" or ".join(near)}?' if near else ''
   also = ''.join(f' Not loaded: {problem}.' for problem in problems)
   return f'there is no experiment {name!r}.{hint} `praxis-lite list` prints them all.{also}'

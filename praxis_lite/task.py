@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.config import REQUIRED, Config, Configurable, build_at, field_names, target, template
-from praxis_lite.errors import ConfigError, check_choice, located
+from praxis_lite.errors import ConfigError, check_choice, prefix_errors
 from praxis_lite.files import is_url
 from praxis_lite.learning import Learner
 from praxis_lite.models.base import BaseModel
@@ -268,7 +268,7 @@ class SingleTask(Configurable):
         f'task.train.learner: expected the config of a Learner, got that of {getattr(built, "__name__", built)}; an '
         'optimizer is a field of it: Config(Learner, optimizer=Config(optax.adam), learning_rate=1e-3)'
       )
-    with located('task.train'):
+    with prefix_errors('task.train'):
       learner = self.train.learner.clone()
       if getattr(learner.schedule, 'total_steps', None) is REQUIRED:
         learner.schedule.total_steps = self.train.num_train_steps
@@ -285,7 +285,7 @@ class SingleTask(Configurable):
 
   def mesh_sizes(self) -> dict[str, int]:
     """Returns the size of each mesh axis by name, without a device."""
-    with located('task'):
+    with prefix_errors('task'):
       return mesh_sizes(*self._mesh_shape())
 
   def create_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -295,7 +295,7 @@ class SingleTask(Configurable):
       ShardingError: the mesh needs more devices than there are, or its shape and names do not fit.
     """
     ici, dcn, names = self._mesh_shape()
-    with located('task'):
+    with prefix_errors('task'):
       return create_device_mesh(ici, dcn, names, devices)
 
   def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[str, ...]]:

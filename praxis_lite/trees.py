@@ -81,11 +81,11 @@ def lookup(tree: Any, path: Path) -> Any:
   return tree
 
 
-def inserted(tree: NestedDict, path: Path, value: Any) -> NestedDict:
+def insert(tree: NestedDict, path: Path, value: Any) -> NestedDict:
   """Returns a copy of `tree` with `value` at `path`; `tree` itself does not change."""
   if not path:
     return value
-  return {**tree, path[0]: inserted(tree.get(path[0], {}), path[1:], value)}
+  return {**tree, path[0]: insert(tree.get(path[0], {}), path[1:], value)}
 
 
 def merge(*trees: Any) -> Any:

@@ -67,14 +67,14 @@ def mean_over_devices(metrics: Mapping[str, WeightedScalar], axes: Sequence[str]
 
 def _product(means: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
   means, weights = means.astype(jnp.float32), weights.astype(jnp.float32)
-  by_mean = _expanded(weights, means.ndim)
+  by_mean = _expand(weights, means.ndim)
   return jnp.where(by_mean == 0, 0.0, means * by_mean), weights
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> WeightedScalar:
   divisor = weight + (weight == 0)  # Never zero; traced in half the time of jnp.where, which counts for every metric.
-  return total / _expanded(divisor, total.ndim), weight
+  return total / _expand(divisor, total.ndim), weight
 
 
-def _expanded(weights: jax.Array, rank: int) -> jax.Array:
+def _expand(weights: jax.Array, rank: int) -> jax.Array:
   return weights.reshape(weights.shape + (1,) * (rank - weights.ndim))

@@ -79,7 +79,7 @@ def test_cache_is_written_without_changing_what_was_passed_in():
 def test_innermost_frame_that_holds_the_path_is_found():
   outer, inner = Frame((), {'x': 1}), Frame(('layers',), {'w': 2})
   assert call.current_frame() is None
-  with call.entered(outer), call.entered(inner):
+  with call.enter(outer), call.enter(inner):
     assert call.frame_holding(('layers', 'w')) is inner
     assert call.frame_holding(('x',)) is outer
     assert call.frame_holding(('layers_2',)) is outer
@@ -88,7 +88,7 @@ def test_innermost_frame_that_holds_the_path_is_found():
 
 
 def test_frames_are_left_when_the_call_raises():
-  with pytest.raises(RuntimeError), call.entered(Frame((), {})):
+  with pytest.raises(RuntimeError), call.enter(Frame((), {})):
     raise RuntimeError
   assert call.current_frame() is None
 

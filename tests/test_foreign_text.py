@@ -8,12 +8,12 @@ import pytest
 
 from praxis_lite.foreign_text import (
   PrintableStream,
-  argument_without_secrets,
   has_lost_secret,
   is_secret,
   printable,
-  unfiltered,
-  without_secrets,
+  remove_secrets,
+  remove_secrets_of_argument,
+  unfiltered_stream,
 )
 
 
@@ -46,7 +46,7 @@ def test_a_line_stays_one():
 def test_a_stream_is_what_it_was_but_for_its_text():
   stream = io.StringIO()
   filtered = PrintableStream(stream)
-  assert not filtered.isatty() and unfiltered(filtered) is stream and unfiltered(stream) is stream
+  assert not filtered.isatty() and unfiltered_stream(filtered) is stream and unfiltered_stream(stream) is stream
   filtered.writelines(['a\x1b', 'b'])
   assert filtered.write('\x1b\x1b') == 2
   assert stream.getvalue() == 'a\\x1bb\\x1b\\x1b'
@@ -77,8 +77,8 @@ def test_a_stream_is_what_it_was_but_for_its_text():
   ],
 )
 def test_passwords_of_urls_are_left_out(text, shown):
-  assert without_secrets(text) == shown and without_secrets(shown) == shown
-  assert has_lost_secret(without_secrets(text)) == (text != shown)
+  assert remove_secrets(text) == shown and remove_secrets(shown) == shown
+  assert has_lost_secret(remove_secrets(text)) == (text != shown)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_passwords_of_urls_are_left_out(text, shown):
   ],
 )
 def test_arguments_are_recorded_without_secrets(argument, shown):
-  assert argument_without_secrets(argument) == shown
+  assert remove_secrets_of_argument(argument) == shown
 
 
 def test_names_of_passwords():

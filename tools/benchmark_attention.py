@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.layers import AttentionSpec, Band, Causal, SlidingWindow, dot_product_attention
 from praxis_lite.layers.attention_spec import AttentionImplementation
-from tools.timing import in_turn, seconds
+from tools.timing import measure_in_turn, seconds
 
 Step = Callable[[jax.Array, jax.Array, jax.Array], object]
 
@@ -69,7 +69,7 @@ def milliseconds(steps: dict[str, Step], length: int, args: argparse.Namespace) 
   keys = jax.random.split(jax.random.key(0), 3)
   arrays = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, heads(length, args))]
   compiled = {name: jax.jit(step).lower(*arrays).compile() for name, step in steps.items()}
-  times = in_turn([partial(seconds, partial(step, *arrays)) for step in compiled.values()], args.repeats)
+  times = measure_in_turn([partial(seconds, partial(step, *arrays)) for step in compiled.values()], args.repeats)
   return {name: 1e3 * statistics.median(t) for name, t in zip(compiled, times)}
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from timing import in_turn, median_ratio, seconds
+from timing import measure_in_turn, median_ratio, seconds
 
 from praxis_lite.checkpoints import Checkpointer, orbax
 from praxis_lite.training.state import TrainState
@@ -62,7 +62,7 @@ def memory(field: str) -> int:
   return int(next(line.split()[1] for line in lines if line.startswith(field))) * 1024
 
 
-def saved(state: TrainState, shapes: TrainState, directory: str) -> tuple[float, float]:
+def time_save(state: TrainState, shapes: TrainState, directory: str) -> tuple[float, float]:
   """Seconds for which a save keeps its caller, and until it is on the disk."""
   checkpointer = Checkpointer(directory)
   start = time.perf_counter()
@@ -103,18 +103,18 @@ def main() -> None:
   num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
   with tempfile.TemporaryDirectory(dir=args.directory) as directory:
     state = random_state(shapes)
-    saved(random_state(shapes_of(0)), shapes_of(0), f'{directory}/small')  # Imports, and starts threads.
-    stall, blocking = saved(state, shapes, f'{directory}/checked')
-    with_checksums = orbax.with_checksums
+    time_save(random_state(shapes_of(0)), shapes_of(0), f'{directory}/small')  # Imports, and starts threads.
+    stall, blocking = time_save(state, shapes, f'{directory}/checked')
+    with_checksums = orbax.add_chunk_checksums
 
-    def without_checksums(spec: dict[str, Any]) -> dict[str, Any]:
+    def remove_checksums(spec: dict[str, Any]) -> dict[str, Any]:
       spec = with_checksums(spec)
       spec['metadata']['codecs'][-1]['configuration']['checksum'] = False
       return spec
 
-    orbax.with_checksums = without_checksums
-    saved(state, shapes, f'{directory}/unchecked')
-    orbax.with_checksums = with_checksums
+    orbax.add_chunk_checksums = remove_checksums
+    time_save(state, shapes, f'{directory}/unchecked')
+    orbax.add_chunk_checksums = with_checksums
     del state
     print(f'state of {num_bytes / 1e9:.2f} GB in {len(jax.tree.leaves(shapes))} arrays')
     print(f'save: {blocking:.2f} s; training stalls {stall:.3f} s, {stall / blocking:.1%} of it', flush=True)
@@ -125,7 +125,7 @@ def main() -> None:
     # The processor's time is what verification takes; that on the clock also has what else the machine does.
     clocks = (time.perf_counter, time.process_time)
     measures = [lambda f=f, c=c: seconds(lambda: restore(f, shapes), c) for c in clocks for f in folders]
-    times = in_turn(measures, args.rounds)
+    times = measure_in_turn(measures, args.rounds)
     for name, (checked, unchecked) in zip(('on the clock', 'of processors'), (times[:2], times[2:])):
       ratio = median_ratio(checked, unchecked)
       share = f'{statistics.median(checked):.2f} s verified, {statistics.median(unchecked):.2f} s not'

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tools')]
 
 import numpy as np
-from timing import in_turn, median_ratio
+from timing import measure_in_turn, median_ratio
 
 _SIZES: dict[str, dict[str, Any]] = {
   'tiny': {'vocab_size': 64, 'model_dims': 16, 'num_layers': 2, 'num_heads': 2, 'hidden_dims': 32},
@@ -118,7 +118,7 @@ def measure(sides: dict[str, Decode], batch: int, args: argparse.Namespace, voca
 
   def calls(tokens: int) -> list[list[Call]]:
     each = [functools.partial(decode, prompts, tokens) for decode in sides.values()]
-    return in_turn(each, args.rounds, warm_up=args.warm_up)
+    return measure_in_turn(each, args.rounds, warm_up=args.warm_up)
 
   # One number of tokens after the other: the other side compiles anew, and more generally, when it changes.
   wholes, firsts, rows = calls(args.tokens), calls(1), []

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.hosts.devices import simulate_cpu_devices
-from tools.timing import in_turn, seconds
+from tools.timing import measure_in_turn, seconds
 
 if TYPE_CHECKING:  # It imports JAX, whose devices are simulated first.
   from tools.overhead_contestants import Contestant
@@ -43,11 +43,11 @@ def main() -> int:
 
   steps = {n: ours(sizes['small']._replace(num_layers=n), args.devices) for n in LAYERS}
 
-  def measured(step: Contestant[Any]) -> tuple[float, float]:
+  def measure(step: Contestant[Any]) -> tuple[float, float]:
     return seconds(step.lower, time.process_time), seconds(step.compile, time.process_time)
 
   # The first round, which is not counted, fills JAX's caches.
-  times = dict(zip(steps, in_turn([partial(measured, step) for step in steps.values()], args.runs)))
+  times = dict(zip(steps, measure_in_turn([partial(measure, step) for step in steps.values()], args.runs)))
 
   print(f'{"layers":>6} {"trace + lower":>14} {"growth":>7} {"compile":>9} {"growth":>7}')
   first = [statistics.median(column) for column in zip(*times[LAYERS[0]])]

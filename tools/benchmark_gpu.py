@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.gpu.case import SIZES, TINY, Case, case_of
 from tools.gpu.report import Row, section, table, write_section
 from tools.gpu.turn import Measured, Options, Request
-from tools.timing import in_turn
+from tools.timing import measure_in_turn
 
 ROOT = Path(__file__).parent.parent
 _LENGTHS = (1024, 2048, 4096, 8192)
@@ -121,7 +121,7 @@ def main() -> int:
     'versions': ', '.join(f'{name} {version}' for name, version in sorted(versions.items())),
     'peak of the data sheet': f'{peak / 1e12:.0f} TFLOP/s, dense bfloat16' if peak else 'not known',
     'ceiling': f'{float(str(ceiling["flops_per_s"])) / 1e12:.0f} TFLOP/s, the best of square products in this run',
-    **_of_samples(sampled),
+    **_summarize_samples(sampled),
   }
   text = section(table(rows, peak, float(str(ceiling['flops_per_s']))), facts, rows, failed)
   print(text)
@@ -173,7 +173,7 @@ class Benchmark:
     settings = [best[c.name] for c in chosen]
     trials = [{'batch': setting.batch, 'options': setting.options} for setting in settings]
     requests = [Request([*case], [trial], groups, steps) for trial in trials]
-    turns = in_turn([partial(self._one, c, r) for c, r in zip(chosen, requests)], rounds, warm_up=0)
+    turns = measure_in_turn([partial(self._one, c, r) for c, r in zip(chosen, requests)], rounds, warm_up=0)
     rows: list[Row] = []
     versions: dict[str, str] = {}
     for contestant, setting, measured in zip(chosen, settings, turns):
@@ -305,7 +305,7 @@ def sampling(samples: list[list[str]], interval_s: float = 2.0) -> Iterator[None
     thread.join()
 
 
-def _of_samples(samples: Sequence[Sequence[str]]) -> dict[str, str]:
+def _summarize_samples(samples: Sequence[Sequence[str]]) -> dict[str, str]:
   """Facts for the report: the driver, and medians and most of clocks and power while the steps ran."""
   if not samples:
     return {'clocks and power': 'not known: nvidia-smi did not answer'}

@@ -69,11 +69,13 @@ def contests(root: Path, megabytes: int) -> list[Contest]:
       Config(inputs.TextInput, packing='windows', tokenizer_tpl=chars, **on_text),
       lambda: _bare_windows(text),
     ),
-    *_of_files(root, rows, features, endless),
+    *_file_contests(root, rows, features, endless),
   ]
 
 
-def _of_files(root: Path, rows: Rows, features: dict[str, object], endless: dict[str, object]) -> Iterator[Contest]:
+def _file_contests(
+  root: Path, rows: Rows, features: dict[str, object], endless: dict[str, object]
+) -> Iterator[Contest]:
   records, tables = root / 'rows.tfrecord', root / 'rows.parquet'
   inputs.write_tfrecords(str(records), rows)
   tf_records = Config(inputs.TFRecordInput, file_pattern=str(records), features=features, **endless)

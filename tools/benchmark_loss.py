@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.hosts.devices import simulate_cpu_devices
-from tools.timing import in_turn, median_ratio, seconds
+from tools.timing import measure_in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   import jax
@@ -53,7 +53,7 @@ def main() -> int:
 
   mesh = jax.make_mesh((args.devices // 4 or 1, min(args.devices, 4)), AXES, axis_types=(AxisType.Auto,) * 2)
 
-  def placed(x: jax.Array, *spec: str | None) -> jax.Array:
+  def place(x: jax.Array, *spec: str | None) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
   def step_of(vocabulary: int, chunk_size: int | None) -> tuple[Layer, Any]:
@@ -77,12 +77,12 @@ def main() -> int:
     steps = []
     for size in (None, chunk_size):
       layer, step = step_of(vocabulary, size)
-      variables = {'w': placed(layer.init(jax.random.key(0))['w'], None, 'mdl')}
-      x = placed(jax.random.normal(jax.random.key(1), (2, args.tokens, args.dims), args.dtype), 'data')
-      labels = placed(jax.random.randint(jax.random.key(2), (2, args.tokens), 0, vocabulary), 'data')
+      variables = {'w': place(layer.init(jax.random.key(0))['w'], None, 'mdl')}
+      x = place(jax.random.normal(jax.random.key(1), (2, args.tokens, args.dims), args.dtype), 'data')
+      labels = place(jax.random.randint(jax.random.key(2), (2, args.tokens), 0, vocabulary), 'data')
       steps.append(step.lower(variables, x, labels).compile())
     measures = [partial(seconds, partial(step, variables, x, labels)) for step in steps]
-    of_whole, of_chunks = in_turn(measures, args.pairs)
+    of_whole, of_chunks = measure_in_turn(measures, args.pairs)
     whole, chunks = (step.memory_analysis().temp_size_in_bytes / 2**20 for step in steps)
     logits = 2 * args.tokens * vocabulary * 4 / 2**20 / args.devices
     ratio = median_ratio(of_chunks, of_whole)

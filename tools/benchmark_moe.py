@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.figures import format_bytes
 from praxis_lite.hosts.devices import simulate_cpu_devices
-from tools.timing import in_turn, median_ratio, seconds
+from tools.timing import measure_in_turn, median_ratio, seconds
 
 LIMIT = 1.15
 
@@ -56,7 +56,7 @@ def speed(tokens: int, model_dims: int, hidden_dims: int, pairs: int) -> float:
   variables = layer.init(jax.random.key(0))
   x = jax.random.normal(jax.random.key(1), (8, tokens // 8, model_dims))
 
-  def by_hand(v: NestedDict, x: jax.Array) -> jax.Array:
+  def handwritten(v: NestedDict, x: jax.Array) -> jax.Array:
     rows = x.reshape(-1, model_dims)
     gates, experts = jax.lax.top_k(jax.nn.softmax(rows @ v['router']['w']), 2)
     gates /= gates.sum(-1, keepdims=True)
@@ -70,12 +70,12 @@ def speed(tokens: int, model_dims: int, hidden_dims: int, pairs: int) -> float:
   def step(fn: Callable[[NestedDict, jax.Array], jax.Array]) -> Callable[..., object]:
     return jax.jit(jax.value_and_grad(lambda v, x: jnp.mean(fn(v, x) ** 2), argnums=(0, 1)))
 
-  steps = step(lambda v, x: layer.apply(v, x)[0]), step(by_hand)
+  steps = step(lambda v, x: layer.apply(v, x)[0]), step(handwritten)
   ours, theirs = (fn(variables, x) for fn in steps)
   for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
-  return median_ratio(*in_turn([partial(seconds, partial(fn, variables, x)) for fn in steps], pairs))
+  return median_ratio(*measure_in_turn([partial(seconds, partial(fn, variables, x)) for fn in steps], pairs))
 
 
 def memory() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.hosts.devices import simulate_cpu_devices
-from tools.timing import in_turn, median_ratio
+from tools.timing import measure_in_turn, median_ratio
 
 if TYPE_CHECKING:  # They import JAX, whose devices are simulated first.
   from tools.handwritten_lm import Size
@@ -105,7 +105,7 @@ def measured(
   pair: Sequence[Contestant[Any]], measure: Callable[[Contestant[Any]], float], pairs: int, warm_up: int = 1
 ) -> tuple[list[float], list[float]]:
   """Measures both in turn and returns the values of each."""
-  first, second = in_turn([partial(measure, contestant) for contestant in pair], pairs, warm_up)
+  first, second = measure_in_turn([partial(measure, contestant) for contestant in pair], pairs, warm_up)
   return first, second
 
 

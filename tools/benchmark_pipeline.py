@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, TypeVar
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from praxis_lite.hosts.devices import simulate_cpu_devices
-from praxis_lite.jax_internals.flags import with_flags
-from tools.timing import in_turn, median_ratio, seconds
+from praxis_lite.jax_internals.flags import add_flags
+from tools.timing import measure_in_turn, median_ratio, seconds
 
 if TYPE_CHECKING:
   import numpy as np
@@ -61,7 +61,7 @@ def main() -> int:
   if args.only is None:  # Each in a process of its own: devices that have nothing to do have threads all the same.
     command = [sys.executable, __file__, f'--runs={args.runs}']
     return max(subprocess.run([*command, f'--only={part}'], check=False).returncode for part in PARTS)
-  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), IN_ORDER)
+  os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), IN_ORDER)
   simulate_cpu_devices(min(8, len(CORES)) if args.only == 'time' else 8)
 
   import jax
@@ -71,7 +71,7 @@ def main() -> int:
   return tables[args.only](args.runs)
 
 
-def partitioned(
+def make_task(
   S: int, M: int, R: int = 1, *, devices: int, layers: int = 16, dims: int = 64, length: int = 64
 ) -> PartitionedTask:
   """A language model in S stages over so many devices, for M rows of `length` tokens."""
@@ -98,10 +98,10 @@ def partitioned(
 
 def compile_times(runs: int) -> int:
   def build(S: int) -> None:
-    partitioned(S, 16, devices=S).train_step.compile()
+    make_task(S, 16, devices=S).train_step.compile()
 
   # The first round, which is not counted, fills JAX's caches.
-  times = in_turn([partial(seconds, partial(build, S), time.process_time) for S in (2, 8)], min(runs, 3))
+  times = measure_in_turn([partial(seconds, partial(build, S), time.process_time) for S in (2, 8)], min(runs, 3))
   medians = dict(zip((2, 8), map(statistics.median, times)))
   growth = medians[8] / medians[2]
   for S, median in medians.items():
@@ -121,13 +121,13 @@ def step_times(runs: int) -> int:
     # On one device it is the work that counts, not what else the machine does.
     M, clock = 8 * S, time.process_time if devices == 1 else time.perf_counter
     wide = {'layers': 8, 'dims': 256, 'length': 256}
-    tasks = [partitioned(1, M, devices=1, **wide), partitioned(S, M, R, devices=devices, **wide)]
+    tasks = [make_task(1, M, devices=1, **wide), make_task(S, M, R, devices=devices, **wide)]
     ids = np.random.default_rng(0).integers(0, 128, (M, wide['length'] + 1)).astype(np.int32)
     batch = {'ids': ids[:, :-1], 'labels': ids[:, 1:], 'weights': np.ones(ids[:, 1:].shape, np.float32)}
     steps = [stepping(task, batch) for task in tasks]
     if devices > 1:
-      steps = [on_cores(count, step) for count, step in zip((1, devices), steps)]
-    one, several = in_turn([partial(seconds, step, clock) for step in steps], runs)
+      steps = [pin_to_cores(count, step) for count, step in zip((1, devices), steps)]
+    one, several = measure_in_turn([partial(seconds, step, clock) for step in steps], runs)
     schedule = tasks[1].jax_task.model.lm.transformer.schedule(M)
     ratio = median_ratio(several, one)
     theory = schedule.num_ticks / (R * M) / devices
@@ -152,16 +152,16 @@ def stepping(task: PartitionedTask, batch: dict[str, np.ndarray]) -> Callable[[]
   return step
 
 
-def on_cores(count: int, fn: Callable[[], T]) -> Callable[[], T]:
+def pin_to_cores(count: int, fn: Callable[[], T]) -> Callable[[], T]:
   """`fn`, for which all threads of this process run on the first `count` cores."""
 
-  def pinned() -> T:
+  def run_pinned() -> T:
     for thread in os.listdir('/proc/self/task'):
       with contextlib.suppress(ProcessLookupError):  # It has ended.
         os.sched_setaffinity(int(thread), CORES[:count])
     return fn()
 
-  return pinned
+  return run_pinned
 
 
 def memory(runs: int) -> int:
@@ -171,12 +171,12 @@ def memory(runs: int) -> int:
   print('stages  parameters  slots  temporaries of a step, KiB on each device')
   previous, failed = math.inf, False
   for S in (1, 2, 4, 8):
-    task = partitioned(S, 16, devices=S)
+    task = make_task(S, 16, devices=S)
 
-    def on_each(tree: object) -> float:
+    def bytes_on_each(tree: object) -> float:
       return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1024
 
-    variables, slots = on_each(task.state_shapes.mdl_vars), on_each(task.state_shapes.opt_states)
+    variables, slots = bytes_on_each(task.state_shapes.mdl_vars), bytes_on_each(task.state_shapes.opt_states)
     analysis = task.train_step.compiled.memory_analysis()
     temporaries = (analysis.temp_size_in_bytes if analysis else 0) / 1024
     print(f'{S:>6} {variables:>11,.0f} {slots:>6,.0f} {temporaries:>12,.0f}')

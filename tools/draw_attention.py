@@ -27,7 +27,7 @@ rect { stroke: #ffffff; stroke-width: 2 } .skip { fill: #eaeef2 } .used, .d0 { f
 SEGMENTS = np.repeat([1, 2, 3], [11, 9, 12]).astype(np.int32)[None]
 
 
-def computed(mask: AttentionMask) -> set[tuple[int, int]]:
+def computed_pairs(mask: AttentionMask) -> set[tuple[int, int]]:
   """The pairs (block of queries, block of keys) that attention computes under a mask."""
   x, at = jnp.zeros((1, BLOCKS * BLOCK, 1, 1)), blocks.block_indices(BLOCKS * BLOCK, BLOCK)
   mask = blocks.mask_blocks(mask, BLOCK, BLOCK)
@@ -52,11 +52,11 @@ def matrix(x: float, title: str, used: set[tuple[int, int]], devices: int = 0) -
 
 def drawing() -> str:
   """The SVG: a causal mask, a window, packed segments, and who computes what in a ring of four devices."""
-  causal, ids = computed(Causal()), jnp.asarray(SEGMENTS)
+  causal, ids = computed_pairs(Causal()), jnp.asarray(SEGMENTS)
   kinds = [
     ('causal', causal, 0),
-    ('sliding window', computed(Causal() & SlidingWindow(5)), 0),
-    ('packed segments', computed(Causal() & Segments(ids, ids)), 0),
+    ('sliding window', computed_pairs(Causal() & SlidingWindow(5)), 0),
+    ('packed segments', computed_pairs(Causal() & Segments(ids, ids)), 0),
     ('ring of 4 devices', causal, 4),
   ]
   step = BLOCKS * CELL + GAP

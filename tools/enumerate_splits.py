@@ -31,7 +31,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 
-from tools.splits.assign import Dims, Splits, all_of, axes_of_mesh, left_as_stated, shown
+from tools.splits.assign import Dims, Splits, all_cases, axes_of_mesh, format_splits, left_as_stated
 from tools.splits.batches import Found
 from tools.splits.kinds import KINDS
 from tools.splits.workers import Worker
@@ -69,7 +69,7 @@ def _cases(mesh: Sequence[int], dims: Dims, options: argparse.Namespace) -> tupl
   """The cases of a program on a mesh, and a name for them."""
   if not options.all_of_class:
     most = _CASES if options.cases is None else options.cases
-    return [*all_of(axes_of_mesh(mesh), dims, most)], f'{most}'
+    return [*all_cases(axes_of_mesh(mesh), dims, most)], f'{most}'
   every = left_as_stated(mesh, dims)
   if options.cases is None or options.cases >= len(every):
     return every, 'all of the class'
@@ -81,7 +81,9 @@ def _summary(kind: str, cases: Sequence[Splits], found: Sequence[Found]) -> tupl
   for one in found:
     otherwise = '' if one.is_reached else 'split otherwise than stated, '
     counts[f'{kind} {otherwise}{"put into canonical form" if one.guarded else "in the class"} {one.outcome}'] += 1
-  return counts, [f'{one.outcome}: {shown(splits)}' for splits, one in zip(cases, found) if one.outcome != 'right']
+  return counts, [
+    f'{one.outcome}: {format_splits(splits)}' for splits, one in zip(cases, found) if one.outcome != 'right'
+  ]
 
 
 def main() -> int:

@@ -126,7 +126,7 @@ def one_fault(fault: Fault, number: int, seed: int, folder: Path, baseline: Base
   return Report(number, fault.__doc__ or fault.__name__, lab.seen, problem, time.monotonic() - start)
 
 
-def drawn(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
+def draw_fault(seed: int, number: int, faults: Sequence[Fault]) -> Fault:
   """Returns the fault of this number: each once in turn at first, then by how often it should be drawn."""
   if number < len(faults):
     return faults[number]
@@ -143,7 +143,7 @@ def campaign(
   with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
     while True:
       while len(running) < jobs and time.monotonic() < end and (number := next(waiting, None)) is not None:
-        running.add(pool.submit(one_fault, drawn(seed, number, faults), number, seed, folder, baseline))
+        running.add(pool.submit(one_fault, draw_fault(seed, number, faults), number, seed, folder, baseline))
       if not running:
         return
       done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -174,7 +174,7 @@ def table(reports: Sequence[Report]) -> str:
 _IN_FILES = {'data_damaged', 'data_replaced'}
 
 
-def _without_grain() -> str:
+def _missing_grain() -> str:
   """Returns why there can be no files of records; '' if there can."""
   try:
     import_grain()
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   folder.mkdir(parents=True, exist_ok=True)
   start, before = time.monotonic(), _cpu_seconds()
   needed = {fault.__name__ for fault in faults}
-  if needed & _IN_FILES and (missing := _without_grain()):
+  if needed & _IN_FILES and (missing := _missing_grain()):
     faults = [fault for fault in faults if fault.__name__ not in _IN_FILES]
     print(f'left out: {", ".join(sorted(needed & _IN_FILES))} ({missing})', flush=True)
     needed -= _IN_FILES

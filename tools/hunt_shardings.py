@@ -36,7 +36,7 @@ os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 import jax
 import numpy as np
 
-from praxis_lite.jax_internals.flags import with_flags
+from praxis_lite.jax_internals.flags import add_flags
 from tools.graphs import drawing, tasks
 from tools.graphs.families import FAMILIES
 from tools.hunt import models, operations
@@ -50,7 +50,7 @@ _FLAGS = {
   'xla_cpu_parallel_codegen_split_count': '1',
   'xla_cpu_collective_call_terminate_timeout_seconds': '120',
 }
-os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
+os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _FLAGS)
 
 _KINDS: dict[str, Callable[[np.random.Generator], Case]] = {
   'operations': operations.draw,
@@ -102,7 +102,7 @@ def hunt(
     smallest = None
     if outcome.kind == 'wrong':
       print(f'seed {seed}, case {number}: {outcome.why}; it is made smaller', file=sys.stderr, flush=True)
-      smallest = shrink(case, _in_time(functools.partial(_fails_like, outcome), seconds))
+      smallest = shrink(case, _limit_time(functools.partial(_fails_like, outcome), seconds))
     yield Report(number, case, outcome, smallest)
     if number % 50 == 49:  # JAX keeps every program; a long run would fill the memory.
       jax.clear_caches()
@@ -146,14 +146,14 @@ def hunt_in_processes(kind: str, seed: int, numbers: range, seconds: float = _SE
       process.join()
     if numbers and case is not None:
       print(f'seed {seed}, case {numbers[0]}: {ended.why}; it is made smaller', file=sys.stderr, flush=True)
-      is_wrong = _in_time(functools.partial(ends_badly, ended), seconds)
+      is_wrong = _limit_time(functools.partial(ends_badly, ended), seconds)
       yield Report(numbers[0], case, ended, shrink(case, is_wrong, max_runs=120))
       numbers = numbers[1:]
     elif numbers:
       raise SystemExit(f'seed {seed}, case {numbers[0]}: the process ended before there was a case')
 
 
-def _in_time(is_wrong: Callable[[Case], bool], seconds: float) -> Callable[[Case], bool]:
+def _limit_time(is_wrong: Callable[[Case], bool], seconds: float) -> Callable[[Case], bool]:
   """The same question, for so long as there is time to make a case smaller."""
   end = time.monotonic() + seconds
   return lambda case: time.monotonic() < end and is_wrong(case)

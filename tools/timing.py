@@ -19,7 +19,7 @@ def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_c
   return clock() - start
 
 
-def in_turn(measures: Sequence[Callable[[], Value]], rounds: int, warm_up: int = 1) -> list[list[Value]]:
+def measure_in_turn(measures: Sequence[Callable[[], Value]], rounds: int, warm_up: int = 1) -> list[list[Value]]:
   """Takes every measure once a round, in reverse every other round, and returns those of each after the warm-up."""
   found: list[list[Value]] = [[] for _ in measures]
   for i in range(-warm_up, rounds):

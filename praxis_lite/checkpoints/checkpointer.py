@@ -35,13 +35,13 @@ import jax
 
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint, BestRecord
 from praxis_lite.checkpoints.contents import (
-  as_data,
+  add_checksum,
   check_same_model,
   data_shape,
   from_data,
   read_record,
   records_of,
-  sealed,
+  to_data,
   to_nested_dict,
 )
 from praxis_lite.checkpoints.failures import DamagedError, PartedError, first_line, unreadable
@@ -117,12 +117,12 @@ class Checkpointer:
     self._retention = Retention(self.directory, max_to_keep=max_to_keep, keep_interval_steps=keep_interval_steps)
     self._barrier = _barrier()
     self._to_close = contextlib.ExitStack()
-    self._manager = self._opened()
+    self._manager = self._open_manager()
     self._is_broken = False
     self._being_saved: list[int] = []
     self._best = BestRecord(Path(self.directory).parent / BEST, self.all_steps())
 
-  def _opened(self) -> ocp.CheckpointManager:
+  def _open_manager(self) -> ocp.CheckpointManager:
     ocp = orbax_checkpoint()
     from praxis_lite.checkpoints.streamed_writes import pytree_handlers
 
@@ -175,11 +175,11 @@ class Checkpointer:
     if step in self._manager.all_steps():
       return False
     seal = new_seal(step)
-    arrays = {**to_nested_dict(jax.tree.map(as_data, state)), SEAL: seal_array(seal)}
+    arrays = {**to_nested_dict(jax.tree.map(to_data, state)), SEAL: seal_array(seal)}
     items = ocp.args.Composite(
       state=ocp.args.PyTreeSave(arrays),
-      inputs=ocp.args.JsonSave(sealed({'input_state': input_state, SEAL: seal})),
-      about=ocp.args.JsonSave(sealed({**_about(state, true_shapes), 'progress': progress, SEAL: seal})),
+      inputs=ocp.args.JsonSave(add_checksum({'input_state': input_state, SEAL: seal})),
+      about=ocp.args.JsonSave(add_checksum({**_about(state, true_shapes), 'progress': progress, SEAL: seal})),
     )
     with self._saving(PartedError if jax.process_count() > 1 else CheckpointError):
       self._being_saved.append(step)
@@ -287,14 +287,14 @@ class Checkpointer:
     true_shapes = true_shapes.replace(**dict.fromkeys(names))
     wanted = records_of(true_shapes)
 
-    def restored(step: int) -> NestedDict:
+    def restore_step(step: int) -> NestedDict:
       regrouping = Regrouping(self._read_json(step, 'about')['variables'], wanted, weights or {})
       check_same_model(regrouping.records, wanted, self.folder(step))
       check_records(Path(self.folder(step)), step)
       read = self.restore_arrays(regrouping.to_read(shapes), step=step)
-      return regrouping.regrouped(read, shapes, true_shapes)
+      return regrouping.regroup(read, shapes, true_shapes)
 
-    arrays = self._of_whole_step(restored, step)
+    arrays = self._read_whole_step(restore_step, step)
     return map_with_path(lambda path, _: lookup(arrays, path), shapes)
 
   def restore_arrays(self, shapes: NestedDict, *, step: Step = None) -> NestedDict:
@@ -352,11 +352,11 @@ class Checkpointer:
   def about(self, step: Step = None) -> dict[str, Any]:
     """Returns what is recorded about a checkpoint: `variables` (true shape and dtype by name), `mesh`, versions."""
 
-    def of_one_save(step: int) -> dict[str, Any]:
+    def read_about(step: int) -> dict[str, Any]:
       check_records(Path(self.folder(step)), step)
       return self._read_json(step, 'about')
 
-    return self._of_whole_step(of_one_save, step)
+    return self._read_whole_step(read_about, step)
 
   def progress(self, step: Step = None) -> dict[str, Any] | None:
     """Returns the `progress` given to `save`; None for imported checkpoints and those of earlier versions."""
@@ -366,7 +366,7 @@ class Checkpointer:
     """Returns where the checkpoint of a step is."""
     return os.path.join(self.directory, str(step))
 
-  def _of_whole_step(self, read: Callable[[int], T], step: Step) -> T:
+  def _read_whole_step(self, read: Callable[[int], T], step: Step) -> T:
     """Returns what `read` returns for a step. If the newest is damaged, `on_damage` decides if the one before is read.
 
     With several processes, each calls this. If one of them finds the checkpoint damaged, all take it as damaged.
@@ -441,7 +441,7 @@ class Checkpointer:
     """Replaces Orbax's manager, which cannot be used after an error."""
     with contextlib.suppress(Exception):
       self._manager.close()
-    self._manager = self._opened()
+    self._manager = self._open_manager()
     self._retention.wait()  # The next save may need the room.
     self._is_broken = False
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from praxis_lite.checkpoints.failures import unreadable
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import parse_json, plain_dtype, read_plain
-from praxis_lite.trees import NestedDict, inserted, leaves_by_path, path_name
+from praxis_lite.trees import NestedDict, insert, leaves_by_path, path_name
 
 Record = dict[str, Any]  # {'shape': [...], 'dtype': 'float32'}
 _SHOWN = 3
@@ -34,13 +34,13 @@ class OtherModelError(CheckpointError):
     self.only_learner = only_learner
 
 
-def sealed(record: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
   """Returns a record for JSON with its format and a checksum of the whole record."""
   record = {**record, 'format': _FORMAT}
   return {**record, 'checksum': _checksum(record)}
 
 
-def unsealed(record: dict[str, Any], what: str) -> dict[str, Any]:
+def remove_checksum(record: dict[str, Any], what: str) -> dict[str, Any]:
   """Returns a record without its checksum; raises ValueError if the checksum does not match."""
   content = {name: value for name, value in record.items() if name != 'checksum'}
   if record.get('checksum') != _checksum(content):
@@ -65,7 +65,7 @@ def parse_record(data: bytes, item: str) -> dict[str, Any]:
   """Returns the parsed file of a record; raises ValueError or AttributeError if it is not what was written."""
   record = parse_json(data)
   is_old = 'checksum' not in record and record.get('format', 1) == 1
-  content = record if is_old else unsealed(record, item)
+  content = record if is_old else remove_checksum(record, item)
   _check_content(content, item)
   return content
 
@@ -106,7 +106,7 @@ def to_nested_dict(tree: object) -> NestedDict:
   """Returns the leaves of any tree as nested dicts, by their paths."""
   nested: NestedDict = {}
   for path, leaf in leaves_by_path(tree).items():
-    nested = inserted(nested, path, leaf)
+    nested = insert(nested, path, leaf)
   return nested
 
 
@@ -165,12 +165,12 @@ def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def as_data(x: jax.Array) -> jax.Array:
+def to_data(x: jax.Array) -> jax.Array:
   return jax.random.key_data(x) if _is_key(x) else x
 
 
 def data_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  data = jax.eval_shape(as_data, x)
+  data = jax.eval_shape(to_data, x)
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 
 

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from praxis_lite.checkpoints.contents import as_data, data_shape, from_data, records_of, sealed, unsealed
+from praxis_lite.checkpoints.contents import add_checksum, data_shape, from_data, records_of, remove_checksum, to_data
 from praxis_lite.errors import CheckpointError, UserError, first_line
 from praxis_lite.files import KnownFolder, open_plain, parse_json, plain_dtype, read_plain, remove_all, user_path
 from praxis_lite.hosts.processes import gather_texts, join_by_host
@@ -99,7 +99,7 @@ class EmergencyCopy:
     self._file = file
     self._shards: dict[tuple[str, Index], _Shard] = {}
     with open_plain(file) as opened:
-      self.record = unsealed(parse_json(opened.readline()), 'its record')
+      self.record = remove_checksum(parse_json(opened.readline()), 'its record')
       self.step: int = self.record['step']
       self.input_state: dict[str, Any] | None = self.record['input_state']
       self.metrics: list[dict[str, Any]] = list(self.record['metrics'])
@@ -306,7 +306,7 @@ class EmergencyCopies:
   def _write(self, record: dict[str, Any], shards: Sequence[tuple[str, Index, np.ndarray]]) -> None:
     """Writes a copy to all directories; it is enough if one succeeds."""
     described = [[name, index, str(data.dtype), zlib.crc32(_bytes(data))] for name, index, data in shards]
-    header = json.dumps(sealed({**record, 'shards': described})).encode() + b'\n'
+    header = json.dumps(add_checksum({**record, 'shards': described})).encode() + b'\n'
     errors = []
     for folder in self._folders:
       complete = folder / f'{record["step"]}.{self._process}'
@@ -389,7 +389,7 @@ def _shards_of(state: TrainState) -> list[tuple[str, Index, np.ndarray]]:
   """Returns copies of the parts of the arrays that this process holds, one for all replicas of a part."""
   shards: dict[tuple[str, Index], jax.Array] = {}
   for path, leaf in leaves_by_path(state).items():
-    array = as_data(leaf)
+    array = to_data(leaf)
     for shard in array.addressable_shards:
       shards.setdefault((path_name(path), _bounds(shard.index, array.shape)), shard.data)
   for data in shards.values():

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from praxis_lite.checkpoints.failures import DamagedError, first_line
 from praxis_lite.errors import CheckpointError, ConfigError
-from praxis_lite.foreign_text import has_lost_secret, without_secrets
+from praxis_lite.foreign_text import has_lost_secret, remove_secrets
 
 if TYPE_CHECKING:
   from fsspec import AbstractFileSystem
@@ -66,7 +66,7 @@ class ObjectStore:
   """
 
   def __init__(self, url: str, where: str = ''):
-    shown = without_secrets(url) if isinstance(url, str) else url
+    shown = remove_secrets(url) if isinstance(url, str) else url
     named = f'{where} = {shown!r}' if where else shown
     scheme, is_url, rest = url.partition('://') if isinstance(url, str) else ('', '', '')
     if not is_url or not rest.strip('/'):
@@ -102,7 +102,7 @@ class ObjectStore:
 
   def names(self, folder: str) -> list[str]:
     """Returns the names of the objects and folders directly in a folder, without the folder's own name."""
-    with self._told(f'looking into {folder}'):
+    with self._one_line_errors(f'looking into {folder}'):
       self._fs.invalidate_cache()
       with contextlib.suppress(FileNotFoundError):
         return [str(path).rstrip('/').rpartition('/')[2] for path in self._fs.ls(self._path(folder), detail=False)]
@@ -112,7 +112,7 @@ class ObjectStore:
     """Returns the sizes of all objects below a folder, by their names relative to it."""
     root = self._path(folder) + '/'
     found: dict[str, int] = {}
-    with self._told(f'looking into {folder or self.url}'):
+    with self._one_line_errors(f'looking into {folder or self.url}'):
       self._fs.invalidate_cache()
       with contextlib.suppress(FileNotFoundError):
         found = {path: entry['size'] for path, entry in self._fs.find(root, detail=True).items()}
@@ -120,23 +120,23 @@ class ObjectStore:
 
   def read(self, name: str) -> bytes:
     """Returns the bytes of an object; raises DamagedError if it does not exist."""
-    with self._told(f'{_READING}{name}'):
+    with self._one_line_errors(f'{_READING}{name}'):
       return bytes(self._fs.cat_file(self._path(name)))
 
   def sum(self, name: str) -> FileSum:
     """Reads an object and returns its sum; raises DamagedError if it does not exist."""
-    with self._told(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
+    with self._one_line_errors(f'{_READING}{name}'), self._fs.open(self._path(name), 'rb', block_size=_BLOCK) as file:
       return _sum_of(file)
 
   def get(self, name: str, path: Path) -> None:
     """Copies an object to a local file; raises DamagedError if it does not exist."""
-    with self._told(f'{_READING}{name}'):
+    with self._one_line_errors(f'{_READING}{name}'):
       path.parent.mkdir(parents=True, exist_ok=True)
       self._fs.get_file(self._path(name), str(path))
 
   def write(self, name: str, data: bytes) -> None:
     """Writes an object."""
-    with self._told(f'writing {name}'):
+    with self._one_line_errors(f'writing {name}'):
       path = self._path(name)
       if self._is_local:
         self._fs.pipe_file(f'{path}.part', data)
@@ -146,12 +146,12 @@ class ObjectStore:
 
   def put(self, path: Path, name: str) -> None:
     """Copies a local file, which must not change, to an object. In a file system, readers may see it half written."""
-    with self._told(f'writing {name}'):
+    with self._one_line_errors(f'writing {name}'):
       self._fs.put_file(str(path), self._path(name))
 
   def remove(self, name: str) -> None:
     """Removes an object, or all objects below a folder, if any exist."""
-    with self._told(f'removing {name}'), contextlib.suppress(FileNotFoundError):
+    with self._one_line_errors(f'removing {name}'), contextlib.suppress(FileNotFoundError):
       self._fs.invalidate_cache()
       self._fs.rm(self._path(name), recursive=True)
 
@@ -159,11 +159,11 @@ class ObjectStore:
     return f'{self._root}/{name}' if name else self._root
 
   @contextlib.contextmanager
-  def _told(self, what: str) -> Iterator[None]:
+  def _one_line_errors(self, what: str) -> Iterator[None]:
     """Turns whatever a package raises into an error of one line."""
     try:
       yield
     except Exception as error:
       is_missing = isinstance(error, FileNotFoundError) and what.startswith(_READING)
       raised = DamagedError if is_missing else StoreError
-      raise raised(f'{self.url}: {what} failed: {without_secrets(first_line(error))}') from error
+      raise raised(f'{self.url}: {what} failed: {remove_secrets(first_line(error))}') from error

@@ -57,7 +57,7 @@ def orbax_checkpoint() -> ModuleType:
   _make_folders_of_metadata()
   _read_nothing_but_files()
   plain = tensorstore_utils.ArrayWriteSpec.json.fget
-  tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: with_checksums(plain(spec)))
+  tensorstore_utils.ArrayWriteSpec.json = property(lambda spec: add_chunk_checksums(plain(spec)))
   return orbax.checkpoint
 
 
@@ -149,7 +149,7 @@ def _text(record: logging.LogRecord) -> str:
 _CRC = {'name': 'crc32c'}
 
 
-def with_checksums(spec: dict[str, Any]) -> dict[str, Any]:
+def add_chunk_checksums(spec: dict[str, Any]) -> dict[str, Any]:
   """Returns the TensorStore spec of an array to write, with a checksum of each chunk if the array is in Zarr 3.
 
   Every reader of the format verifies the checksums of the chunks that it reads. For compressed chunks it is Zstandard's
@@ -157,7 +157,7 @@ def with_checksums(spec: dict[str, Any]) -> dict[str, Any]:
   Orbax has an option for neither. Orbax also makes each chunk a shard with an index of one entry; that is removed here.
   """
   if spec['driver'] == 'cast':
-    return {**spec, 'base': with_checksums(spec['base'])}
+    return {**spec, 'base': add_chunk_checksums(spec['base'])}
   if spec['driver'] != 'zarr3':
     return spec
   (sharding,) = spec['metadata']['codecs']

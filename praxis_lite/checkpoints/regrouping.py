@@ -22,7 +22,7 @@ from praxis_lite.partitioning.host_memory import on_device
 from praxis_lite.partitioning.padding import pad_to, padded_shape, slice_to
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.partitioning.specs import all_axes, axes_to_entry, complete_spec
-from praxis_lite.trees import NestedDict, Path, inserted, leaves, leaves_by_path, path_name
+from praxis_lite.trees import NestedDict, Path, insert, leaves, leaves_by_path, path_name
 
 _GROUP = re.compile(r'^(opt_states\.)repeated(?:_\d+)+(?=\.)')
 
@@ -79,10 +79,10 @@ class Regrouping:
     there: NestedDict = {}
     for path, x in leaves_by_path(shapes).items():
       source = self._sources.get(path_name(path))
-      there = inserted(there, _path(source.name) if source else path, _as_there(x, source) if source else x)
+      there = insert(there, _path(source.name) if source else path, _source_struct(x, source) if source else x)
     return there
 
-  def regrouped(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
+  def regroup(self, arrays: NestedDict, shapes: object, true_shapes: object) -> NestedDict:
     """Returns the arrays of the train state, with these padded and true shapes, from the arrays that were read."""
     read, true = leaves(arrays), leaves_by_path(true_shapes)
     here: NestedDict = {}
@@ -91,8 +91,8 @@ class Regrouping:
       value = read[_path(source.name)] if source else read[path]
       if source and source.stack_here:
         # No other array needs this source, so it is popped: source and result coexist only during the reshape.
-        value = _reshaped(read.pop(_path(source.name)), source.shape, true[path].shape, x)
-      here = inserted(here, path, value)
+        value = _reshape(read.pop(_path(source.name)), source.shape, true[path].shape, x)
+      here = insert(here, path, value)
     return here
 
 
@@ -116,7 +116,7 @@ def _source(name: str, shape: tuple[int, ...], stack: tuple[int, ...], wanted: t
   return _Source(name, shape, len(stack), there) if math.prod(shape[:there]) == math.prod(stack) else None
 
 
-def _as_there(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
+def _source_struct(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
   """Returns the padded shape in the checkpoint, with the axes that split the stack on its last dimension."""
   assert isinstance(x.sharding, NamedSharding)
   if not source.stack_here:
@@ -128,7 +128,7 @@ def _as_there(x: jax.ShapeDtypeStruct, source: _Source) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(padded_shape(source.shape, spec, sharding.mesh), x.dtype, sharding=sharding)
 
 
-def _reshaped(x: jax.Array, there: tuple[int, ...], here: tuple[int, ...], padded: jax.ShapeDtypeStruct) -> jax.Array:
+def _reshape(x: jax.Array, there: tuple[int, ...], here: tuple[int, ...], padded: jax.ShapeDtypeStruct) -> jax.Array:
   def reshape(x: jax.Array) -> jax.Array:
     return pad_to(slice_to(x, there).reshape(here), padded.shape)
 

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from praxis_lite.checkpoints.best import BEST, BestCheckpoint
-from praxis_lite.checkpoints.contents import Record, parse_record, sealed, unsealed
+from praxis_lite.checkpoints.contents import Record, add_checksum, parse_record, remove_checksum
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.object_store import FileSum, ObjectStore, StoreError, sum_of_file
 from praxis_lite.checkpoints.retention import CHECKPOINTS, being_read, step_folder
@@ -84,13 +84,13 @@ class RemoteCheckpoint:
   def damage(self) -> dict[str, str]:
     """Reads all of its files; returns how each damaged file is damaged, by name: {} if the checkpoint is whole."""
 
-    def of(name: str) -> str:
+    def difference_of(name: str) -> str:
       try:
         return _difference(self._store.sum(self._name(name)), self.files[name])
       except DamagedError:
         return 'is missing'
 
-    damaged = {name: how for name, how in zip(self.files, _in_parallel(of, self.files)) if how}
+    damaged = {name: how for name, how in zip(self.files, _call_in_parallel(difference_of, self.files)) if how}
     if not damaged:
       try:
         self.about()
@@ -123,7 +123,7 @@ class RemoteCheckpoint:
         raise DamagedError(f'{self.url} is damaged ({name} {how})')
 
     try:
-      _in_parallel(get, self.files)
+      _call_in_parallel(get, self.files)
       check_seal(partial, self.step, self.url)
       partial.rename(target)
     except OSError as error:
@@ -197,11 +197,13 @@ class RemoteRun:
     with being_read(folder):
       self.remove(step)
       paths = sorted(path for path in folder.rglob('*') if path.is_file())
-      files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _in_parallel(put, paths)))
+      files = dict(zip((path.relative_to(folder).as_posix() for path in paths), _call_in_parallel(put, paths)))
     sizes = self._store.sizes(f'{CHECKPOINTS}/{step}')
     if sizes != {name: file.size for name, file in files.items()}:
       raise StoreError(f'{self.url}: what has arrived of step {step} is not what was sent')
-    record = sealed({'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}})
+    record = add_checksum(
+      {'step': step, 'rollbacks': rollbacks, 'files': {n: file._asdict() for n, file in files.items()}}
+    )
     self._between()
     self._store.write(f'{CHECKPOINTS}/{step}{_COMPLETE}', json.dumps(record, indent=1).encode())
     self._known[step] = RemoteCheckpoint(self._store, step, files, rollbacks)
@@ -301,7 +303,7 @@ def copy_here(url: str, job_log_dir: Path, step: int | None = None) -> Path:
 
 def _parse_complete(data: bytes, step: int) -> tuple[dict[str, FileSum], int]:
   """Returns the files and the rollbacks in a `.complete`; raises some Python error if it is not what was written."""
-  record = unsealed(parse_json(data), 'the list of files')
+  record = remove_checksum(parse_json(data), 'the list of files')
   files = {name: FileSum(int(file['size']), str(file['sha256'])) for name, file in record['files'].items()}
   if record['step'] != step or not all(map(_is_inside, files)):
     raise ValueError('it is of another step, or names files elsewhere')
@@ -343,7 +345,7 @@ def _difference(found: FileSum, expected: FileSum) -> str:
   return '' if found == expected else 'has changed'
 
 
-def _in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
+def _call_in_parallel(call: Callable[[S], T], items: Collection[S]) -> list[T]:
   """Returns what `call` returns for each item; after the first error, starts no further calls."""
   with ThreadPoolExecutor(_STREAMS) as pool:
     try:

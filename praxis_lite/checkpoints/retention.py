@@ -79,7 +79,7 @@ def being_read(folder: str | os.PathLike[str]) -> Iterator[None]:
   try:
     with contextlib.ExitStack() as to_release:
       try:
-        to_release.enter_context(_locked(folder, shared=True))
+        to_release.enter_context(_hold_lock(folder, shared=True))
       except FileNotFoundError:
         raise
       except OSError as error:  # Such as a symbolic link to itself.
@@ -155,7 +155,7 @@ class Retention:
     for step in steps:
       folder = self._directory / str(step)
       # If it is being read, or cannot be removed now, the next call tries again.
-      with contextlib.suppress(OSError), _locked(folder, shared=False):
+      with contextlib.suppress(OSError), _hold_lock(folder, shared=False):
         take_away(folder)
     _remove_folders(self._directory.glob(f'*{_REMOVED}'))
 
@@ -202,7 +202,7 @@ def is_set_aside(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
+def _hold_lock(folder: str | os.PathLike[str], *, shared: bool) -> Iterator[None]:
   """Locks a folder.
 
   Raises:

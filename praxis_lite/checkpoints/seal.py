@@ -82,7 +82,7 @@ def _text(seal: object) -> str | None:
 
 def _check(where: object, step: int, seals: Mapping[str, str | None]) -> None:
   if len(set(seals.values())) > 1:
-    parts = ', '.join(f'{name} of {_described(seal)}' for name, seal in seals.items())
+    parts = ', '.join(f'{name} of {_describe(seal)}' for name, seal in seals.items())
     raise unreadable(where, ValueError(f'its parts are of different saves: {parts}'))
   (seal,) = set(seals.values())
   if seal is not None and _step(seal) != str(step):
@@ -93,5 +93,5 @@ def _step(seal: str) -> str:
   return seal.partition(':')[0]
 
 
-def _described(seal: str | None) -> str:
+def _describe(seal: str | None) -> str:
   return 'one without a seal' if seal is None else f'step {_step(seal)}, number {seal.partition(":")[2]}'

@@ -26,7 +26,7 @@ from praxis_lite.checkpoints.streamed import StreamedArray, boxes, stored_arrays
 from praxis_lite.errors import CheckpointError
 from praxis_lite.files import local_path, remove_all
 from praxis_lite.training.state import TrainState
-from praxis_lite.trees import inserted
+from praxis_lite.trees import insert
 
 # Files of a run directory that a copy needs to be a run itself.
 _OF_RUN = ('run.json', 'config.txt', 'vocabulary.json')
@@ -79,17 +79,17 @@ class StoredCheckpoint:
       except DamagedError as error:
         return {'folder': str(error)}
       for item in ('about', 'inputs'):
-        with _collected(damaged, item):
+        with _collect(damaged, item):
           read_record(self.folder, item)
       if 'about' in damaged:
         return damaged
       for name in read_record(self.folder, 'about')['variables']:
-        with _collected(damaged, name):
+        with _collect(damaged, name):
           array = self._array(name)
           for box in boxes(whole(array.shape), array.part_shape(array.shape)):
             array.read(box)
       if not damaged:
-        with _collected(damaged, 'seal'):
+        with _collect(damaged, 'seal'):
           check_seal(self.folder, self.step)
     return damaged
 
@@ -213,12 +213,12 @@ def _state(leaves: dict[str, Any]) -> TrainState:
   """Returns the train state, without the optimizer's state, from leaves by name."""
   tree: dict[str, Any] = {}
   for name, leaf in leaves.items():
-    tree = inserted(tree, tuple(name.split('.')), leaf)
+    tree = insert(tree, tuple(name.split('.')), leaf)
   return TrainState(tree['step'], tree['mdl_vars'], None, tree.get('ema_vars'))
 
 
 @contextlib.contextmanager
-def _collected(damaged: dict[str, str], name: str) -> Iterator[None]:
+def _collect(damaged: dict[str, str], name: str) -> Iterator[None]:
   try:
     yield
   except CheckpointError as error:

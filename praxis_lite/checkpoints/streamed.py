@@ -118,7 +118,7 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
   """
   import tensorstore as ts
 
-  def opened(context: ts.Context) -> dict[str, ts.TensorStore]:
+  def wait_until_open(context: ts.Context) -> dict[str, ts.TensorStore]:
     base = {'driver': 'file', 'path': f'{os.path.realpath(folder)}/'}  # TensorStore does not accept `..`.
     specs = {name: {'driver': driver, 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': name}} for name in shapes}
     futures = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
@@ -128,9 +128,9 @@ def stored_arrays(folder: str, shapes: Mapping[str, Sequence[int] | None]) -> di
     check_plain_below(folder)
     about = json.loads(read_plain(Path(folder, '_METADATA')))
     driver = 'zarr3' if about.get('use_zarr3') else 'zarr'  # zarr: earlier versions, without checksums.
-    stores = opened(ts.Context())
+    stores = wait_until_open(ts.Context())
     largest = max((_chunk_bytes(store) for store in stores.values()), default=0)
-    stores = opened(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))
+    stores = wait_until_open(ts.Context({'cache_pool': {'total_bytes_limit': largest + PART_BYTES}}))
   except (OSError, ValueError) as error:
     raise CheckpointError(f'{folder} cannot be read ({first_line(error)})') from error
   true_shapes = {name: tuple(stores[name].shape if shape is None else shape) for name, shape in shapes.items()}

@@ -81,7 +81,7 @@ def _list(values: flags.FlagValues) -> int:
       name = str(checkpoint.folder) if len(values.dirs) > 1 else PurePath(checkpoint.folder).name
       try:
         with _kept(checkpoint):
-          rows.append((name, *_described(checkpoint, is_best=checkpoint.step == best)))
+          rows.append((name, *_describe(checkpoint, is_best=checkpoint.step == best)))
       except RemovedError:  # A training run may remove it at any time.
         continue
       except DamagedError:  # It cannot be opened.
@@ -97,7 +97,7 @@ def _kept(checkpoint: StoredCheckpoint | RemoteCheckpoint) -> contextlib.Abstrac
   return contextlib.nullcontext() if is_url(checkpoint.folder) else being_read(checkpoint.folder)
 
 
-def _described(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
+def _describe(checkpoint: StoredCheckpoint | RemoteCheckpoint, *, is_best: bool) -> tuple[str, str, str, str]:
   """Returns the age, the size, the mesh and the state of a checkpoint as text."""
   from praxis_lite.figures import duration
 
@@ -189,9 +189,9 @@ def _size(num_bytes: int) -> str:
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-  from praxis_lite.explain.explanation import aligned
+  from praxis_lite.explain.explanation import align_columns
 
-  for line in aligned(rows):
+  for line in align_columns(rows):
     print(line)
 
 

@@ -137,7 +137,7 @@ def configured_experiment(values: flags.FlagValues, overrides: Sequence[str] | N
 
     config = configure(registry.get(values.exp))
   else:
-    config = _recorded(values)
+    config = _read_recorded(values)
   apply_overrides(config.roots(), values.set if overrides is None else overrides)
   return config
 
@@ -149,7 +149,7 @@ def experiment_arguments(values: flags.FlagValues, overrides: Sequence[str] | No
   return [*named, *(f'--set={override}' for override in (values.set if overrides is None else overrides))]
 
 
-def _recorded(values: flags.FlagValues) -> ExperimentConfig:
+def _read_recorded(values: flags.FlagValues) -> ExperimentConfig:
   """Returns the configs that the run in --job_log_dir recorded; prints on stderr which parts are not in the record."""
   if not values.job_log_dir:
     raise UserError(
@@ -171,7 +171,7 @@ def _recorded(values: flags.FlagValues) -> ExperimentConfig:
   return record.config
 
 
-def own_flags(values: flags.FlagValues) -> list[flags.Flag]:
+def defined_flags(values: flags.FlagValues) -> list[flags.Flag]:
   """Returns the defined flags in order, without the duplicates of short names."""
   return [flag for name, flag in values._flags().items() if flag.name == name]
 
@@ -182,7 +182,7 @@ def help_text(command: Command) -> str:
   lines = [f'praxis-lite {command.name}{bare} [--flags]', '']
   lines += textwrap.wrap(command.description[0].upper() + command.description[1:], _WIDTH)
   lines += ['', 'Example:', *_wrapped_command(command.example), '', 'Flags:']
-  flag_list = own_flags(command.flags)
+  flag_list = defined_flags(command.flags)
   heads = [f'--[no]{flag.name}' if isinstance(flag, flags.BooleanFlag) else f'--{flag.name}' for flag in flag_list]
   indent = max(map(len, heads)) + 4
   for head, flag in zip(heads, flag_list):

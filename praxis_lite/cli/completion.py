@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from praxis_lite.cli.command import Command, own_flags
+from praxis_lite.cli.command import Command, defined_flags
 from praxis_lite.errors import UserError, check_choice
 
 _SHELLS = ('bash', 'zsh')
@@ -100,7 +100,7 @@ def script(shell: str, commands: Mapping[str, Command]) -> str:
 
 def _flag_words(command: Command) -> Sequence[str]:
   words = []
-  for flag in own_flags(command.flags):
+  for flag in defined_flags(command.flags):
     words += [f'--{flag.name}', f'--no{flag.name}'] if isinstance(flag, flags.BooleanFlag) else [f'--{flag.name}=']
   return [*words, '--help']
 

@@ -22,7 +22,7 @@ def _run(values: flags.FlagValues) -> int:
   from praxis_lite.experiment import ExperimentConfig
   from praxis_lite.runtime.inference import decode_prompts, run_decode
   from praxis_lite.runtime.prompts import continued_text, task_with_sampler, tokenizer_of
-  from praxis_lite.runtime.vocabulary import with_vocabulary
+  from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 
   if not values.prompt and not values.prompt_ids:
     run_decode(config, job_log_dir, step=values.step, seed=values.seed, on_damage=values.on_damage)
@@ -32,7 +32,7 @@ def _run(values: flags.FlagValues) -> int:
     raise UserError('--prompt and --prompt_ids: a call takes texts or ids; leave out one of them')
   if values.chat and values.prompt_ids:
     raise UserError('--chat puts texts into a template; it goes with --prompt, not with --prompt_ids')
-  config = with_vocabulary(config, job_log_dir)
+  config = use_kept_vocabulary(config, job_log_dir)
   try:
     tokenizer = tokenizer_of(config)
   except UserError as error:

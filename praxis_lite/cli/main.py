@@ -40,8 +40,8 @@ from praxis_lite.cli import (
 )
 from praxis_lite.cli.command import Command, help_text
 from praxis_lite.errors import UserError, did_you_mean
-from praxis_lite.foreign_text import PrintableStream, printable, without_secrets
-from praxis_lite.importing import own_failure
+from praxis_lite.foreign_text import PrintableStream, printable, remove_secrets
+from praxis_lite.importing import user_code_error
 
 _MODULES = (
   *(
@@ -124,27 +124,27 @@ def main(argv: Sequence[str]) -> int:
       rest = []
     if rest:
       raise UserError(f'unexpected argument {rest[0]!r}; flags are written --name=value{_meant_by(rest[0], command)}')
-    with _filtered(command):
+    with _filter_output(command):
       return command.run(values)
   except (UserError, flags.Error) as error:
     if is_traced:
       traceback.print_exc()
     code = error.exit_code if isinstance(error, UserError) else 2
-    return _failed(name, _one_line(error, name), code)
+    return _report_failure(name, _one_line(error, name), code)
   except KeyboardInterrupt:
     return 130
   except Exception as error:
     # Compares the name of the type, because JAX is not imported here. JAX raises it for every failure of a program.
     if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'RESOURCE_EXHAUSTED' not in str(error):
-      failure = own_failure(error)
+      failure = user_code_error(error)
       if failure is None:
         raise
       if is_traced:
         traceback.print_exc()
-      return _failed(name, str(failure) if is_traced else f'{failure}; --traceback shows how it came there')
+      return _report_failure(name, str(failure) if is_traced else f'{failure}; --traceback shows how it came there')
     what = str(error).strip().splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')
     remedy = 'it may fit with a smaller batch or model, shorter sequences, more microbatches, or more devices'
-    return _failed(name, f'{what}; {remedy}')
+    return _report_failure(name, f'{what}; {remedy}')
 
 
 def run() -> None:
@@ -165,7 +165,7 @@ def run() -> None:
     code = 0  # The reader needs no more output, as in `show | head`.
     if sys.argv[1:2] == ['train']:
       stopped = 'the process that read its output has ended, so training stopped'
-      code = _failed('train', f'{stopped}; the same command resumes from the last checkpoint')
+      code = _report_failure('train', f'{stopped}; the same command resumes from the last checkpoint')
   _leave_others(code)
   sys.exit(code)
 
@@ -183,7 +183,7 @@ _RUN_CODE_OF_USERS = ('train', 'eval', 'decode', 'replay', 'launch')
 
 
 @contextlib.contextmanager
-def _filtered(command: Command) -> Iterator[None]:
+def _filter_output(command: Command) -> Iterator[None]:
   """Filters control sequences from a command's output, because records that it prints may come from anyone."""
   if command.name in _RUN_CODE_OF_USERS:
     yield
@@ -193,8 +193,8 @@ def _filtered(command: Command) -> Iterator[None]:
     yield
 
 
-def _failed(command: str, message: str, code: int = UserError.exit_code) -> int:
-  message = printable(without_secrets(message), one_line=True)
+def _report_failure(command: str, message: str, code: int = UserError.exit_code) -> int:
+  message = printable(remove_secrets(message), one_line=True)
   print(f'praxis-lite {command}: error: {message}', file=sys.stderr)
   return code
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
-from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, searched, topologies_of
+from praxis_lite.cli.plan_changes import PlanJob, define_flags, more_about, search_table, topologies_of
 from praxis_lite.errors import UserError
-from praxis_lite.foreign_text import printable, unfiltered
+from praxis_lite.foreign_text import printable, unfiltered_stream
 from praxis_lite.native_log import collected_log
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _run(values: flags.FlagValues) -> int:
 
 def _search(job: PlanJob) -> Callable[[], bool]:
   """Searches, and returns a function to call after the live line: it prints the table and says if any setting fits."""
-  table, fits = searched(job)
+  table, fits = search_table(job)
 
   def show() -> bool:
     print(table)
@@ -82,7 +82,7 @@ def _plan(job: PlanJob) -> Callable[[], bool]:
       from praxis_lite.plan.page import write_plan_page
 
       print(f'\nwrote {write_plan_page(values.html, found, values.exp or values.job_log_dir)}')
-    return _guarded(values, found) and found.fits
+    return _compare_with_snapshot(values, found) and found.fits
 
   return show
 
@@ -138,7 +138,7 @@ def _named_by_snapshot(values: flags.FlagValues) -> None:
     values['exp'].value, values['set'].value = kept.experiment, [*kept.overrides, *values.set]
 
 
-def _guarded(values: flags.FlagValues, found: Plan) -> bool:
+def _compare_with_snapshot(values: flags.FlagValues, found: Plan) -> bool:
   """Writes a snapshot of a plan if asked, and compares it with an earlier one. Returns False if it has become worse."""
   from praxis_lite.plan.snapshot import differences, keep, read, snapshot_of
 
@@ -205,7 +205,7 @@ def _live_line(name: str) -> Iterator[Callable[[str], None]]:
   def show() -> None:
     while not done.wait(0.5):
       line = printable(f'{name}: {stage[0]}, {time.monotonic() - start:.0f} s ', one_line=True)
-      print(f'\r{line}', end='', file=unfiltered(sys.stderr), flush=True)
+      print(f'\r{line}', end='', file=unfiltered_stream(sys.stderr), flush=True)
 
   thread = threading.Thread(target=show, daemon=True)
   thread.start()
@@ -214,7 +214,7 @@ def _live_line(name: str) -> Iterator[Callable[[str], None]]:
   finally:
     done.set()
     thread.join()
-    print('\r\033[K', end='', file=unfiltered(sys.stderr), flush=True)
+    print('\r\033[K', end='', file=unfiltered_stream(sys.stderr), flush=True)
 
 
 def _flags() -> flags.FlagValues:

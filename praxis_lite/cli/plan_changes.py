@@ -74,7 +74,7 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_float('price_per_chip_hour', None, price, lower_bound=0, flag_values=values)
 
 
-def searched(job: PlanJob) -> tuple[str, bool]:
+def search_table(job: PlanJob) -> tuple[str, bool]:
   """Returns the table of a search, and whether anything fits."""
   from praxis_lite.plan.searching import format_search, search
 
@@ -119,7 +119,7 @@ def _changes(job: PlanJob, found: Plan) -> list[str]:
       sections.append('the compiler needs more than formulas say of this step, so plan these before you rely on them')
   if job.values.what_if:
     largest = [what_if.largest_batch(), what_if.largest_length()] if found.fits else []
-    changes = [*what_if.of_state(), *(change for change in largest if change)]
+    changes = [*what_if.state_changes(), *(change for change in largest if change)]
     sections.append(format_changes(changes, before, 'what if'))
     if less := what_if.less_waiting():
       sections.append(format_changes([less], before, 'to wait less for communication'))

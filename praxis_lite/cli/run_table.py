@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from praxis_lite.foreign_text import printable, unfiltered
+from praxis_lite.foreign_text import printable, unfiltered_stream
 
 if TYPE_CHECKING:
   from praxis_lite.records.runs import RunState
@@ -54,11 +54,11 @@ def print_runs(runs: Sequence[RunState], folder: str, metric: str, mode: str) ->
     _print_table(rows, columns)
   else:
     for run_name, step, since, loss, best_value, differs in rows:
-      print(_wrapped(run_name, columns))
-      print(_wrapped(f'step {step}, {since}, loss {loss}, best {best_value}', columns, '  '))
+      print(_wrap(run_name, columns))
+      print(_wrap(f'step {step}, {since}, loss {loss}, best {best_value}', columns, '  '))
       if differs:
-        print(_wrapped(differs, columns, '  '))
-  print(_wrapped(f'best: {metric}, {"lower" if mode == "min" else "higher"} is better, @ its step', columns))
+        print(_wrap(differs, columns, '  '))
+  print(_wrap(f'best: {metric}, {"lower" if mode == "min" else "higher"} is better, @ its step', columns))
 
 
 def _short(value: str) -> str:
@@ -67,7 +67,7 @@ def _short(value: str) -> str:
   return value if len(value) <= _MOST_CHARACTERS else f'{value[: _MOST_CHARACTERS - 3]}...'
 
 
-def _wrapped(text: str, columns: int, indent: str = '') -> str:
+def _wrap(text: str, columns: int, indent: str = '') -> str:
   if not sys.stdout.isatty():
     return text
   return textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=f'{indent}  ')
@@ -84,4 +84,4 @@ def _print_table(rows: Sequence[Sequence[str]], columns: int) -> None:
     table.add_column(name, justify='left' if name in _LEFT else 'right', no_wrap=True)
   for row in rows:
     table.add_row(*map(Text, row))  # `Text` is not interpreted as markup.
-  Console(width=columns, file=unfiltered(sys.stdout)).print(table)
+  Console(width=columns, file=unfiltered_stream(sys.stdout)).print(table)

@@ -46,7 +46,7 @@ def _run(values: flags.FlagValues) -> int:
   if values.sharding or values.html or values.compiled:
     from praxis_lite.explain import check, explain_task, format_report
 
-    report = _compiled(config, values.compiled) if values.compiled else explain_task(config)
+    report = _explain_compiled(config, values.compiled) if values.compiled else explain_task(config)
     if values.sharding or values.compiled:
       print(format_report(report))
     if values.html:
@@ -68,7 +68,7 @@ def _run(values: flags.FlagValues) -> int:
   return 0
 
 
-def _compiled(config: ExperimentConfig, name: str) -> ShardingReport:
+def _explain_compiled(config: ExperimentConfig, name: str) -> ShardingReport:
   """Explains the splits that the compiler of some chips chose for a step; uses a cached plan if there is one."""
   from praxis_lite.cli.plan import cache_of_plans
   from praxis_lite.explain import explain_task
@@ -83,11 +83,11 @@ def _compiled(config: ExperimentConfig, name: str) -> ShardingReport:
 
 def _made_by(values: flags.FlagValues) -> list[str]:
   """Returns the commands that made a run, as one text; an empty list for an experiment."""
-  from praxis_lite.records.record import read_record, shortened
+  from praxis_lite.records.record import first_lines, read_record
 
   commands = [] if values.exp else read_record(values.job_log_dir).commands
   lines = [f'{"resumed by" if i else "made by"}  {command}' for i, command in enumerate(commands)]
-  return ['\n'.join(shortened(lines))] if lines else []
+  return ['\n'.join(first_lines(lines))] if lines else []
 
 
 def _text_of(name: str) -> str:

@@ -11,7 +11,7 @@ from absl import flags
 from praxis_lite.cli.command import Command, configured_experiment, experiment_arguments, run_flags
 from praxis_lite.cli.run_table import print_runs
 from praxis_lite.cli.runs import metric_flags
-from praxis_lite.errors import UserError, located
+from praxis_lite.errors import UserError, prefix_errors
 
 if TYPE_CHECKING:
   from pathlib import Path
@@ -45,7 +45,7 @@ def _run(values: flags.FlagValues) -> int:
   points = grid(values.set)
   experiments = {}
   for point in points:
-    with located(point.name):
+    with prefix_errors(point.name):
       experiments[point] = configured_experiment(values, point.overrides)
   check_configs({point.name: config for point, config in experiments.items()}, values.devices)
   configs = {point: f'{to_text(config.roots())}\nseed {values.seed}' for point, config in experiments.items()}
@@ -58,7 +58,7 @@ def _run(values: flags.FlagValues) -> int:
       if point not in to_run:
         print(f'{numbers[point]}: finished before', flush=True)
 
-    def ended(point: Point, code: int, seconds: float) -> None:
+    def record_end(point: Point, code: int, seconds: float) -> None:
       if code == 0:
         finished.add(point, configs[point])
         print(f'{numbers[point]}: done in {seconds:.0f} s', flush=True)
@@ -68,7 +68,9 @@ def _run(values: flags.FlagValues) -> int:
         failed.append(point)
         print(f'{numbers[point]}: exit code {code}: {last_line(folder, point)}', flush=True)
 
-    stopped = run_points(to_run, folder, lambda p: _command(values, folder, p), parallel=values.parallel, ended=ended)
+    stopped = run_points(
+      to_run, folder, lambda p: _command(values, folder, p), parallel=values.parallel, ended=record_end
+    )
   _print_results(values, [folder / p.name for p in points if (folder / p.name).is_dir()], folder)
   if stopped:
     print('stopped; the same command goes on')

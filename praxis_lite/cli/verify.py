@@ -14,7 +14,7 @@ from absl import flags
 
 from praxis_lite.cli.command import Command, configured_experiment, experiment_flags
 from praxis_lite.errors import UserError
-from praxis_lite.jax_internals.flags import split_flags, with_flags
+from praxis_lite.jax_internals.flags import add_flags, split_flags
 
 if TYPE_CHECKING:
   from praxis_lite.config import Config
@@ -59,7 +59,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
     lines = (done.stdout if done.returncode < 2 else done.stderr).strip().splitlines()
     result = lines[-1] if lines else f'it ended with {done.returncode}'
   except subprocess.TimeoutExpired as error:
-    done, result = None, _unfinished(error.stderr, experiment)
+    done, result = None, _describe_unfinished(error.stderr, experiment)
   except (OSError, subprocess.SubprocessError) as error:
     done, result = None, str(error)
   if done is not None and done.returncode == 1 and 'wrong: ' in done.stdout:
@@ -73,7 +73,7 @@ def verify_first(experiment: Sequence[str], *, enabled: bool = True) -> None:
     print(f'verified: {result.removeprefix("right: ")}' if is_right else f'not verified: {result}', flush=True)
 
 
-def _unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
+def _describe_unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
   """Returns the message for a check that took too long: its progress, and the command that completes it."""
   text = progress.decode(errors='replace') if isinstance(progress, bytes) else progress or ''
   lines = [line.removeprefix(_PROGRESS) for line in text.splitlines() if line.startswith(_PROGRESS)]
@@ -84,7 +84,7 @@ def _unfinished(progress: bytes | str | None, experiment: Sequence[str]) -> str:
 
 
 def _run(values: flags.FlagValues) -> int:
-  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE | _PATIENT)
+  os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _QUICK_TO_COMPILE | _PATIENT)
 
   from praxis_lite.hosts.devices import simulate_cpu_devices
   from praxis_lite.verification import format_verification, verify

@@ -62,7 +62,7 @@ class Config(fdl.Config[T], Generic[T]):
       if args:
         super().__init__(fn_or_cls, *args, **kwargs)
       else:
-        self._copy_state(_without_fields(fn_or_cls), {})
+        self._copy_state(_bare_config(fn_or_cls), {})
         for name, value in kwargs.items():
           setattr(self, name, value)
       for name, factory in _default_factories(fn_or_cls):  # So each of these fields is always in __arguments__.
@@ -220,7 +220,7 @@ def config_values(config: Config) -> dict[str | int, Any]:
 def field_names(config: Config | Callable[..., object]) -> list[str] | None:
   """Returns the field names of a config, or of a class or function; None if it accepts any keyword."""
   try:
-    parameters = _without_fields(target(config) if isinstance(config, Config) else config).__signature_info__.parameters
+    parameters = _bare_config(target(config) if isinstance(config, Config) else config).__signature_info__.parameters
   except (ValueError, TypeError):
     return None
   return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
@@ -297,7 +297,7 @@ def _share_arrays(value: object, memo: dict[int, Any]) -> None:
     memo[id(value)] = value
 
 
-def _without_fields(fn_or_cls: Callable[..., object]) -> fdl.Config:
+def _bare_config(fn_or_cls: Callable[..., object]) -> fdl.Config:
   """Returns Fiddle's config of `fn_or_cls` without any field set. It is cached, because it has to read annotations."""
   with history.suspend_tracking():
     try:

@@ -37,11 +37,11 @@ import numpy as np
 from praxis_lite.config.base import Config, target
 from praxis_lite.config.configurable import REQUIRED, Configurable
 from praxis_lite.config.references import is_named, reference
-from praxis_lite.config.text import as_config_error, child_path
+from praxis_lite.config.text import child_path, raise_as_config_error
 from praxis_lite.config.trusted import UntrustedError, import_trusted
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.files import plain_dtype
-from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
+from praxis_lite.foreign_text import LEFT_OUT, is_secret, remove_secrets
 
 Json = Any  # What `json.loads` returns: None, bool, int, float, str, and lists and dicts of them.
 
@@ -112,9 +112,9 @@ class _Writer:
       written[name] = self._field(root, name) if entries is None else entries
     return written
 
-  def _recorded(self, text: str, path: str) -> str:
+  def _remove_secrets(self, text: str, path: str) -> str:
     """Returns a string without secrets; if there were any, notes in `lost` that they are missing."""
-    kept = LEFT_OUT if text and is_secret(path) else without_secrets(text)
+    kept = LEFT_OUT if text and is_secret(path) else remove_secrets(text)
     if kept != text and self._lost is not None:
       self._lost[path] = f'its secret; where it is used, give it again, as in --set {path}=...'
     return kept
@@ -124,15 +124,15 @@ class _Writer:
     if value is REQUIRED:
       return {'$required': True}
     if kind is str:
-      return value if self._lost is None else self._recorded(value, path)
+      return value if self._lost is None else self._remove_secrets(value, path)
     if kind in (type(None), bool, int):
       return value
     if kind is float:
       return value if math.isfinite(value) else {'$float': repr(value)}
     if kind is list:
-      return self._all(value, path)
+      return self._each(value, path)
     if kind is tuple:
-      return {'$tuple': self._all(value, path)}
+      return {'$tuple': self._each(value, path)}
     if kind is dict:
       if all(type(k) is str and not k.startswith('$') for k in value):
         return self._fields(value, path)
@@ -143,7 +143,7 @@ class _Writer:
       member = value.value if isinstance(value, enum.Flag) else value.name
       return {'$enum': [_reference(kind, path), member]}
     if kind in (set, frozenset):
-      return {f'${kind.__name__}': self._all(sorted(value, key=repr), path)}
+      return {f'${kind.__name__}': self._each(sorted(value, key=repr), path)}
     if kind is bytes:
       return {'$bytes': base64.b64encode(value).decode()}
     if isinstance(value, np.dtype):
@@ -155,7 +155,7 @@ class _Writer:
     if isinstance(value, pathlib.Path):
       return {'$path': str(value)}
     if isinstance(value, functools.partial):
-      arguments = [self._all(value.args, path), self._fields(value.keywords, path)]
+      arguments = [self._each(value.args, path), self._fields(value.keywords, path)]
       return {'$partial': [self.write(value.func, path), *arguments]}
     if isinstance(value, tuple) and hasattr(value, '_fields'):
       return {'$object': _reference(kind, path), **self._fields(dict(zip(value._fields, value)), path)}
@@ -185,7 +185,7 @@ class _Writer:
   def _fields(self, fields: Mapping[Any, object], path: str) -> dict[str, Json]:
     return {str(k): self.write(v, child_path(path, k)) for k, v in fields.items()}
 
-  def _all(self, values: Iterable[object], path: str) -> list[Json]:
+  def _each(self, values: Iterable[object], path: str) -> list[Json]:
     return [self.write(v, child_path(path, i)) for i, v in enumerate(values)]
 
   def _array(self, array: np.ndarray, path: str) -> list[Json]:
@@ -195,7 +195,7 @@ class _Writer:
 
 
 def _reference(value: object, path: str) -> str:
-  with as_config_error(path, 'cannot be written as JSON: '):
+  with raise_as_config_error(path, 'cannot be written as JSON: '):
     return reference(value)
 
 
@@ -218,13 +218,13 @@ class _Reader:
     self._readers: dict[str, Callable[[dict[str, Json], str], Any]] = {
       '$config': self._config,
       '$object': self._object,
-      '$tuple': lambda e, path: tuple(self._all(e['$tuple'], path)),
+      '$tuple': lambda e, path: tuple(self._each(e['$tuple'], path)),
       '$dict': self._dict,
-      '$set': lambda e, path: set(self._all(e['$set'], path)),
-      '$frozenset': lambda e, path: frozenset(self._all(e['$frozenset'], path)),
+      '$set': lambda e, path: set(self._each(e['$set'], path)),
+      '$frozenset': lambda e, path: frozenset(self._each(e['$frozenset'], path)),
       '$float': lambda e, path: float(e['$float']),
       '$bytes': lambda e, path: base64.b64decode(e['$bytes']),
-      '$ref': lambda e, path: self._imported(e['$ref'], path),
+      '$ref': lambda e, path: self._import(e['$ref'], path),
       '$dtype': lambda e, path: plain_dtype(e['$dtype']),
       '$scalar': lambda e, path: _array(e['$scalar'][0], (), e['$scalar'][1])[()],
       '$array': lambda e, path: _array(*e['$array']),
@@ -236,7 +236,7 @@ class _Reader:
 
   def read(self, encoded: Json, path: str) -> Any:
     if isinstance(encoded, list):
-      return self._all(encoded, path)
+      return self._each(encoded, path)
     if not isinstance(encoded, dict):
       return encoded
     tag = next((k for k in encoded if k.startswith('$') and k != '$args'), None)
@@ -251,16 +251,16 @@ class _Reader:
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
       raise ConfigError(f'{path or "config"}: cannot be read from JSON: {error}') from error
 
-  def _all(self, encoded: list[Json], path: str) -> list[Any]:
+  def _each(self, encoded: list[Json], path: str) -> list[Any]:
     return [self.read(v, child_path(path, i)) for i, v in enumerate(encoded)]
 
   def _fields(self, encoded: dict[str, Json], path: str) -> dict[str, Any]:
     return {k: self.read(v, child_path(path, k)) for k, v in encoded.items() if not k.startswith('$')}
 
   def _config(self, encoded: dict[str, Json], path: str) -> Config:
-    fn_or_cls, fields = self._imported(encoded['$config'], path), self._fields(encoded, path)
+    fn_or_cls, fields = self._import(encoded['$config'], path), self._fields(encoded, path)
     positional = {int(k): self.read(v, child_path(path, int(k))) for k, v in encoded.get('$args', {}).items()}
-    with as_config_error(path):
+    with raise_as_config_error(path):
       config: Config = Config(fn_or_cls, **fields)
     if positional:
       named = dict(config.__arguments__)
@@ -269,11 +269,11 @@ class _Reader:
     return config
 
   def _object(self, encoded: dict[str, Json], path: str) -> object:
-    cls, fields = self._imported(encoded['$object'], path), self._fields(encoded, path)
+    cls, fields = self._import(encoded['$object'], path), self._fields(encoded, path)
     is_value = isinstance(cls, type) and (hasattr(cls, '_fields') or dataclasses.is_dataclass(cls))
     if not is_value or issubclass(cls, Configurable):
       raise ConfigError(f'{path or "config"}: {encoded["$object"]} is neither a dataclass nor a named tuple')
-    with as_config_error(path):
+    with raise_as_config_error(path):
       return cls(**fields)
 
   def _dict(self, encoded: dict[str, Json], path: str) -> dict[Any, Any]:
@@ -282,16 +282,16 @@ class _Reader:
 
   def _enum(self, encoded: dict[str, Json], path: str) -> object:
     name, member = encoded['$enum']
-    cls = self._imported(name, path)
+    cls = self._import(name, path)
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
       raise ConfigError(f'{path or "config"}: {name} is not an enum')
     return cls(member) if issubclass(cls, enum.Flag) else cls[member]
 
   def _partial(self, encoded: dict[str, Json], path: str) -> object:
     function, args, keywords = encoded['$partial']
-    return functools.partial(self.read(function, path), *self._all(args, path), **self._fields(keywords, path))
+    return functools.partial(self.read(function, path), *self._each(args, path), **self._fields(keywords, path))
 
-  def _imported(self, name: str, path: str) -> Any:
+  def _import(self, name: str, path: str) -> Any:
     try:
       return import_trusted(name, self._trusted)
     except UntrustedError as error:

@@ -35,7 +35,7 @@ from praxis_lite.config.base import (
   unknown_field,
 )
 from praxis_lite.config.configurable import REQUIRED
-from praxis_lite.config.text import as_config_error, child_path, fields_of, to_text
+from praxis_lite.config.text import child_path, fields_of, raise_as_config_error, to_text
 from praxis_lite.config.values import Text, describe, fit, members_of
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 
@@ -246,7 +246,7 @@ def _set(root: object, segments: list[str | int], value: object) -> None:
   slot = _slot(root, segments[0], '', Any)
   if isinstance(slot.value, list):  # It is the caller's own list, so it is changed in place.
     rest = segments[1:]
-    slot.value[:] = _put(slot.value, rest, value, slot.path, Any) if rest else _fitted(value, slot, list[Config])
+    slot.value[:] = _put(slot.value, rest, value, slot.path, Any) if rest else _fit(value, slot, list[Config])
   elif len(segments) == 1:
     raise ConfigError(f'{slot.path} cannot be replaced as a whole; set its fields, as in {slot.path}.name=value')
   else:
@@ -263,12 +263,12 @@ def _put(container: object, segments: list[str | int], value: object, path: str,
     return container
   slot = _slot(container, segments[0], path, hint, may_be_new=len(segments) == 1)
   rest = segments[1:]
-  new = _put(slot.value, rest, value, slot.path, slot.hint) if rest else _fitted(value, slot, slot.hint)
-  with as_config_error(slot.path):
-    return _with(container, slot, new)
+  new = _put(slot.value, rest, value, slot.path, slot.hint) if rest else _fit(value, slot, slot.hint)
+  with raise_as_config_error(slot.path):
+    return _replace_slot(container, slot, new)
 
 
-def _with(container: Any, slot: _Slot, value: object) -> object:
+def _replace_slot(container: Any, slot: _Slot, value: object) -> object:
   if isinstance(container, Config):
     setattr(container, slot.key, value)
     return container
@@ -280,8 +280,8 @@ def _with(container: Any, slot: _Slot, value: object) -> object:
   return dataclasses.replace(container, **{slot.key: value})
 
 
-def _fitted(value: object, slot: _Slot, hint: object) -> Any:
-  with as_config_error(slot.path):
+def _fit(value: object, slot: _Slot, hint: object) -> Any:
+  with raise_as_config_error(slot.path):
     new = fit(value, hint, slot.value)
   if isinstance(new, Config) and isinstance(slot.value, Config) and not isinstance(value, Config):
     _carry_over(slot.value, Config(target(slot.value)), new)

@@ -28,7 +28,7 @@ from praxis_lite.config.base import Config, config_values, target
 from praxis_lite.config.configurable import REQUIRED
 from praxis_lite.config.references import dotted_name, is_named
 from praxis_lite.errors import ConfigError, UserError
-from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
+from praxis_lite.foreign_text import LEFT_OUT, is_secret, remove_secrets
 
 if TYPE_CHECKING:
   import numpy as np
@@ -73,7 +73,7 @@ def diff_texts(old: str, new: str, folded: bool = False) -> list[str]:
     + task.model.norm_tpl: praxis_lite.layers.RMSNorm, 12 fields
   """
   before, after = _entries_of(old), _entries_of(new)
-  return _diff(_folded(before, after), _folded(after, before)) if folded else _diff(before, after)
+  return _diff(_fold(before, after), _fold(after, before)) if folded else _diff(before, after)
 
 
 def fields_of(text: str) -> dict[str, str]:
@@ -90,7 +90,7 @@ def _entries_of(text: str) -> dict[str, _Entry]:
 
 def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str]:
   lines = []
-  for path in _merged(list(before), list(after)):
+  for path in _merge_paths(list(before), list(after)):
     if path not in before:
       lines.append(f'+ {_line(path, after[path])}')
     elif path not in after:
@@ -100,7 +100,7 @@ def _diff(before: Mapping[str, _Entry], after: Mapping[str, _Entry]) -> list[str
   return lines
 
 
-def _folded(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
+def _fold(entries: Mapping[str, _Entry], others: Mapping[str, _Entry]) -> dict[str, _Entry]:
   """Returns `entries`, with each config that `others` lack as one entry that says how many fields it has."""
   kept: dict[str, _Entry] = {}
   below: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ def child_path(path: str, key: str | int) -> str:
 
 
 @contextlib.contextmanager
-def as_config_error(path: str, prefix: str = '') -> Iterator[None]:
+def raise_as_config_error(path: str, prefix: str = '') -> Iterator[None]:
   """Turns a `UserError` raised inside into a `ConfigError` whose message begins with `path` and `prefix`."""
   try:
     yield
@@ -139,15 +139,15 @@ def format_value(value: Any) -> str:
   """Returns `value` on one line, without passwords in URLs; the text is the same in every process."""
   kind = type(value)
   if kind is str:
-    return repr(without_secrets(value))
+    return repr(remove_secrets(value))
   if kind in _PLAIN or value is REQUIRED:
     return repr(value)
   if isinstance(value, enum.Enum):
     return f'{kind.__qualname__}.{value.name}'
   if kind is tuple:
-    return f'({_joined(value)}{"," if len(value) == 1 else ""})'
+    return f'({_join_values(value)}{"," if len(value) == 1 else ""})'
   if kind is list:
-    return f'[{_joined(value)}]'
+    return f'[{_join_values(value)}]'
   if kind is dict:
     entries = sorted((format_value(k), format_value(v)) for k, v in value.items())
     return f'{{{", ".join(f"{k}: {v}" for k, v in entries)}}}'
@@ -158,16 +158,16 @@ def format_value(value: Any) -> str:
   if (dtype := dtype_name(value)) is not None:
     return dtype
   if isinstance(value, functools.partial):
-    return f'partial({", ".join([_joined([value.func, *value.args]), *_keywords(value.keywords)])})'
+    return f'partial({", ".join([_join_values([value.func, *value.args]), *_keywords(value.keywords)])})'
   if isinstance(value, tuple) and hasattr(value, '_fields'):
     return f'{kind.__qualname__}({", ".join(_keywords(dict(zip(value._fields, value))))})'
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     fields = [f for f in dataclasses.fields(value) if f.init]
     by_position = len(fields) <= 3 and not any(f.kw_only for f in fields)
     values = {f.name: getattr(value, f.name) for f in fields}
-    return f'{kind.__qualname__}({_joined(values.values()) if by_position else ", ".join(_keywords(values))})'
+    return f'{kind.__qualname__}({_join_values(values.values()) if by_position else ", ".join(_keywords(values))})'
   if isinstance(value, pathlib.PurePath):
-    return f'Path({without_secrets(value.as_posix())!r})'
+    return f'Path({remove_secrets(value.as_posix())!r})'
   if kind.__module__ == 'numpy' and kind.__name__ == 'ndarray':
     return _format_array(value)
   if is_named(value):
@@ -235,7 +235,7 @@ def _holds_config(value: object) -> bool:
   return isinstance(value, (list, tuple)) and any(map(_holds_config, value))
 
 
-def _merged(old: list[str], new: list[str]) -> list[str]:
+def _merge_paths(old: list[str], new: list[str]) -> list[str]:
   """Returns the paths of both, in their common order; a new path comes after the path it follows in `new`."""
   known, merged, position = set(old), dict[str, None](), 0
   for path in new:
@@ -251,7 +251,7 @@ def _keywords(values: Mapping[str, object]) -> list[str]:
   return [f'{name}={format_value(value)}' for name, value in values.items()]
 
 
-def _joined(values: Iterable[object]) -> str:
+def _join_values(values: Iterable[object]) -> str:
   return ', '.join(map(format_value, values))
 
 

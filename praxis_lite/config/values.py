@@ -61,7 +61,7 @@ def fit(value: object, hint: object, current: object) -> object:
     if text is not None and value is not text:  # `name=123`, where a string belongs.
       with contextlib.suppress(MismatchError):
         return _fit(text, hint, current)
-    raise ConfigError(f'expected {mismatch}, got {describe(value)}{_meant(value, hint, current)}') from None
+    raise ConfigError(f'expected {mismatch}, got {describe(value)}{_guess_meaning(value, hint, current)}') from None
 
 
 def _only_int(hint: object) -> bool:
@@ -69,7 +69,7 @@ def _only_int(hint: object) -> bool:
   return int in members and not {float, Any} & set(members)
 
 
-def _meant(value: object, hint: object, current: object) -> str:
+def _guess_meaning(value: object, hint: object, current: object) -> str:
   """Returns a guess of what was meant by a value that does not fit, as the end of a message; '' without a guess."""
   if isinstance(value, str) and value.isidentifier() and isinstance(current, Config):
     # A class from the package of the present one, by its public name: `adam` in place of optax.adamw is optax.adam.

@@ -270,14 +270,14 @@ class Sampler(Configurable):
       """Continues the rows until they are done, or the caches are full."""
       logits_BV, caches, taken = read(seen)
       carry = taken, caches, choose(logits_BV, seen)
-      return jax.lax.while_loop(lambda carry: (carry[0] < slots) & unfinished(carry[-1]), extend, carry)[-1]
+      return jax.lax.while_loop(lambda carry: (carry[0] < slots) & has_unfinished(carry[-1]), extend, carry)[-1]
 
-    def unfinished(seen: _Seen) -> jax.Array:
+    def has_unfinished(seen: _Seen) -> jax.Array:
       return ~jnp.all(seen.done_B)
 
     empty_BM = jnp.zeros((num_rows, self.max_decode_steps))
     none_B = jnp.zeros(num_rows, jnp.int32)
     decoded = Decoded(empty_BM.astype(jnp.int32), none_B, empty_BM)
     seen = _Seen(jnp.int32(0), none_B, decoded, (prompt_lengths_B == 0) | (limits_B <= 0))
-    seen = read_and_extend(seen) if fits else jax.lax.while_loop(unfinished, read_and_extend, seen)
+    seen = read_and_extend(seen) if fits else jax.lax.while_loop(has_unfinished, read_and_extend, seen)
     return seen.decoded

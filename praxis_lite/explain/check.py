@@ -29,7 +29,7 @@ from praxis_lite.partitioning.specs import place_by_rank
 from praxis_lite.partitioning.strategies import unused_patterns
 from praxis_lite.task import SingleTask
 from praxis_lite.training.state import place_task_variables, state_layout
-from praxis_lite.trees import inserted, leaves_by_path, path_matches, path_name
+from praxis_lite.trees import insert, leaves_by_path, path_matches, path_name
 
 
 class Severity(enum.StrEnum):
@@ -109,7 +109,7 @@ def check(
   if step is not None:
     problems += _unused_axes(report.all(), sizes)
     problems += _mismatches(step, report.variables, sizes)
-  problems += _replicated(report.variables, report.slots, limits)
+  problems += _find_replicated(report.variables, report.slots, limits)
   problems += _uneven_stages(jax_task, sizes)
   problems += _unlike_slots(report.slots, layout)
   problems += [_warn(*problem) for problem in expert_problems(jax_task.model, sizes)]
@@ -164,7 +164,7 @@ def _placing_errors(
   variables, inputs = leaves_by_path(jax_task.model.abstract_init()), leaves_by_path({'inputs': inputs_struct})
   found: dict[str, Problem] = {}
   for place, arrays in (
-    (lambda path, x: place_variables(inserted({}, path, x), sizes, rules=rules, strategy=strategy), variables),
+    (lambda path, x: place_variables(insert({}, path, x), sizes, rules=rules, strategy=strategy), variables),
     (lambda path, x: place_by_rank(mapping, tuple(sizes), x), inputs),
   ):
     for path, x in arrays.items():
@@ -230,7 +230,7 @@ def _unused_axes(explained: Sequence[Explanation], sizes: Mapping[str, int]) -> 
   ]
 
 
-def _replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], limits: Limits) -> list[Problem]:
+def _find_replicated(variables: Sequence[Explanation], slots: Sequence[Explanation], limits: Limits) -> list[Problem]:
   """Returns a problem for each large replicated weight, and each large replicated slot that belongs to no weight."""
   problems = []
   for e in (*variables, *slots):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from praxis_lite.jax_internals.programs import called_program, scan_sizes, without_values
+from praxis_lite.jax_internals.programs import called_program, scan_sizes, strip_constants
 from praxis_lite.learning.probe import ELEMENTWISE
 from praxis_lite.partitioning.hlo import scopes
 from praxis_lite.partitioning.specs import UNCONSTRAINED, spec_axes
@@ -106,7 +106,7 @@ class _Walker:
     name = eqn.primitive.name
     unknown: list[Split | None] = [None] * len(eqn.outvars)
     if name == 'sharding_constraint':
-      return [self.constrained(eqn, operands[0], where)]
+      return [self.read_constraint(eqn, operands[0], where)]
     if name == 'dot_general':
       self.check_product(eqn, operands)
       return unknown
@@ -123,14 +123,14 @@ class _Walker:
     inner = called_program(eqn)
     if inner is None:
       return unknown
-    inner = without_values(inner)
+    inner = strip_constants(inner)
     if name == 'shard_map' or len(inner.invars) != len(operands):  # Values inside shard_map are parts of arrays.
       self.walk(inner, [None] * len(inner.invars), where)
       return unknown
     results = self.walk(inner, operands, where)
     return results if len(results) == len(eqn.outvars) else unknown
 
-  def constrained(self, eqn: JaxprEqn, operand: Split | None, where: str) -> Split | None:
+  def read_constraint(self, eqn: JaxprEqn, operand: Split | None, where: str) -> Split | None:
     spec = getattr(eqn.params['sharding'], 'spec', None)
     rank = len(_shape(eqn.outvars[0]))
     if spec is None or len(spec) > rank or UNCONSTRAINED in spec:

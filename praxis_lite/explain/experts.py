@@ -26,7 +26,7 @@ def expert_problems(model: Layer, sizes: Mapping[str, int]) -> Iterator[ExpertPr
   """Yields the problems of a model's mixtures of experts on mesh axes of these sizes."""
   for layer in model.descendants():
     if isinstance(layer, MoeFeedForward):
-      yield from _of_layer(layer, sizes)
+      yield from _layer_problems(layer, sizes)
     elif (
       isinstance(layer, TransformerBlock) and _experts_choose(layer.ff) and getattr(layer.attention, 'causal', False)
     ):
@@ -43,7 +43,7 @@ def _experts_choose(layer: Layer) -> bool:
   return isinstance(layer, MoeFeedForward) and layer.router.choice == 'expert'
 
 
-def _of_layer(layer: MoeFeedForward, sizes: Mapping[str, int]) -> Iterator[ExpertProblem]:
+def _layer_problems(layer: MoeFeedForward, sizes: Mapping[str, int]) -> Iterator[ExpertProblem]:
   parts, exchanged = layer.expert_parts(sizes)
   router = layer.router
   if parts > 1 and not exchanged:

@@ -200,7 +200,7 @@ class Explanation:
     lines = [
       f'{self.path}: {self.kind}, {format_shape(self.shape)} {self.dtype.name}',
       '',
-      *(f'  {line}' for line in aligned([header, *rows])),
+      *(f'  {line}' for line in align_columns([header, *rows])),
       '',
       f'  spec ({format_spec(self.spec)}) on mesh {format_mesh(self.mesh_sizes)}',
       f'  {format_bytes(self.bytes)} in all, {"at most " if self.at_most else ""}'
@@ -274,7 +274,7 @@ def format_parameter_table(rows: Sequence[Explanation], mesh_sizes: Mapping[str,
     )
     for e in rows
   ]
-  lines = aligned([header, *body], right={6, 7})
+  lines = align_columns([header, *body], right={6, 7})
   rule = '-' * len(lines[0])
   count = sum(math.prod(e.shape) for e in rows)
   stored = sum(math.prod(e.padded_shape) for e in rows)
@@ -301,11 +301,11 @@ def _format_rows(rows: Sequence[Explanation]) -> str:
     compiled = '?' if e.compiled is None else f'{format_shape(e.compiled)}{" (differs)" if e.differs else ""}'
     row = (e.path, format_shape(e.shape), e.dtype.name, split, local, *((compiled,) if is_compiled else ()))
     body.append((*row, _format_padding(e), copies, cost, e.why))
-  lines = aligned([header, *body], right={6 + is_compiled, 7 + is_compiled})
+  lines = align_columns([header, *body], right={6 + is_compiled, 7 + is_compiled})
   return '\n'.join([lines[0], '-' * min(max(map(len, lines)), 160), *lines[1:]])
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
   """Returns the rows as lines with aligned columns; columns in `right` are aligned to the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   align = [str.rjust if i in right else str.ljust for i in range(len(widths))]

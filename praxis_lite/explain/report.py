@@ -152,13 +152,13 @@ def batch_of(datasets: Sequence[Config]) -> Mapping[str, object] | None:
   training = [c for c in datasets if getattr(c, 'is_training', False)] or datasets
   for config in training:
     try:
-      return _filled(config).instantiate().batch_struct()
+      return _fill_required(config).instantiate().batch_struct()
     except (UserError, OSError):
       continue
   return None
 
 
-def _filled(config: Config) -> Config:
+def _fill_required(config: Config) -> Config:
   """Returns a copy in which missing required values, such as the path of a file to read, are replaced by a text."""
   config = config.clone()
   for name, value in config_values(config).items():
@@ -167,7 +167,7 @@ def _filled(config: Config) -> Config:
     if value is REQUIRED:
       setattr(config, name, 'not-set')
     elif isinstance(value, Config):
-      setattr(config, name, _filled(value))
+      setattr(config, name, _fill_required(value))
   return config
 
 

@@ -32,7 +32,7 @@ def family_of(hf: HfConfig) -> Family:
   return FAMILIES[model_type]
 
 
-def described(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:
+def describe_model(model: LanguageModel, preferred: str | None = None) -> tuple[Family, Values]:
   """Returns the family that a model belongs to, and config.json of it.
 
   A family is right if the model that its config.json describes is the given one.
@@ -104,7 +104,7 @@ _NOT_COMPARED = {
 _COMPLETED_BELOW = {'num_heads', 'num_kv_heads', 'dims_per_head', 'hidden_dims', 'use_bias'}
 
 
-def _named(value: object) -> str:
+def _class_name(value: object) -> str:
   return getattr(target(value), '__name__', repr(value)) if isinstance(value, Config) else repr(value)
 
 
@@ -127,6 +127,6 @@ def _differences(ours: Layer, theirs: Layer) -> Iterator[str]:
         attention.dims_per_head**-0.5 if s is None else s for attention, s in ((ours, here), (theirs, there))
       )
     if here != there and not (isinstance(here, float) and isinstance(there, float) and math.isclose(here, there)):
-      yield f'{ours.path_name}.{field.name}, which is {_named(here)} here and {_named(there)} there'
+      yield f'{ours.path_name}.{field.name}, which is {_class_name(here)} here and {_class_name(there)} there'
   for pair in _pairs(ours, theirs):  # Where one has no such layer, the fields differ that say so.
     yield from _differences(*pair)

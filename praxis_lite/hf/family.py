@@ -52,5 +52,5 @@ def blocks_of(lm: TransformerLm) -> list[TransformerBlock]:
   """Returns the block of each layer; that of a repeated layer as often as it is repeated."""
   transformer = lm.transformer
   if isinstance(transformer, Repeat):
-    return cast(list[TransformerBlock], transformer.in_turn())
+    return cast(list[TransformerBlock], transformer.layers_by_turn())
   return list(transformer.layers)

@@ -17,7 +17,7 @@ class Gpt2(Family):
   """GPT-2, whose linear layers are stored as [in, out], and whose queries, keys and values are one tensor."""
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.with_defaults(self.defaults)
+    hf = hf.replace_defaults(self.defaults)
     hf.must_be('scale_attn_weights', True)
     hf.must_be('scale_attn_by_inverse_layer_idx', False)
     hf.must_be('add_cross_attention', False)

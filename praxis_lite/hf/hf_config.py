@@ -43,7 +43,7 @@ class HfConfig:
   def __init__(self, values: Mapping[str, Any], where: str = CONFIG_FILE, defaults: Mapping[str, Any] | None = None):
     self.values, self.where, self._defaults = values, where, defaults or {}
 
-  def with_defaults(self, defaults: Mapping[str, Any]) -> HfConfig:
+  def replace_defaults(self, defaults: Mapping[str, Any]) -> HfConfig:
     """Returns the same values, with other defaults."""
     return HfConfig(self.values, self.where, defaults)
 

@@ -61,7 +61,7 @@ class LlamaLike(Family):
     return pairs
 
   def model(self, hf: HfConfig) -> Config[LanguageModel]:
-    hf = hf.with_defaults(self.defaults)
+    hf = hf.replace_defaults(self.defaults)
     hf.must_be('use_bidirectional_attention', False, None)
     for name in {'attention_bias', 'mlp_bias'} - {*self.optional_biases}:
       hf.must_be(name, False)

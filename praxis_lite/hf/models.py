@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.hf.families import described
+from praxis_lite.hf.families import describe_model
 from praxis_lite.hf.family import is_tied
 from praxis_lite.hf.reader import checked_pieces, open_checkpoint, read_variables
 from praxis_lite.hf.tensors import pieces
@@ -61,7 +61,7 @@ def write_model(
   """
   if not isinstance(model, LanguageModel):
     raise ConfigError(f'a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have')
-  family, values = described(model)
+  family, values = describe_model(model)
   Path(folder).mkdir(parents=True, exist_ok=True)
   found = pieces(family.table(is_tied(model.lm)), model.abstract_init()['lm'])
   return write_checkpoint(folder, values, variables['lm'], found, max_file_bytes)

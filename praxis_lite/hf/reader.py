@@ -26,7 +26,7 @@ from praxis_lite.hf.files import StoredTensor, read_folder
 from praxis_lite.hf.hf_config import HfConfig, read_config
 from praxis_lite.hf.tensors import Piece, check_tensors, pieces
 from praxis_lite.partitioning.layout import StateLayout
-from praxis_lite.trees import NestedDict, Path, inserted, lookup
+from praxis_lite.trees import NestedDict, Path, insert, lookup
 
 # Bytes of a variable that are on their way to a device at once.
 BLOCK_BYTES = 4 << 20
@@ -76,10 +76,10 @@ def checked_pieces(checkpoint: HfCheckpoint, weights: NestedDict) -> dict[Path, 
   found = pieces(checkpoint.family.table(tied), weights)
   every = [piece for of_variable in found.values() for piece in of_variable]
 
-  def ignored(name: str) -> bool:
+  def is_ignored(name: str) -> bool:
     return bool(_BUFFERS.fullmatch(name)) or (tied and name == 'lm_head.weight')
 
-  check_tensors(checkpoint.tensors, every, ignored, checkpoint.folder)
+  check_tensors(checkpoint.tensors, every, is_ignored, checkpoint.folder)
   return found
 
 
@@ -88,7 +88,7 @@ def stored_dtypes(checkpoint: HfCheckpoint, found: Mapping[Path, Sequence[Piece]
   dtypes: NestedDict = {}
   for path, of_variable in found.items():
     each = {checkpoint.tensors[piece.name].dtype for piece in of_variable}
-    dtypes = inserted(dtypes, path, each.pop() if len(each) == 1 else np.dtype(np.float32))
+    dtypes = insert(dtypes, path, each.pop() if len(each) == 1 else np.dtype(np.float32))
   return dtypes
 
 
@@ -105,7 +105,7 @@ def streamed_variables(
   for path, of_variable in found.items():
     shape: jax.ShapeDtypeStruct = lookup(shapes, path)
     by_index = {piece.at: piece for piece in of_variable}
-    variables = inserted(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
+    variables = insert(variables, path, _Variable(checkpoint.tensors, by_index, shape.shape, np.dtype(shape.dtype)))
   return variables
 
 
@@ -120,7 +120,7 @@ def read_variables(
     block_bytes: about how many bytes are in host memory at once.
   """
   variables = streamed_variables(checkpoint, found, layout.unpadded_shapes)
-  return jax.tree.map(lambda v, padded: _on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
+  return jax.tree.map(lambda v, padded: _put_on_mesh(v, padded, block_bytes), variables, layout.padded_shapes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class _Variable(StreamedArray):
     return next(iter(self.pieces.values()))
 
 
-def _on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
+def _put_on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes: int) -> jax.Array:
   """Returns a variable in a padded shape: each device gets its part, and zeros beyond the end of the variable."""
   sharding = padded.sharding
   assert sharding is not None
@@ -167,12 +167,12 @@ def _on_mesh(variable: StreamedArray, padded: jax.ShapeDtypeStruct, block_bytes:
   for device, index in sharding.addressable_devices_indices_map(padded.shape).items():
     starts = tuple(i.indices(size)[0] for i, size in zip(index or (), padded.shape))
     if starts not in parts:
-      parts[starts] = _on_device(variable, device, starts, local_shape, block_bytes)
+      parts[starts] = _put_on_device(variable, device, starts, local_shape, block_bytes)
     arrays.append(jax.device_put(parts[starts], device))
   return jax.make_array_from_single_device_arrays(padded.shape, sharding, arrays)
 
 
-def _on_device(
+def _put_on_device(
   variable: StreamedArray, device: jax.Device, starts: tuple[int, ...], shape: tuple[int, ...], block_bytes: int
 ) -> jax.Array:
   """Returns the part of this shape that begins at `starts`."""

@@ -25,7 +25,7 @@ from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import user_path
-from praxis_lite.hf.families import described
+from praxis_lite.hf.families import describe_model
 from praxis_lite.hf.family import is_tied
 from praxis_lite.hf.hf_config import CONFIG_FILE, read_json
 from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, stored_dtypes, streamed_variables
@@ -202,7 +202,7 @@ def export_run(
       f'task.model: a {type(model).__name__} has no counterpart in transformers; a LanguageModel may have'
     )
   recorded = read_json(directory / ASSETS / CONFIG_FILE) if (directory / ASSETS / CONFIG_FILE).is_file() else {}
-  family, values = described(model, recorded.get('model_type'))
+  family, values = describe_model(model, recorded.get('model_type'))
   if recorded.get('model_type') == family.model_type:
     values = {**{k: v for k, v in recorded.items() if k not in _OUTDATED}, **values}
   with contextlib.closing(Checkpointer(directory, read_only=True)) as checkpointer:

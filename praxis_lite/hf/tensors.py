@@ -118,10 +118,10 @@ def parse_axes(axes: str) -> tuple[tuple[int | Part, ...], ...]:
   ours, theirs = (side.split() for side in axes.split(' -> '))
   groups = re.findall(r'\(([^)]*)\)|(\S+)', ' '.join(theirs))
 
-  def parsed(name: str) -> int | Part:
+  def parse(name: str) -> int | Part:
     return Part(*map(int, name.split('/'))) if '/' in name else ours.index(name)
 
-  return tuple(tuple(parsed(name) for name in (group or single).split()) for group, single in groups)
+  return tuple(tuple(parse(name) for name in (group or single).split()) for group, single in groups)
 
 
 class Piece(NamedTuple):

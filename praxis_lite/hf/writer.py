@@ -55,7 +55,7 @@ def write_checkpoint(
       if isinstance(variable, StreamedArray):
         _read_into(ours, variable, piece)
       else:
-        ours[...] = _on_host(variable, piece)
+        ours[...] = _fetch(variable, piece)
     return theirs
 
   declared = {name: Declared(dtype_of(name), of_tensor[0].view.their_shape) for name, of_tensor in parts.items()}
@@ -91,7 +91,7 @@ def _part(data: jax.Array, at: tuple[int, ...]) -> jax.Array:
   return jax.lax.dynamic_slice(data, corner, [*(1 for _ in at), *rest]).reshape(rest)
 
 
-def _on_host(variable: jax.Array, piece: Piece) -> np.ndarray:
+def _fetch(variable: jax.Array, piece: Piece) -> np.ndarray:
   """Returns a piece of a variable, in its true shape, from the devices that hold its parts."""
   shape = piece.view.shape
   whole = np.empty(shape, variable.dtype)

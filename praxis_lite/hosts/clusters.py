@@ -60,7 +60,7 @@ def find_job(
   address = coordinator_address or environ.get('JAX_COORDINATOR_ADDRESS') or None
   processes = _number('JAX_NUM_PROCESSES', environ) if num_processes is None else num_processes
   process = _number('JAX_PROCESS_ID', environ) if process_id is None else process_id
-  given = [name for name, value in _named(address, processes, process).items() if value is not None]
+  given = [name for name, value in _address_arguments(address, processes, process).items() if value is not None]
   cluster = _cluster(environ)
   if address == 'auto' or not given:
     if cluster is None and address == 'auto':
@@ -73,7 +73,7 @@ def find_job(
     found_by = f'{", ".join(given)}, and {cluster.found_by}'
   else:
     found_by = 'praxis-lite launch' if LAUNCHER in environ else 'flags or variables'
-  missing = [name for name, value in _named(address, processes, process).items() if value is None]
+  missing = [name for name, value in _address_arguments(address, processes, process).items() if value is None]
   if missing:
     raise ConfigError(
       f'to run on several hosts, {", ".join(missing)} must be set too; or coordinator_address=auto alone'
@@ -86,7 +86,7 @@ def find_job(
   return Job(found_by, processes, process, address)
 
 
-def resolved(job: Job, timeout_s: int) -> tuple[Job, str]:
+def resolve_job(job: Job, timeout_s: int) -> tuple[Job, str]:
   """Returns a job with what JAX finds out of its cluster, and the `host:port` of process 0.
 
   Raises ConfigError if JAX cannot; it may wait up to `timeout_s` seconds for the name of process 0 to be known.
@@ -108,7 +108,7 @@ def resolved(job: Job, timeout_s: int) -> tuple[Job, str]:
     ) from error
 
 
-def _named(address: str | None, processes: int | None, process: int | None) -> dict[str, object]:
+def _address_arguments(address: str | None, processes: int | None, process: int | None) -> dict[str, object]:
   return {'coordinator_address': address, 'num_processes': processes, 'process_id': process}
 
 

@@ -8,7 +8,7 @@ import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.jax_internals.devices import backends_have_started
-from praxis_lite.jax_internals.flags import with_flags
+from praxis_lite.jax_internals.flags import add_flags
 
 # Seconds that a simulated device waits for others in a collective. By default XLA ends the process after 40, which on a
 # busy machine is too soon: each device is a thread.
@@ -33,7 +33,7 @@ def simulate_cpu_devices(count: int) -> None:
       f'cannot simulate {count} CPU devices: JAX already runs on {jax.device_count()} {jax.default_backend()} devices; '
       'call simulate_cpu_devices before anything that uses a device'
     )
-  os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), _PATIENCE)
+  os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), _PATIENCE)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', count)
 

@@ -9,7 +9,7 @@ import socket
 import jax
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.hosts.clusters import Job, find_job, resolved
+from praxis_lite.hosts.clusters import Job, find_job, resolve_job
 from praxis_lite.hosts.rendezvous import meet
 from praxis_lite.hosts.watchdog import HANG_TIMEOUT_S, watch_hosts
 from praxis_lite.jax_internals.devices import backends_have_started
@@ -44,7 +44,7 @@ def initialize_distributed(
     return job
   if backends_have_started():
     raise ConfigError('cannot join the other processes: JAX has already started; call initialize_distributed first')
-  job, address = resolved(job, math.ceil(hang_timeout_s))
+  job, address = resolve_job(job, math.ceil(hang_timeout_s))
   assert job.process_id is not None
   _print_job(job, address)
   names = meet(job, address, hang_timeout_s, f'{socket.gethostname()}, process {os.getpid()}')

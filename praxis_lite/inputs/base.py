@@ -24,7 +24,7 @@ import jax
 from praxis_lite.config import REQUIRED, Configurable
 from praxis_lite.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.manifest import Manifest, changes, manifest_of
-from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
+from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
 
 _REMEDY = (
   'Use the data and settings it was saved with, or start the data from its beginning: train --norestore_input, or '
@@ -150,12 +150,12 @@ class BaseInput(Configurable, Iterator[Rows]):
   def batch_struct(self) -> Struct:
     """Returns the tree of `jax.ShapeDtypeStruct` of a global batch. Reads no batch."""
     return jax.tree.map(
-      lambda s: jax.ShapeDtypeStruct((self.batch_size, *s.shape), s.dtype), with_weights(self.example_struct())
+      lambda s: jax.ShapeDtypeStruct((self.batch_size, *s.shape), s.dtype), add_weights(self.example_struct())
     )
 
   @functools.cached_property
   def _struct_with_weights(self) -> Struct:
-    return with_weights(self.example_struct())
+    return add_weights(self.example_struct())
 
   def get_next(self) -> Rows:
     """Returns this host's rows of the next global batch: arrays of shape [host_batch_size, ...].

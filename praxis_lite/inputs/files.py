@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from praxis_lite.errors import ConfigError, DataError
 from praxis_lite.files import kind_of_other, read_plain
-from praxis_lite.inputs.rows import produced
+from praxis_lite.inputs.rows import resolve_source
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 
@@ -25,7 +25,7 @@ def find_files(path: object, where: str) -> list[str]:
     ConfigError: `path` is none of these.
     DataError: a path does not exist, no file is found, or a path is not a regular file, such as a named pipe.
   """
-  path = produced(path)
+  path = resolve_source(path)
   paths = [path] if isinstance(path, (str, os.PathLike)) else path
   if not isinstance(paths, Iterable) or not all(isinstance(entry, (str, os.PathLike)) for entry in paths):
     raise ConfigError(f'{where}: expected a path, or a list of paths, got {path!r}')

@@ -30,7 +30,7 @@ from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, UserError, first_line
 from praxis_lite.inputs.bad_records import BadRecord, BadRecordError, RecordsInput, is_damage, rows_of_each
 from praxis_lite.inputs.files import Paths, find_files
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fitted, with_weights
+from praxis_lite.inputs.rows import Feature, Rows, Struct, add_weights, build_features, canonical_rows, fit_dtype
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tf_example import features_of_example, serialized_example
 
@@ -186,7 +186,7 @@ class ArrayRecordInput(GrainInput):
       return
     epochs = range(epoch, self.last_epoch(epoch))
     seed = self.seed if self.shuffle else None
-    struct = with_weights(self.example_struct()) if self.skips else None
+    struct = add_weights(self.example_struct()) if self.skips else None
     groups = _RecordGroups(self._records, epochs, seed, position, count, start, stop, struct)
     with contextlib.closing(self.parts(groups)) as parts:
       for available, rows, bad in parts:
@@ -197,7 +197,7 @@ class ArrayRecordInput(GrainInput):
   def examples_at(self, state: dict[str, Any]) -> list[str]:
     position = int(state['position'])
     places = range(position, min(position + self.batch_size, self.num_examples))
-    numbers = _shuffled(places, self.num_examples, self.seed if self.shuffle else None, int(state['epoch']))
+    numbers = _shuffle(places, self.num_examples, self.seed if self.shuffle else None, int(state['epoch']))
     return [f'{place} of {file}' for file, place in map(self._records.place, numbers)]
 
   @functools.cached_property
@@ -313,13 +313,13 @@ class _RecordGroups:
     places = range(first + self.start, first + min(self.stop, available))
     if not places:
       return available, None, []
-    indices = _shuffled(places, size, self.seed, epoch)
+    indices = _shuffle(places, size, self.seed, epoch)
     if self.struct is None:
       return available, self.records.examples(indices), []
     return available, *self.records.whole_examples(indices, self.struct)
 
 
-def _shuffled(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
+def _shuffle(places: range, size: int, seed: int | None, epoch: int) -> list[int]:
   """Returns the numbers of the records at some places of an epoch; without a seed, records are in order."""
   if seed is None:
     return list(places)
@@ -376,7 +376,7 @@ class _ParseExamples:
           f'{where}: expected {row.size} values of {feature.dtype}, and a record has {values.size} of {values.dtype}'
         )
       row[:] = values
-    return fitted(out, feature.dtype, where)
+    return fit_dtype(out, feature.dtype, where)
 
 
 def write_array_records(path: str, rows: Mapping[str, np.ndarray | Sequence[Any]]) -> None:

@@ -27,7 +27,7 @@ _SHOWN = 3
 
 def manifest_of(files: Sequence[str]) -> Manifest:
   """Returns the manifest of files; raises DataError if one of them cannot be read."""
-  by_name = _by_name(files)
+  by_name = _paths_by_name(files)
   names = sorted(by_name)
   sampled = {*sorted(names, key=_hash)[:_SAMPLED]}
   with ThreadPoolExecutor(_THREADS) as pool:
@@ -73,7 +73,7 @@ def _changes(saved: object, now: Manifest) -> Iterator[str]:
     yield f'there are {of_now[0]:,} files of {of_now[1]:,} bytes, and there were {total[0]:,} of {total[1]:,}'
 
 
-def _by_name(files: Sequence[str]) -> dict[str, str]:
+def _paths_by_name(files: Sequence[str]) -> dict[str, str]:
   paths = [os.path.abspath(file) for file in files]
   root = os.path.commonpath([os.path.dirname(path) for path in paths])
   return {os.path.relpath(path, root).replace(os.sep, '/'): path for path in paths}

@@ -17,7 +17,7 @@ from praxis_lite.errors import CheckpointError, ConfigError, DataError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.manifest import Manifest
 from praxis_lite.inputs.random_access import uniform
-from praxis_lite.inputs.rows import Rows, Struct, concatenate_rows, pad_rows, with_weights
+from praxis_lite.inputs.rows import Rows, Struct, add_weights, concatenate_rows, pad_rows
 
 
 class MixtureInput(BaseInput):
@@ -61,7 +61,7 @@ class MixtureInput(BaseInput):
     return source
 
   def example_struct(self) -> Struct:
-    first, *others = [with_weights(s.example_struct()) for s in self.sources]
+    first, *others = [add_weights(s.example_struct()) for s in self.sources]
     expected = dict(jax.tree_util.tree_leaves_with_path(first))
     for i, other in enumerate(others, 1):
       got = dict(jax.tree_util.tree_leaves_with_path(other))
@@ -74,7 +74,7 @@ class MixtureInput(BaseInput):
     return first
 
   def get_next(self) -> Rows:
-    struct = with_weights(self.example_struct())
+    struct = add_weights(self.example_struct())
     rows, taken = self.take(self.batch_size, *self.host_rows)
     if not taken or (taken < self.batch_size and self.drop_remainder):
       raise StopIteration

@@ -169,7 +169,7 @@ def _join(
 ) -> tuple[np.ndarray, np.ndarray | None]:
   """Returns all tokens, with `before` and `after` around each document and `first` at the start; and their bytes."""
 
-  def joined(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
+  def join(values: Sequence[np.ndarray], dtype: np.dtype, *special: list[int]) -> np.ndarray:
     start, head, tail = (np.array(ids, dtype) for ids in special)
     # One pass, directly into the small dtype: the tokens of a large corpus exist at most twice.
     return np.concatenate([start, *(x for v in values for x in (head, v, tail))], dtype=dtype, casting='unsafe')
@@ -177,10 +177,10 @@ def _join(
   for ids in (*(d.ids for d in documents), *map(np.asarray, (before, after, first))):
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
       raise DataError(f'the tokenizer gives ids from {ids.min()} to {ids.max()}, and its vocab_size is {vocab_size}')
-  tokens = joined([d.ids for d in documents], np.min_scalar_type(vocab_size - 1), first, before, after)
+  tokens = join([d.ids for d in documents], np.min_scalar_type(vocab_size - 1), first, before, after)
   counts = [d.num_bytes for d in documents if d.num_bytes is not None]
   no_bytes = [[0] * len(ids) for ids in (first, before, after)]
-  return tokens, joined(counts, np.dtype(np.int32), *no_bytes) if counts else None
+  return tokens, join(counts, np.dtype(np.int32), *no_bytes) if counts else None
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import DataError
 from praxis_lite.inputs.base import BaseInput
-from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, produced
+from praxis_lite.inputs.rows import Rows, Struct, canonical_rows, resolve_source
 
 
 class RandomAccessInput(BaseInput):
@@ -74,7 +74,7 @@ class ArrayInput(RandomAccessInput):
 
   @functools.cached_property
   def _data(self) -> Rows:
-    data = canonical_rows(produced(self.arrays), f'{self.label}.arrays')
+    data = canonical_rows(resolve_source(self.arrays), f'{self.label}.arrays')
     if not len(data['weights']):
       raise DataError(f'{self.label}.arrays: there are no examples')
     return data

@@ -43,7 +43,7 @@ def canonical_rows(rows: object, where: str) -> Rows:
     listing = ', '.join(f'{k}: {n}' for k, n in sizes.items())
     raise DataError(f'{where}: arrays need the same number of examples in dim 0, got {listing}')
   weights = out.get('weights', np.ones(next(iter(sizes.values())), np.float32))
-  out['weights'] = fitted(np.asarray(weights), np.float32, f"{where}['weights']")
+  out['weights'] = fit_dtype(np.asarray(weights), np.float32, f"{where}['weights']")
   return out
 
 
@@ -59,10 +59,10 @@ def _canonical_entry(value: object, where: str) -> Rows | np.ndarray:
   if x.ndim == 0:
     raise DataError(f'{where}: a scalar has no dim 0 to count examples by')
   dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-  return x if dtype == x.dtype else fitted(x, dtype, where, ', and jax_enable_x64 is off')
+  return x if dtype == x.dtype else fit_dtype(x, dtype, where, ', and jax_enable_x64 is off')
 
 
-def fitted(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
+def fit_dtype(values: np.ndarray, dtype: DTypeLike, where: str, reason: str = '') -> np.ndarray:
   """Returns numbers in another dtype, also infinities and NaNs; raises an error if it cannot represent their values.
 
   Floats are rounded. `where` is the name of the values in errors, `reason` ends the message.
@@ -111,7 +111,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows | None:
   return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
 
-def with_weights(struct: Struct) -> Struct:
+def add_weights(struct: Struct) -> Struct:
   """Returns the struct of an example with dtypes that JAX keeps, and a scalar `weights` added if missing."""
   out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)), struct)
   weights = out.get('weights')
@@ -167,7 +167,7 @@ def _is_numeric(name: str) -> bool:
   return dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.number))
 
 
-def produced(source: object) -> object:
+def resolve_source(source: object) -> object:
   """Returns what a config, or a function without arguments, produces; returns any other value unchanged."""
   if isinstance(source, Config):
     return source.instantiate()

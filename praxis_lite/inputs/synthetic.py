@@ -16,7 +16,7 @@ import numpy as np
 from praxis_lite.config import REQUIRED, Config
 from praxis_lite.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.random_access import RandomAccessInput, uniform
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fitted, token_struct
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, token_struct
 
 
 class RandomFeature(Feature):
@@ -36,8 +36,8 @@ class RandomFeature(Feature):
     elif dtype.kind in 'iu':
       x = np.floor(x).astype(np.int64)
     elif not np.isfinite(x).all():
-      raise DataError(f'{_named(self)}: values from {self.low} to {self.high} cannot be drawn in float64')
-    x = x.astype(dtype) if dtype.kind == 'b' else fitted(x, dtype, _named(self))
+      raise DataError(f'{_describe(self)}: values from {self.low} to {self.high} cannot be drawn in float64')
+    x = x.astype(dtype) if dtype.kind == 'b' else fit_dtype(x, dtype, _describe(self))
     return x.reshape(len(indices), *self.shape)
 
 
@@ -50,11 +50,11 @@ class ConstantFeature(Feature):
     """Returns the values of these examples, [n, *shape]."""
     del seeds
     is_whole = np.dtype(self.dtype).kind in 'biu' and float(self.value).is_integer()
-    value = fitted(np.asarray(int(self.value) if is_whole else self.value), self.dtype, _named(self))
+    value = fit_dtype(np.asarray(int(self.value) if is_whole else self.value), self.dtype, _describe(self))
     return np.full((len(indices), *self.shape), value)
 
 
-def _named(feature: Feature) -> str:
+def _describe(feature: Feature) -> str:
   return f'{type(feature).__name__} of {feature.dtype}'
 
 

@@ -28,11 +28,11 @@ from praxis_lite.inputs.rows import (
   Feature,
   Rows,
   Struct,
+  add_weights,
   canonical_rows,
   concatenate_rows,
-  fitted,
+  fit_dtype,
   pad_rows,
-  with_weights,
 )
 from praxis_lite.inputs.streamed import Groups
 
@@ -132,9 +132,9 @@ class TableInput(GrainInput):
       return
     epochs = range(epoch, self.last_epoch(epoch))
     seed = self.seed if self.shuffle else None
-    struct = with_weights(self.example_struct()) if self.skips else None
+    struct = add_weights(self.example_struct()) if self.skips else None
     chunks = _Chunks(groups, sizes, epochs, seed, self.mixed_groups, self._columns, self._convert, struct)
-    ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.of_epoch(epoch)])
+    ends = np.cumsum([sizes[chunk].sum() for chunk in chunks.chunk_groups(epoch)])
     # A position at the end of an epoch belongs to the last chunk, after its rows.
     first = min(int(np.searchsorted(ends, position, side='right')), len(ends) - 1)
     at = position - (int(ends[first - 1]) if first else 0)
@@ -201,7 +201,7 @@ class _Chunks:
   def __len__(self) -> int:
     return len(self.epochs) * self._per_epoch - self.first
 
-  def of_epoch(self, epoch: int) -> list[np.ndarray]:
+  def chunk_groups(self, epoch: int) -> list[np.ndarray]:
     """Returns the numbers of the groups of each chunk."""
     order = np.arange(len(self.groups)) if self.seed is None else permutation(len(self.groups), self.seed, epoch)
     return [order[i : i + self.groups_of_chunk] for i in range(0, len(order), self.groups_of_chunk)]
@@ -209,7 +209,7 @@ class _Chunks:
   def __getitem__(self, number: int) -> tuple[Rows, list[BadRecord]]:
     later, number = divmod(self.first + number, self._per_epoch)
     epoch = self.epochs[later]
-    parts = [self._rows(i) for i in self.of_epoch(epoch)[number]]
+    parts = [self._rows(i) for i in self.chunk_groups(epoch)[number]]
     rows, bad = concatenate_rows([rows for rows, _ in parts]), [record for _, records in parts for record in records]
     assert rows is not None
     if self.seed is None:
@@ -293,7 +293,7 @@ class _Converter:
     if array.null_count:
       raise DataError(f'{where}: column {column!r} has {array.null_count} rows without a value')
     values = array.to_numpy(zero_copy_only=False)
-    return fitted(values, feature.dtype, where).reshape(count, *feature.shape)
+    return fit_dtype(values, feature.dtype, where).reshape(count, *feature.shape)
 
 
 # -------------------------------------------------------------------- files

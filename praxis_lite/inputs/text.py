@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.config import REQUIRED, Config, template
-from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean, located
+from praxis_lite.errors import ConfigError, DataError, check_choice, did_you_mean, prefix_errors
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.inputs.files import Paths, check_utf8, find_files, read_file, walk
@@ -174,7 +174,7 @@ class TextInput(RecordsInput, RandomAccessInput):
   @functools.cached_property
   def _corpus(self) -> _Corpus:
     documents = self._read_documents()
-    with located(f'{self.label}.path'):
+    with prefix_errors(f'{self.label}.path'):
       tokens = self.tokenizer.encode_documents(documents)
     # SentencePiece may find no token in white space; such documents are left out.
     kept = [(t, len(d)) for t, d in zip(tokens, documents) if len(t.ids)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.errors import ConfigError, DataError
-from praxis_lite.inputs.rows import fitted
+from praxis_lite.inputs.rows import fit_dtype
 
 # Floats are declared as the raw bytes that store them, so that NumPy can read them at once.
 _DECLARATION = """
@@ -80,7 +80,7 @@ def serialized_example(example: dict[str, np.ndarray]) -> bytes:
   for name, x in example.items():
     feature = message.features.feature[name]
     if x.dtype.kind in 'biu':
-      feature.int64_list.value.extend(fitted(x.ravel(), np.int64, name).tolist())
+      feature.int64_list.value.extend(fit_dtype(x.ravel(), np.int64, name).tolist())
     else:
-      feature.float_list.value.append(fitted(x.ravel(), '<f4', name).tobytes())
+      feature.float_list.value.append(fit_dtype(x.ravel(), '<f4', name).tobytes())
   return message.SerializeToString()

@@ -22,7 +22,7 @@ from praxis_lite.errors import ConfigError, DataError, check_choice
 from praxis_lite.inputs.bad_records import BadRecord, RecordsInput
 from praxis_lite.inputs.files import Paths, find_files
 from praxis_lite.inputs.random_access import permutation
-from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fitted, produced
+from praxis_lite.inputs.rows import Feature, Rows, Struct, build_features, canonical_rows, fit_dtype, resolve_source
 from praxis_lite.inputs.streamed import Groups, StreamedInput
 from praxis_lite.inputs.tfrecord_files import (
   CANNOT_PARSE,
@@ -112,11 +112,13 @@ class BaseTFInput(StreamedInput):
       seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
       dataset = dataset.shuffle(self.shuffle_buffer_size, seed=seed, reshuffle_each_iteration=False)
 
-    def own_part(elements: object) -> tuple[object, object]:
+    def take_part(elements: object) -> tuple[object, object]:
       n = tf.shape(tf.nest.flatten(elements)[0])[0]
       return n, self.parse(tf.nest.map_structure(lambda x: x[start:stop], elements))
 
-    dataset = dataset.skip(position).batch(count).map(own_part, num_parallel_calls=self.num_threads, deterministic=True)
+    dataset = (
+      dataset.skip(position).batch(count).map(take_part, num_parallel_calls=self.num_threads, deterministic=True)
+    )
     options = tf.data.Options()
     options.deterministic = True
     # Dropping an iterator, even by the garbage collector in the middle of other work, waits for the autotuning thread,
@@ -159,7 +161,7 @@ class TFDataInput(BaseTFInput):
 
   def elements(self, epoch: int) -> tf.data.Dataset:
     del epoch
-    dataset = produced(self.dataset_fn)
+    dataset = resolve_source(self.dataset_fn)
     if not isinstance(dataset, import_tensorflow().data.Dataset):
       raise DataError(f'{self.label}.dataset_fn: expected it to return a tf.data.Dataset, got {type(dataset).__name__}')
     return dataset
@@ -246,7 +248,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
         parts += [whole_records(file, self._damaged[file], self.compression) for file in group]
     dataset = functools.reduce(lambda a, b: a.concatenate(b), parts)
     # All hosts parse all records, so that all leave out the same ones, including those before a position.
-    return dataset.batch(_TRIED_AT_ONCE).map(self._tried).unbatch() if self.skips else dataset
+    return dataset.batch(_TRIED_AT_ONCE).map(self._parseable).unbatch() if self.skips else dataset
 
   def _checked_end(self, file: tf.Tensor) -> tf.Tensor:
     """Returns the name of a file after checking that it ends with a complete record; TensorFlow does not check this."""
@@ -262,7 +264,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     with tf.control_dependencies([tf.numpy_function(check, [file], [])]):
       return tf.identity(file)
 
-  def _tried(self, records: tf.Tensor) -> tf.Tensor:
+  def _parseable(self, records: tf.Tensor) -> tf.Tensor:
     """Returns records that can be parsed."""
     tf = import_tensorflow()
 
@@ -282,7 +284,7 @@ class TFRecordInput(RecordsInput, BaseTFInput):
     if self.features is None:
       return super().to_rows(examples)
     where, stored = f'{self.label}.features', cast(Mapping[str, Any], examples)
-    arrays = {k: fitted(stored[k].numpy(), f.dtype, f'{where}[{k!r}]') for k, f in self._features.items()}
+    arrays = {k: fit_dtype(stored[k].numpy(), f.dtype, f'{where}[{k!r}]') for k, f in self._features.items()}
     return canonical_rows(arrays, where)
 
   def _parsed_rows(self, records: list[bytes]) -> Rows:
@@ -347,8 +349,8 @@ def _stored_spec(feature: Feature) -> tf.io.FixedLenFeature:
 def _stored_feature(x: np.ndarray) -> tf.train.Feature:
   tf = import_tensorflow()
   if _is_integral(x.dtype):
-    return tf.train.Feature(int64_list=tf.train.Int64List(value=fitted(x.ravel(), np.int64, 'write_tfrecords')))
-  return tf.train.Feature(float_list=tf.train.FloatList(value=fitted(x.ravel(), np.float32, 'write_tfrecords')))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=fit_dtype(x.ravel(), np.int64, 'write_tfrecords')))
+  return tf.train.Feature(float_list=tf.train.FloatList(value=fit_dtype(x.ravel(), np.float32, 'write_tfrecords')))
 
 
 def _is_integral(dtype: np.dtype) -> bool:

@@ -152,7 +152,7 @@ def _places_of_lengths(data: bytes) -> Iterator[int]:
 def _stream_ends(file: str, compression: str) -> bool:
   """Whether a compressed file ends exactly where its stream ends, and the stream exactly after a record."""
   header, left, is_over = b'', 0, False  # The bytes so far of a record's 12-byte header; its bytes after the header.
-  for data in _decompressed(file, compression):
+  for data in _decompress(file, compression):
     if data is None:
       is_over = True
       break
@@ -172,7 +172,7 @@ def _stream_ends(file: str, compression: str) -> bool:
   return is_over and not header and not left
 
 
-def _decompressed(file: str, compression: str) -> Iterator[bytes | None]:
+def _decompress(file: str, compression: str) -> Iterator[bytes | None]:
   """Yields the decompressed content of a file in parts, and None at its end if the file is complete."""
   wbits = zlib.MAX_WBITS | (16 if compression == 'GZIP' else 0)
   with open(file, 'rb') as opened:

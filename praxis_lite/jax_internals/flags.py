@@ -39,7 +39,7 @@ _READ_FLAGS = 'from jaxlib import _jax; _jax.CompileOptions()'
 _PATIENCE_S = 60.0
 
 
-def with_flags(given: str, wanted: Mapping[str, object]) -> str:
+def add_flags(given: str, wanted: Mapping[str, object]) -> str:
   """Returns a value of XLA_FLAGS: the flags that are given, and those that are wanted, not given, and known to XLA.
 
   Args:
@@ -60,12 +60,12 @@ def add_needed_flags() -> None:
   release = _release()
   needed = {name: value for name, (value, first, last) in _NEEDED.items() if first <= release <= last}
   if needed:
-    os.environ['XLA_FLAGS'] = with_flags(os.environ.get('XLA_FLAGS', ''), needed)
+    os.environ['XLA_FLAGS'] = add_flags(os.environ.get('XLA_FLAGS', ''), needed)
 
 
 def split_flags(given: str) -> list[str]:
   """Returns the flags in a value of XLA_FLAGS, which may be the name of a file that has them."""
-  return _of_file(given.strip()) if given.strip() and not given.strip().startswith('-') else given.split()
+  return _read_flags(given.strip()) if given.strip() and not given.strip().startswith('-') else given.split()
 
 
 def flag_names(flags: str) -> set[str]:
@@ -78,12 +78,12 @@ def known_flags(wanted: Mapping[str, str]) -> dict[str, str]:
   release = _release()
   in_table = {name for name in wanted if name in _UNTIL and _FIRST <= release <= _LAST}
   unknown = {name for name in in_table if (until := _UNTIL[name]) is not None and release >= until}
-  unknown |= _refused(tuple((name, value) for name, value in wanted.items() if name not in in_table))
+  unknown |= _refused_flags(tuple((name, value) for name, value in wanted.items() if name not in in_table))
   return {name: value for name, value in wanted.items() if name not in unknown}
 
 
 @functools.cache
-def _refused(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
+def _refused_flags(flags: tuple[tuple[str, str], ...]) -> frozenset[str]:
   """The names of those flags that end a process; all of them, if they cannot be tried."""
   if not flags:
     return frozenset()
@@ -110,7 +110,7 @@ def _release() -> tuple[int, int]:
   return major, minor
 
 
-def _of_file(name: str) -> list[str]:
+def _read_flags(name: str) -> list[str]:
   try:
     return Path(name).read_text().split()
   except OSError:

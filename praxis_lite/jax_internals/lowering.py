@@ -49,7 +49,7 @@ def lower_with(traced: jax.stages.Traced, platform: str, rules: Mapping[str, Rul
     overrides = tuple((known[name], rule) for name, rule in rules.items())
     parameters = _private('interpreters.mlir').LoweringParameters(override_lowering_rules=overrides)
     lower: Callable[..., jax.stages.Lowered] = traced.lower
-  with _no_devices_needed():
+  with _allow_no_devices():
     return lower(lowering_platforms=(platform,), _private_parameters=parameters)
 
 
@@ -86,10 +86,10 @@ def sharding_rule_attribute(
 
 
 @contextlib.contextmanager
-def without_cudnn(version: int) -> Iterator[None]:
+def pretend_cudnn(version: int) -> Iterator[None]:
   """Lets fused attention be traced without cuDNN: JAX asks for its version, and is given this one."""
   module: Any = importlib.import_module(_FUSED_ATTENTION) if importlib.util.find_spec(_FUSED_ATTENTION) else None
-  with _replaced(module, 'check_cudnn_version', lambda: version):
+  with _replace_attribute(module, 'check_cudnn_version', lambda: version):
     yield
 
 
@@ -157,13 +157,13 @@ class _ChangingJit:
     return getattr(self.__dict__.get('_traced') or self._jitted, name)
 
 
-def _no_devices_needed() -> contextlib.AbstractContextManager[None]:
+def _allow_no_devices() -> contextlib.AbstractContextManager[None]:
   """Lets JAX lower what it lowers for devices alone."""
-  return _replaced(_private('dispatch'), 'jaxpr_has_prim_requiring_devices', lambda jaxpr: False)
+  return _replace_attribute(_private('dispatch'), 'jaxpr_has_prim_requiring_devices', lambda jaxpr: False)
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def _replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
   """Replaces an attribute of a module, if there is one of that name."""
   before = getattr(module, name, None)
   if before is None:

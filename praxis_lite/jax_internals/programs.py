@@ -97,7 +97,7 @@ def program_in(params: Mapping[str, Any]) -> Jaxpr | ClosedJaxpr | None:
   return found if isinstance(found, Jaxpr | ClosedJaxpr) else None
 
 
-def without_values(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
+def strip_constants(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
   """Returns a program without the values of its constants, of which a `ClosedJaxpr` is one with them."""
   inner: Jaxpr = getattr(program, 'jaxpr', program)  # type: ignore[arg-type]
   return inner

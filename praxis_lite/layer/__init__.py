@@ -37,7 +37,7 @@ from praxis_lite.config import Config, Configurable, build_at, config_values, ta
 from praxis_lite.errors import ConfigError, UnknownFieldError, did_you_mean
 from praxis_lite.layer.in_call import InCall
 from praxis_lite.layer.printing import tree_lines
-from praxis_lite.layer.scope import in_scope
+from praxis_lite.layer.scope import run_in_scope
 from praxis_lite.partitioning.constraints import manual_axes, with_sharding_constraint
 from praxis_lite.partitioning.rules import resolve
 from praxis_lite.partitioning.specs import Placement, place_by_rank
@@ -126,7 +126,7 @@ class Layer(InCall, Configurable):
       )
     for name, method in list(cls.__dict__.items()):
       if inspect.isfunction(method) and (name == '__call__' or not (name.startswith('_') or hasattr(Layer, name))):
-        setattr(cls, name, in_scope(method))
+        setattr(cls, name, run_in_scope(method))
 
   def __post_init__(self) -> None:
     self._path: Path = (*_parent_path.get(), self.name) if self.name else _parent_path.get()
@@ -356,7 +356,7 @@ class Layer(InCall, Configurable):
     frame = call.Frame(
       self._path, variables, key=key, do_eval=do_eval, decode_state=decode_state, surroundings=surroundings
     )
-    with call.entered(frame):
+    with call.enter(frame):
       outputs = getattr(self, method)(*args, **kwargs)
     if outer is None:
       self._check_keeps_nothing()
@@ -414,7 +414,7 @@ class Layer(InCall, Configurable):
           f'Its fields: {", ".join(names) or "none"}.'
         )
       mapping = known[field]
-    return self._constrained(x, field, self._resolve(mapping, field, rank=x.ndim), remark)
+    return self._constrain(x, field, self._resolve(mapping, field, rank=x.ndim), remark)
 
   def split_mappings(self, group: str) -> dict[str, SplitDimsMapping]:
     """Returns the mappings of one of the two groups, such as 'weight_split_dims_mapping', by path of their fields."""
@@ -447,11 +447,11 @@ class Layer(InCall, Configurable):
     def shard(leaf: jax.Array) -> jax.Array:
       if not getattr(leaf, 'shape', ()):
         return leaf
-      return self._constrained(leaf, f'{field}.map_{leaf.ndim}d', place_by_rank(mappings, names, leaf, field))
+      return self._constrain(leaf, f'{field}.map_{leaf.ndim}d', place_by_rank(mappings, names, leaf, field))
 
     return jax.tree.map(shard, x)
 
-  def _constrained(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
+  def _constrain(self, x: jax.Array, field: str, placement: Placement | None, remark: str = '') -> jax.Array:
     """Constrains `x`, and lets the listener of the call know."""
     frame = call.frame_holding(self._path)
     if frame is not None and frame.surroundings.listener is not None:

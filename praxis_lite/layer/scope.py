@@ -11,7 +11,7 @@ import jax
 
 from praxis_lite import call
 from praxis_lite.errors import ConfigError, DataError, UserError
-from praxis_lite.mistakes import explained, returned_nothing, whose
+from praxis_lite.mistakes import explain_error, missing_return_hint, name_method
 from praxis_lite.trees import Path
 from praxis_lite.weights import WeightHParams
 
@@ -31,12 +31,12 @@ class Scoped(Protocol):
   def _shard_input(self, x: Any) -> Any: ...
 
 
-def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+def run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
   """Runs a layer's method, unless called by another one of it, in a named scope and with its input sharded on entry."""
   first = (*inspect.signature(method).parameters, '')[1]  # After self; '' if there is none.
 
   @functools.wraps(method)
-  def scoped(self: Scoped, *args: Any, **kwargs: Any) -> Any:
+  def run(self: Scoped, *args: Any, **kwargs: Any) -> Any:
     frame = call.frame_holding(self.path)
     if frame is None or frame.active is self:
       return method(self, *args, **kwargs)
@@ -52,14 +52,14 @@ def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
       if isinstance(error, UserError) and type(error) is not DataError:
         raise  # It says where already.
       weights = {name: weight.shape for name, weight in self._weights.items()}
-      explanation = explained(error, self, self.path_name, weights)
+      explanation = explain_error(error, self, self.path_name, weights)
       if explanation is None:
         raise
       raise explanation from error
     finally:
       frame.active = outer
     if result is None and method.__name__ == '__call__':
-      raise ConfigError(f'{whose(self, self.path_name, "__call__")} {returned_nothing(method)}')
+      raise ConfigError(f'{name_method(self, self.path_name, "__call__")} {missing_return_hint(method)}')
     return result
 
-  return scoped
+  return run

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.layers.masks import Array, AttentionMask, BlockRanges, combine_masks
-from praxis_lite.layers.precision import sum_dtype, widened
+from praxis_lite.layers.precision import sum_dtype, widen
 
 T = TypeVar('T')
 MASKED = -0.7 * float(np.finfo(np.float32).max)
@@ -320,7 +320,7 @@ def _bias_gradient(fn: OffsetBias, params: Any, query: Queries, key: Keys, dlogi
   if bias.shape[0] == 1:
     dlogits = jnp.sum(dlogits, axis=0, keepdims=True)
   (gradient,) = pull(dlogits)
-  return jax.tree.map(widened, gradient)
+  return jax.tree.map(widen, gradient)
 
 
 def _dropout(formula: Formula, query: Queries, key: Keys) -> jax.Array | float:

@@ -33,7 +33,7 @@ from praxis_lite.layers.attention_spec import (
 )
 from praxis_lite.layers.blocks import Formula
 from praxis_lite.layers.masks import AttentionMask, split_offsets
-from praxis_lite.layers.precision import sum_dtype, widened
+from praxis_lite.layers.precision import sum_dtype, widen
 from praxis_lite.partitioning.specs import axes_to_entry
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 128
@@ -138,7 +138,7 @@ def _backward(
   def local(heads: Heads, integers: Integers, out_BTNH: jax.Array, lse: jax.Array, do_BTNH: jax.Array) -> Heads:
     queries, keys, mask = _cut_blocks(block_size, heads, integers)
     pairs = blocks.needed_pairs(mask, queries, keys, all_rows=has_all_rows())
-    delta_BTN = jnp.sum(widened(do_BTNH) * out_BTNH, axis=-1)
+    delta_BTN = jnp.sum(widen(do_BTNH) * out_BTNH, axis=-1)
     K = heads.key.shape[2]
     do, delta = (blocks.query_blocks(x, queries.at, K).x for x in (do_BTNH, delta_BTN))
     gradients = blocks.add_gradients(

@@ -102,7 +102,7 @@ class ClassChunks:
     """The first class of each chunk, counted from the first of its part."""
     return jnp.minimum(jnp.arange(0, self.part_size, self.size), self.part_size - self.size)
 
-  def in_parts(self, weights: jax.Array, axis: int) -> jax.Array:
+  def cut_into_parts(self, weights: jax.Array, axis: int) -> jax.Array:
     """Cuts an axis of classes [V] into [S, K], padded with zeros, and puts S first: each part is on one device."""
     shape = [*weights.shape]
     shape[axis] = self.num_parts * self.part_size
@@ -152,7 +152,7 @@ def usual_chunk_size(part_size: int) -> int:
   return max(_AUTO_LEAST, -(-size // 128) * 128)
 
 
-def own_axes(entry: object) -> tuple[str, ...]:
+def unmapped_mesh_axes(entry: object) -> tuple[str, ...]:
   """The axes of an entry of a spec over which the ambient mesh splits arrays; none without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return tuple(axis for axis in spec_axes(entry) if axis in mesh.axis_names and axis not in manual_axes())
@@ -176,8 +176,8 @@ def chunked_cross_entropy(
     chunks: how the classes are cut.
   """
   x = chunks.split(x, ..., None)
-  w = chunks.in_parts(w, 0 if chunks.classes_first else 1)
-  return _cross_entropy(x, w, None if b is None else chunks.in_parts(b, 0), labels, chunks)
+  w = chunks.cut_into_parts(w, 0 if chunks.classes_first else 1)
+  return _cross_entropy(x, w, None if b is None else chunks.cut_into_parts(b, 0), labels, chunks)
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]  # x, w, b, labels, log normalizer.
@@ -311,19 +311,19 @@ def _reader(w: jax.Array, num_rows: int, chunks: ClassChunks) -> Callable[[jax.A
     return lambda start: jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis)
   parts = axes_to_entry(chunks.axes)
   whole = PartitionSpec(parts, None, None)
-  own_rows = num_rows // _num_parts(tuple(axis for entry in chunks.rows for axis in own_axes(entry)))
+  own_rows = num_rows // _num_parts(tuple(axis for entry in chunks.rows for axis in unmapped_mesh_axes(entry)))
   if w.size // chunks.num_parts * w.dtype.itemsize <= 4 * own_rows * chunks.size:
     table = with_sharding_constraint(w, whole)
     return lambda start: jax.lax.dynamic_slice_in_dim(table, start, chunks.size, axis)
   dims = axes_to_entry(chunks.dims_axes)
   split = PartitionSpec(parts, None, dims) if chunks.classes_first else PartitionSpec(parts, dims, None)
 
-  def gathered(start: jax.Array) -> jax.Array:
+  def gather(start: jax.Array) -> jax.Array:
     # The slice is split as w is: otherwise the compiler gathers all of w, and takes a chunk of that.
     chunk = with_sharding_constraint(jax.lax.dynamic_slice_in_dim(w, start, chunks.size, axis), split)
     return with_sharding_constraint(chunk, whole)
 
-  return gathered
+  return gather
 
 
 def _logits(

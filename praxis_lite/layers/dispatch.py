@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.precision import sum_dtype, widened
+from praxis_lite.layers.precision import sum_dtype, widen
 
 
 class Plan(NamedTuple):
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
       raise ValueError('the plan does not list the choices of tokens')
     return self.slot_of_choice < self.choice_of_slot.size
 
-  def of_slots(self, of_choices_NK: jax.Array, empty: int = 0) -> jax.Array:
+  def choices_to_slots(self, of_choices_NK: jax.Array, empty: int = 0) -> jax.Array:
     """Returns [M]: what is given of the choice in each slot, and `empty` of an empty one."""
     return of_choices_NK.reshape(-1).at[self.choice_of_slot].get(mode='fill', fill_value=empty)
 
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 def capacity_plan(experts_NK: jax.Array, num_experts: int, capacity: int) -> Plan:
   """Returns the plan of E C slots; slot e C + c is number c of expert e. Choices of expert E get none."""
   by_expert = _sort_by_expert(experts_NK, num_experts)
-  place = by_expert.rank - _of_group(by_expert.starts, by_expert.experts)
+  place = by_expert.rank - _start_of_group(by_expert.starts, by_expert.experts)
   fits = (by_expert.experts < num_experts) & (place < capacity)
   return _plan(by_expert.experts * capacity + place, fits, num_experts * capacity, *experts_NK.shape)
 
@@ -106,7 +106,7 @@ def combine(slots_MD: jax.Array, plan: Plan, num_tokens: int) -> jax.Array:
   """Returns [N, D]: for each token the sum over the slots of its choices, which is zero where it has none."""
   if plan.slot_of_choice is None:
     zeros = jnp.zeros((num_tokens, *slots_MD.shape[1:]), sum_dtype(slots_MD))
-    return zeros.at[plan.token_of_slot].add(widened(slots_MD), mode='drop').astype(slots_MD.dtype)
+    return zeros.at[plan.token_of_slot].add(widen(slots_MD), mode='drop').astype(slots_MD.dtype)
   choices = _rows(slots_MD, plan.slot_of_choice)
   return jnp.sum(choices, axis=1, dtype=sum_dtype(choices)).astype(slots_MD.dtype)
 
@@ -157,7 +157,7 @@ def _sort_by_expert(experts_NK: jax.Array, num_experts: int) -> _ByExpert:
   return _ByExpert(experts, rank, jnp.cumulative_sum(counts, include_initial=True))
 
 
-def _of_group(starts: jax.Array, group: jax.Array) -> jax.Array:
+def _start_of_group(starts: jax.Array, group: jax.Array) -> jax.Array:
   return starts.at[group].get(mode='clip')
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.dispatch import Plan, capacity_plan, combine, dispatch, sorted_plan
-from praxis_lite.layers.precision import widened
+from praxis_lite.layers.precision import widen
 from praxis_lite.layers.routing import TokenChoice
 from praxis_lite.partitioning.constraints import with_sharding_constraint
 from praxis_lite.partitioning.padding import pad_to, slice_to
@@ -61,7 +61,7 @@ class ExpertSplit:
     """Inside `shard_map`: P."""
     return jax.lax.axis_size(self.expert) if self.expert else 1
 
-  def gathered(self, name: str, weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  def gather_weight(self, name: str, weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Inside `shard_map`: a weight of true shape `shape`, split in its experts and hidden dims only.
 
     Gathers what is split otherwise; in the backward pass, its gradient is summed and scattered.
@@ -75,7 +75,9 @@ class ExpertSplit:
     return weight
 
 
-def with_capacity(x_ND: jax.Array, plan: Plan, weights_M: jax.Array, mlp: Mlp, experts: int, axes: Axes) -> jax.Array:
+def run_with_capacity(
+  x_ND: jax.Array, plan: Plan, weights_M: jax.Array, mlp: Mlp, experts: int, axes: Axes
+) -> jax.Array:
   """Returns [N, D], the weighted sums of what experts make of tokens.
 
   Args:
@@ -92,7 +94,7 @@ def with_capacity(x_ND: jax.Array, plan: Plan, weights_M: jax.Array, mlp: Mlp, e
   slots = mlp(lambda rows, w: jnp.einsum('erd,edf->erf', rows, w), slots)
   if axes:
     slots = jax.lax.all_to_all(slots, axes, split_axis=1, concat_axis=0, tiled=True)
-  return combine(_scaled(slots.reshape(-1, x_ND.shape[1]), weights_M), plan, x_ND.shape[0])
+  return combine(_scale(slots.reshape(-1, x_ND.shape[1]), weights_M), plan, x_ND.shape[0])
 
 
 def dropless(
@@ -103,25 +105,28 @@ def dropless(
   Args:
     x_ND, routed: tokens and their choices, [N, K].
     mlp: of rows [M, D] and weights [E / P, ...].
-    experts, axes: as of `with_capacity`.
+    experts, axes: as of `run_with_capacity`.
     bound: how many rows are exchanged with each device along `axes`, at most.
   """
   if not axes:
     plan, sizes = sorted_plan(routed.experts, experts)
-    slots = mlp(_ragged(sizes), dispatch(x_ND, plan))
+    slots = mlp(_ragged_product(sizes), dispatch(x_ND, plan))
   else:
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     devices = jax.lax.axis_size(axes)
     own = experts // devices
     plan = capacity_plan(routed.experts // own, devices, bound)  # Devices take the place of experts.
-    rows, expert_of_row = exchange(dispatch(x_ND, plan)), exchange(plan.of_slots(routed.experts % own, empty=own))
+    rows, expert_of_row = (
+      exchange(dispatch(x_ND, plan)),
+      exchange(plan.choices_to_slots(routed.experts % own, empty=own)),
+    )
     received, sizes = sorted_plan(expert_of_row[:, None], own)
-    slots = exchange(combine(mlp(_ragged(sizes), dispatch(rows, received)), received, len(rows)))
-  return combine(_scaled(slots, plan.of_slots(routed.weights)), plan, x_ND.shape[0]), plan
+    slots = exchange(combine(mlp(_ragged_product(sizes), dispatch(rows, received)), received, len(rows)))
+  return combine(_scale(slots, plan.choices_to_slots(routed.weights)), plan, x_ND.shape[0]), plan
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def padded(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
+def pad_for_shard_map(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...]) -> jax.Array:
   """Returns floats `x`, of shape `true`, with zeros up to `shape`, for a `shard_map` that takes equal parts.
 
   JAX's own gradient of a pad is one that crops, for which the guards have to gather.
@@ -130,14 +135,14 @@ def padded(x: jax.Array, spec: PartitionSpec, shape: tuple[int, ...], true: tupl
   return with_sharding_constraint(pad_to(with_sharding_constraint(x, spec), shape), spec)
 
 
-def _unpadded(
+def _slice_gradient(
   spec: PartitionSpec, shape: tuple[int, ...], true: tuple[int, ...], _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
   del shape
   return (with_sharding_constraint(slice_to(with_sharding_constraint(gradient, spec), true), spec),)
 
 
-padded.defvjp(lambda x, spec, shape, true: (padded(x, spec, shape, true), None), _unpadded)
+pad_for_shard_map.defvjp(lambda x, spec, shape, true: (pad_for_shard_map(x, spec, shape, true), None), _slice_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -154,9 +159,9 @@ sum_outputs.defvjp(
 )
 
 
-def _ragged(sizes: jax.Array) -> Product:
+def _ragged_product(sizes: jax.Array) -> Product:
   return lambda rows, w: jax.lax.ragged_dot(rows, w, sizes)
 
 
-def _scaled(slots_MD: jax.Array, weights_M: jax.Array) -> jax.Array:
-  return (widened(slots_MD) * weights_M[:, None]).astype(slots_MD.dtype)
+def _scale(slots_MD: jax.Array, weights_M: jax.Array) -> jax.Array:
+  return (widen(slots_MD) * weights_M[:, None]).astype(slots_MD.dtype)

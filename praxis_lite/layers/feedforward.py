@@ -70,14 +70,14 @@ class FeedForward(Layer):
     self.create_child('dropout', self.dropout_tpl)
     self.create_child('down', down)
 
-  def _hidden(self, x: jax.Array) -> jax.Array:
+  def _compute_hidden(self, x: jax.Array) -> jax.Array:
     """Returns [..., F], before dropout."""
     up = checkpoint_name(self.shard(self.up(x), 'hidden'), 'ffn_up')
     return get_activation(self.activation)(up)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
-    out = self.down(self.dropout(self._hidden(x)))
+    out = self.down(self.dropout(self._compute_hidden(x)))
     return checkpoint_name(self.shard(out), 'ffn_out')
 
 
@@ -92,7 +92,7 @@ class GatedFeedForward(FeedForward):
   activation: str = 'silu'
   use_bias: bool = False
 
-  def _hidden(self, x: jax.Array) -> jax.Array:
+  def _compute_hidden(self, x: jax.Array) -> jax.Array:
     gate = checkpoint_name(self.shard(self.gate(x), 'hidden'), 'ffn_gate')
     up = checkpoint_name(self.shard(self.up(x), 'hidden'), 'ffn_up')
     return get_activation(self.activation)(gate) * up

@@ -63,7 +63,7 @@ Residuals = tuple[Quantized, Quantized, jax.Array, jax.Array]
 
 
 def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, Residuals]:
-  of_x, of_w = _quantized(x, _FORWARD), _quantized(w, _FORWARD)
+  of_x, of_w = _quantize(x, _FORWARD), _quantize(w, _FORWARD)
   rows = x.ndim - axes
   y = _dot(of_x, of_w, (tuple(range(rows, x.ndim)), tuple(range(axes))), x.dtype)
   return y, (of_x, of_w, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
@@ -71,7 +71,7 @@ def _forward(x: jax.Array, w: jax.Array, axes: int) -> tuple[jax.Array, Residual
 
 def _backward(axes: int, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array]:
   of_x, of_w, like_x, like_w = residuals
-  of_g = _quantized(g, _BACKWARD)
+  of_g = _quantize(g, _BACKWARD)
   rows, out = of_x[0].ndim - axes, of_w[0].ndim - axes
   dx = _dot(of_g, of_w, (tuple(range(rows, rows + out)), tuple(range(axes, axes + out))), like_x.dtype)
   dw = _dot(of_x, of_g, (tuple(range(rows)), tuple(range(rows))), like_w.dtype)
@@ -81,7 +81,7 @@ def _backward(axes: int, residuals: Residuals, g: jax.Array) -> tuple[jax.Array,
 fp8_tensordot.defvjp(_forward, _backward)
 
 
-def _quantized(x: jax.Array, dtype: DTypeLike) -> Quantized:
+def _quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
   largest = float(jnp.finfo(dtype).max)
   wide = x.astype(jnp.float32)
   most = jnp.max(jnp.abs(wide))

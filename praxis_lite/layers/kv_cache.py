@@ -34,7 +34,7 @@ from praxis_lite.layers.blocks import Sums
 from praxis_lite.layers.dot_product import dot_product_attention, group_heads
 from praxis_lite.layers.masks import ArrayMask, AttentionMask, combine_masks, split_offsets
 from praxis_lite.layers.precision import sum_dtype
-from praxis_lite.trees import NestedDict, inserted, leaves_by_path, lookup, merge, select
+from praxis_lite.trees import NestedDict, insert, leaves_by_path, lookup, merge, select
 
 T = TypeVar('T')
 PositionBias = Callable[[jax.Array, jax.Array], jax.Array]  # Positions of queries and keys -> bias [B, N, T, S].
@@ -360,5 +360,5 @@ class StackedCaches:
     """Returns the decode state of the layer of a turn, which takes the caches of all."""
     state = merge(others, arrays)
     for place in self._places:
-      state = inserted(state, (*place, 'turn'), turn)
+      state = insert(state, (*place, 'turn'), turn)
     return state

@@ -38,7 +38,16 @@ from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer
 from praxis_lite.layers.activations import get_activation
 from praxis_lite.layers.dispatch import capacity_plan, expert_choice_plan, plan_of_rows
-from praxis_lite.layers.experts import Axes, ExpertSplit, Mlp, Product, dropless, padded, sum_outputs, with_capacity
+from praxis_lite.layers.experts import (
+  Axes,
+  ExpertSplit,
+  Mlp,
+  Product,
+  dropless,
+  pad_for_shard_map,
+  run_with_capacity,
+  sum_outputs,
+)
 from praxis_lite.layers.feedforward import FeedForwardWeightSplit, GatedFeedForward
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.routing import (
@@ -222,18 +231,18 @@ class MoeFeedForward(Layer):
   # ---------------------------------------------------------------- experts
 
   def _experts(self, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> ExpertOutputs:
-    """Runs `_on_device`, where there is a mesh on each device's part of tokens and weights."""
+    """Runs `_run_on_device`, where there is a mesh on each device's part of tokens and weights."""
     theta, sizes = self.theta, unmapped_axes()
     weights = {name: getattr(theta, name) for name in (*self._inward, 'down')}
     bias_E = self.router.selection_bias
     args = (x_BTD, logits_BTE, real_BT, bias_E, weights)
     split = self._split(sizes)
     if not split.axes:
-      return self._on_device(split, *args)
+      return self._run_on_device(split, *args)
     tokens, wide = split.tokens, PartitionSpec(*split.tokens, None)
     specs = (wide, wide, tokens, None if bias_E is None else PartitionSpec(), dict(split.weights))
     mapped = jax.shard_map(
-      lambda *parts: tuple(self._on_device(split, *parts)),
+      lambda *parts: tuple(self._run_on_device(split, *parts)),
       in_specs=specs,
       out_specs=(wide, wide, tokens),
       axis_names=split.axes,
@@ -242,7 +251,7 @@ class MoeFeedForward(Layer):
 
     def equal_parts(spec: PartitionSpec, x: jax.Array) -> jax.Array:
       shape = padded_shape(x.shape, spec, sizes)
-      return padded(x, spec, shape, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else pad_to(x, shape)
+      return pad_for_shard_map(x, spec, shape, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else pad_to(x, shape)
 
     y_BTD, load, dropped = mapped(*jax.tree.map(equal_parts, specs, args, is_leaf=_is_spec))
     B, T, _ = x_BTD.shape
@@ -268,7 +277,7 @@ class MoeFeedForward(Layer):
     specs = {name: PartitionSpec(*map(axes_to_entry, axes)) for name, axes in weights.items()}
     return ExpertSplit(PartitionSpec(axes_to_entry(batch), axes_to_entry(time)), specs, expert, tensor)
 
-  def _on_device(
+  def _run_on_device(
     self,
     split: ExpertSplit,
     x_BTD: jax.Array,
@@ -278,7 +287,7 @@ class MoeFeedForward(Layer):
     weights: dict[str, jax.Array],
   ) -> ExpertOutputs:
     """Routes this device's tokens, and computes what experts make of them."""
-    weights = {name: split.gathered(name, w, self._weights[name].shape) for name, w in weights.items()}
+    weights = {name: split.gather_weight(name, w, self._weights[name].shape) for name, w in weights.items()}
     num_experts = weights['up'].shape[0] * split.parts  # With those that fill up the last device.
     scores_BTE = router_scores(logits_BTE, self.router.score)
     mlp = functools.partial(self._mlp, weights)
@@ -308,7 +317,7 @@ class MoeFeedForward(Layer):
       C = expert_capacity(self.capacity_factor, T, K, E)
       plans = jax.vmap(lambda experts_TK: capacity_plan(experts_TK, num_experts, C))(experts_BTK)
       plan = plan_of_rows(plans, T * K, C)
-      y_ND = with_capacity(x_ND, plan, plan.of_slots(weights_NK), mlp, num_experts, split.expert)
+      y_ND = run_with_capacity(x_ND, plan, plan.choices_to_slots(weights_NK), mlp, num_experts, split.expert)
     else:
       bound = B * T * K
       if self.exchange_factor is not None:
@@ -338,7 +347,7 @@ class MoeFeedForward(Layer):
     tokens_BEC = jnp.pad(chosen.tokens, filling, constant_values=T)
     weights_EBC = jnp.swapaxes(jnp.pad(chosen.weights, filling), 0, 1)
     plan = plan_of_rows(jax.vmap(expert_choice_plan)(tokens_BEC), T, C)
-    y_ND = with_capacity(x_BTD.reshape(-1, D), plan, weights_EBC.reshape(-1), mlp, num_experts, split.expert)
+    y_ND = run_with_capacity(x_BTD.reshape(-1, D), plan, weights_EBC.reshape(-1), mlp, num_experts, split.expert)
     is_chosen_BT = jax.vmap(lambda tokens: jnp.zeros(T, bool).at[tokens.reshape(-1)].set(True, mode='drop'))(tokens_BEC)
     return ExpertOutputs(
       y_ND.reshape(B, T, D),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError
 from praxis_lite.layer import Layer, WeightSplit
-from praxis_lite.layers.precision import widened
+from praxis_lite.layers.precision import widen
 from praxis_lite.weights import WeightHParams, WeightHParamsCollection, WeightInit
 
 _SKIP = WeightHParamsCollection.SKIP_REGULARIZATION
@@ -68,7 +68,7 @@ class RMSNorm(Norm):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
-    x32 = widened(x)
+    x32 = widen(x)
     y = x32 * _inverse_root_mean_square(x32, -1, self.epsilon)
     if self.zero_centered:
       return self.shard((y * (1.0 + self.theta.scale.astype(x32.dtype))).astype(self.fprop_dtype))
@@ -94,7 +94,7 @@ class LayerNorm(Norm):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., D] of x [..., D]."""
-    return self._output(_standardized(widened(x), -1, self.epsilon))
+    return self._output(_standardize(widen(x), -1, self.epsilon))
 
 
 class GroupNorm(Norm):
@@ -113,8 +113,8 @@ class GroupNorm(Norm):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [B, ..., D] of x [B, ..., D]."""
-    grouped = widened(x).reshape(*x.shape[:-1], self.num_groups, self.dims // self.num_groups)
-    return self._output(_standardized(grouped, (*range(1, x.ndim - 1), x.ndim), self.epsilon).reshape(x.shape))
+    grouped = widen(x).reshape(*x.shape[:-1], self.num_groups, self.dims // self.num_groups)
+    return self._output(_standardize(grouped, (*range(1, x.ndim - 1), x.ndim), self.epsilon).reshape(x.shape))
 
 
 class BatchNorm(Norm):
@@ -142,7 +142,7 @@ class BatchNorm(Norm):
       x: [B, ..., D].
       weights: [B], or any leading dimensions of `x`: weight of each entry in the statistics; None: all weigh 1.
     """
-    x32 = widened(x)
+    x32 = widen(x)
     if self.do_eval:
       mean, variance = self.theta.moving_mean, self.theta.moving_variance
     else:
@@ -170,7 +170,7 @@ class BatchNorm(Norm):
     return mean, variance
 
 
-def _standardized(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
+def _standardize(x: jax.Array, axes: int | Sequence[int], epsilon: float) -> jax.Array:
   """Returns x with a mean of 0 and a variance of 1 over `axes`."""
   y = x - jnp.mean(x, axis=axes, keepdims=True)
   return y * _inverse_root_mean_square(y, axes, epsilon)

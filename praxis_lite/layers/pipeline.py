@@ -47,20 +47,20 @@ from praxis_lite.layer import Layer, SplitMapping
 from praxis_lite.layers.pipeline_arrays import (
   Stacks,
   batch,
+  broadcast_to_stages,
   entry_at,
-  for_stages,
   is_float,
   microbatches,
-  of_last,
   read_outside,
+  replace_entry,
   shift,
   take,
+  take_last,
   unzip,
   where,
-  with_entry,
 )
 from praxis_lite.layers.pipeline_inputs import SideInputs, argument_names, num_rows
-from praxis_lite.layers.pipeline_reports import AllTicks, Place, Reported, for_own_rows, mean_over_microbatches
+from praxis_lite.layers.pipeline_reports import AllTicks, Place, Reported, map_over_rows, mean_over_microbatches
 from praxis_lite.layers.pipeline_schedule import PipelineSchedule
 from praxis_lite.layers.remat import Remat
 from praxis_lite.layers.repeat import Repeat
@@ -258,18 +258,18 @@ class Pipelined(Repeat):
     trainable = {path for path, weight in leaves(self.layers.abstract_init()).items() if weight.trainable}
     weights = select(variables, trainable.__contains__)
     others = select(variables, lambda path: path not in trainable)
-    caches = jax.tree.map(lambda v: self._on_stages(self._to_stages(v)), self.layers.decode_state)
+    caches = jax.tree.map(lambda v: self._constrain_to_stages(self._to_stages(v)), self.layers.decode_state)
     axes = tuple(axis for axis in self._row_axes if axis in unmapped_axes()) if method == '__call__' else ()
     parts = M * math.prod(unmapped_axes()[axis] for axis in axes)
     side_rows = side.cut(M, parts)
-    queue = jax.tree.map(lambda v: self._on_stages(for_stages(microbatches(v, M, parts), S)), x)
+    queue = jax.tree.map(lambda v: self._constrain_to_stages(broadcast_to_stages(microbatches(v, M, parts), S)), x)
     changed: set[Path] = set()
     held = side.held(side_rows, self.surroundings.sum_over_rows)
     num_counted = M if held is None else jnp.sum(held, dtype=jnp.float32)
 
-    ticks = for_own_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
+    ticks = map_over_rows(functools.partial(self._ticks, method, schedule, side, axes, changed), axes)
     # Each stage has its own, so that gradients are masked before they are added up over stages.
-    shared = [self._on_stages(for_stages(v, S)) for v in side.shared]
+    shared = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side.shared]
     # Where nothing is reported, which microbatches hold anything is not computed: on a mesh that takes an all-reduce.
     of_updates = held if others else None
     queue, others, caches, places, reported = ticks(key, of_updates, weights, others, caches, shared, queue, side_rows)
@@ -286,12 +286,12 @@ class Pipelined(Repeat):
         decode_state=jax.tree.map(self._from_stages, caches),
       )
     )
-    return jax.tree.map(lambda q: batch(of_last(q))[:B], queue)
+    return jax.tree.map(lambda q: batch(take_last(q))[:B], queue)
 
   def _side_inputs(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object], B: int) -> SideInputs:
     named: Layer = self.layers
     while isinstance(named, Repeat):  # Which passes its arguments on, whatever their names are.
-      named = named.in_turn()[0]
+      named = named.layers_by_turn()[0]
     marks: dict[str, int] = {}
     for layer in self.layers.descendants():
       marks |= layer.marks_of_padding
@@ -353,7 +353,7 @@ class Pipelined(Repeat):
         P = self.num_layers // R
         real = at.real & (position < P)
         key_l = None if key_m is None else jax.random.fold_in(key_m, at.round * P + position)
-        its_args, its_kwargs, real_rows = side.of_layer(given, shared, real)
+        its_args, its_kwargs, real_rows = side.layer_arguments(given, shared, real)
         if self.layers.takes_paddings and real_rows is not None and side.lacks('paddings'):
           tokens = jax.tree.leaves(x)[0].shape[:2]
           its_kwargs['paddings'] = jnp.broadcast_to(~real_rows.reshape(-1, *(1,) * (len(tokens) - 1)), tokens)
@@ -384,13 +384,13 @@ class Pipelined(Repeat):
       x, (new_others, new_caches, reported) = jax.lax.scan(
         lambda x, xs: body(x, *xs), x, xs, length=self.layers_in_group, unroll=self._unrolled(training=False)
       )
-      others, caches = with_entry(others, new_others, at.round), with_entry(caches, new_caches, at.round)
+      others, caches = replace_entry(others, new_others, at.round), replace_entry(caches, new_caches, at.round)
       return (x, weight_gradients, side_gradients, others, caches), reported
 
     mapped = jax.vmap(
-      self._with_remat(stage, R if method == '__call__' else 1),
+      self._add_remat(stage, R if method == '__call__' else 1),
       # Without spmd_axis_name, which a `shard_map` in a layer, such as that of experts, does not take: it is one over
-      # axes of its own. Constraints leave the stages as they are, and `_on_stages` states them.
+      # axes of its own. Constraints leave the stages as they are, and `_constrain_to_stages` states them.
       in_axes=(0, 0, Stacks(0, 0), Stacks(None if M > 1 else 0, 0), 0, 0, 0),
       out_axes=0,
     )
@@ -409,17 +409,17 @@ class Pipelined(Repeat):
       (state, weight_gradients, side_gradients, others, caches), reported = mapped(
         at, state, Stacks(fixed, weight_gradients), Stacks(side_rows, side_gradients), shared, others, caches
       )
-      state, others, caches = jax.tree.map(self._on_stages, (state, others, caches))
+      state, others, caches = jax.tree.map(self._constrain_to_stages, (state, others, caches))
       last = jnp.clip(schedule.microbatch(now, S - 1), 0, M - 1)
       # A bubble writes too, where a later tick writes the microbatch that belongs there.
       queue = jax.tree.map(lambda q, s: jax.lax.dynamic_update_index_in_dim(q, s, last, 1), queue, state)
       return (state, queue, weight_gradients, side_gradients, others, caches), (at, reported)
 
     fixed = jax.lax.stop_gradient(weights)
-    state = jax.tree.map(lambda q: self._on_stages(jnp.zeros_like(q[:, 0])), queue)
-    side_gradients = [self._on_stages(for_stages(v, S)) if is_float(v) else None for v in side_rows]
+    state = jax.tree.map(lambda q: self._constrain_to_stages(jnp.zeros_like(q[:, 0])), queue)
+    side_gradients = [self._constrain_to_stages(broadcast_to_stages(v, S)) if is_float(v) else None for v in side_rows]
     if M == 1:  # Read by no index that differs between stages, which would then share it; see `mask_gradients`.
-      side_rows = [self._on_stages(for_stages(v, S)) for v in side_rows]
+      side_rows = [self._constrain_to_stages(broadcast_to_stages(v, S)) for v in side_rows]
     start = (state, queue, weights, side_gradients, others, caches)
     ticks = jnp.arange(schedule.num_ticks)
     (_, queue, _, _, others, caches), (places, reported) = jax.lax.scan(tick, start, ticks)
@@ -436,7 +436,7 @@ class Pipelined(Repeat):
       manual_axes=outer.manual_axes | {*axes},
     )
 
-  def _with_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
+  def _add_remat(self, stage: Callable[..., T], rounds: int) -> Callable[..., T]:
     if self.stage_remat != 'none':
       return self._stage_remat(stage, in_scan=True)
     # The weights of a round are read at each tick: kept for the backward pass, there would be a copy for each tick.
@@ -460,7 +460,7 @@ class Pipelined(Repeat):
 
   # ---------------------------------------------------------------- stacks of layers and of stages
 
-  def _on_stages(self, x: jax.Array) -> jax.Array:
+  def _constrain_to_stages(self, x: jax.Array) -> jax.Array:
     """Constrains dimension 0 to be split like the stages, and leaves the others to the compiler."""
     if self._stages is None:
       return x

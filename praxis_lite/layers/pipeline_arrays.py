@@ -65,13 +65,13 @@ def batch(x: jax.Array) -> jax.Array:
   return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def of_last(queue: jax.Array) -> jax.Array:
+def take_last(queue: jax.Array) -> jax.Array:
   """Entry S - 1 of dimension 0, as a sum: one all-reduce where the dimension is split."""
   is_last = jnp.arange(queue.shape[0]) == queue.shape[0] - 1
   return jnp.sum(where(is_last, queue, jnp.zeros_like(queue)), axis=0, dtype=queue.dtype)
 
 
-def for_stages(x: jax.Array, S: int) -> jax.Array:
+def broadcast_to_stages(x: jax.Array, S: int) -> jax.Array:
   return jnp.broadcast_to(x[None], (S, *x.shape))
 
 
@@ -86,30 +86,30 @@ def mask_gradients(real: jax.Array, tree: TreeT) -> TreeT:
   Where it is called for all stages at a time, by `vmap`, each has to have arrays of its own: gradients of an array that
   they share are added up before they come here.
   """
-  return jax.tree.map(lambda x: _masked(real, x) if may_have_gradient(x) else x, tree)
+  return jax.tree.map(lambda x: _mask(real, x) if may_have_gradient(x) else x, tree)
 
 
 @jax.custom_vjp
-def _for_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
+def _mark_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
   """Returns x; in a `vmap` over stages, of which `stage` is the number, an array of this stage's own."""
   return jnp.where(stage >= 0, x, x)
 
 
-_for_stage.defvjp(lambda stage, x: (_for_stage(stage, x), None), lambda _, gradient: (None, gradient))
+_mark_stage.defvjp(lambda stage, x: (_mark_stage(stage, x), None), lambda _, gradient: (None, gradient))
 
 
 def read_outside(stage: jax.Array, real: jax.Array, weight: jax.Array) -> jax.Array:
   """Returns a weight from outside of the pipeline as a layer reads it, in a `vmap` over stages."""
-  return _masked(real, _for_stage(stage, weight)) if may_have_gradient(weight) else weight
+  return _mask(real, _mark_stage(stage, weight)) if may_have_gradient(weight) else weight
 
 
 @jax.custom_vjp
-def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
+def _mask(real: jax.Array, x: jax.Array) -> jax.Array:
   del real
   return x
 
 
-_masked.defvjp(
+_mask.defvjp(
   lambda real, x: (x, real),
   lambda real, gradient: (None, jnp.where(real, gradient, jnp.zeros_like(gradient))),
 )
@@ -147,7 +147,7 @@ def entry_at(stack: TreeT, index: jax.Array) -> TreeT:
   )
 
 
-def with_entry(stack: TreeT, entry: TreeT, index: jax.Array) -> TreeT:
+def replace_entry(stack: TreeT, entry: TreeT, index: jax.Array) -> TreeT:
   return jax.tree.map(
     lambda x, e: e[None] if x.shape[0] == 1 else jax.lax.dynamic_update_index_in_dim(x, e, index, 0), stack, entry
   )
@@ -171,7 +171,7 @@ def _read_backward(
   (index, real), (entry, gradients) = residuals, cotangents
   # A gradient of a bubble is 0 times what may be NaN.
   total = entry_at(gradients, index) + jnp.where(real, entry, jnp.zeros_like(entry))
-  return None, with_entry(gradients, total, index), None, None
+  return None, replace_entry(gradients, total, index), None, None
 
 
 _read.defvjp(_read_forward, _read_backward)
@@ -193,21 +193,21 @@ _shift_float.defvjp(lambda x: (jnp.roll(x, 1, axis=0), None), lambda _, gradient
 
 def take(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns entry `index` of dimension 1, and the queue, to whose gradient that of the entry is added in place."""
-  return _take_float(queue, index) if is_float(queue) else (_at(queue, index), queue)
+  return _take_float(queue, index) if is_float(queue) else (_take(queue, index), queue)
 
 
-def _at(queue: jax.Array, index: jax.Array) -> jax.Array:
+def _take(queue: jax.Array, index: jax.Array) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(queue, index, axis=1, keepdims=False)
 
 
 @jax.custom_vjp
 def _take_float(queue: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return _at(queue, index), queue
+  return _take(queue, index), queue
 
 
 def _take_backward(index: jax.Array, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
   entry, queue = cotangents
-  return jax.lax.dynamic_update_index_in_dim(queue, _at(queue, index) + entry, index, 1), None
+  return jax.lax.dynamic_update_index_in_dim(queue, _take(queue, index) + entry, index, 1), None
 
 
 _take_float.defvjp(lambda queue, index: (_take_float(queue, index), index), _take_backward)

@@ -109,7 +109,7 @@ class SideInputs:
     """The arrays without rows that a gradient may flow through."""
     return [self._leaves[i] for i in self._shared]
 
-  def of_layer(
+  def layer_arguments(
     self, rows: Sequence[jax.Array], shared: Sequence[jax.Array], at_work: jax.Array
   ) -> tuple[tuple[Any, ...], dict[str, Any], jax.Array | None]:
     """Returns the arguments of a layer, through which no gradient flows in a bubble, and which rows [mb] are real.

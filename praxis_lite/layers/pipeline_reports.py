@@ -47,7 +47,7 @@ class Reported(NamedTuple):
 AllTicks = tuple[Any, NestedDict, NestedDict, Place, Reported]
 
 
-def for_own_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Callable[..., AllTicks]:
+def map_over_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Callable[..., AllTicks]:
   """`Pipelined._ticks` in a `shard_map` over some axes, for each device's rows of each microbatch.
 
   The gradient of what is the same on all devices, such as weights, is summed where it enters the `shard_map`.
@@ -58,7 +58,7 @@ def for_own_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Calla
   def mean(x: jax.Array) -> jax.Array:
     return jax.lax.pmean(x, axes) if is_float(x) else x
 
-  def own(key: jax.Array | None, *arrays: Any) -> AllTicks:
+  def run_own_rows(key: jax.Array | None, *arrays: Any) -> AllTicks:
     key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
     queue, others, caches, places, reported = ticks(key, *arrays)
     aux = {name: _mean_over_devices(*aux, axes) for name, aux in reported.aux_losses.items()}
@@ -68,7 +68,7 @@ def for_own_rows(ticks: Callable[..., AllTicks], axes: tuple[str, ...]) -> Calla
   whole, rows = PartitionSpec(), axes_to_entry(axes)
   of_queue, of_side = PartitionSpec(None, None, rows), PartitionSpec(None, rows)
   return jax.shard_map(
-    own,
+    run_own_rows,
     in_specs=(whole, whole, whole, whole, whole, whole, of_queue, of_side),
     out_specs=(of_queue, whole, whole, whole, whole),
     axis_names={*axes},

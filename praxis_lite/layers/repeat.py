@@ -55,7 +55,7 @@ def pattern(layers_tpl: Config | tuple[Config, ...]) -> tuple[Config, ...]:
   return (layers_tpl,) if isinstance(layers_tpl, Config) else tuple(layers_tpl)
 
 
-def all_kinds(stack: Config) -> tuple[Config, ...]:
+def kinds_of_stack(stack: Config) -> tuple[Config, ...]:
   """The configs of the first layers and of the pattern of a stack, such as a `Repeat`."""
   return (*getattr(stack, 'first_tpl', ()), *pattern(stack.layers_tpl))
 
@@ -125,7 +125,7 @@ class Repeat(Layer):
       self._blocks = self.create_children('layers', templates=configs if self._rounds else ())
       self._left = self.create_children('rest', templates=configs[:left])
 
-  def _unrolled(self, *, training: bool) -> int:
+  def _unroll_count(self, *, training: bool) -> int:
     """How many repetitions an iteration of the loop has."""
     if not isinstance(self.unroll, str):
       return self.unroll
@@ -133,7 +133,7 @@ class Repeat(Layer):
       return 1
     return self._rounds if jax.sharding.get_abstract_mesh().size <= 1 else 1
 
-  def in_turn(self) -> list[Layer]:
+  def layers_by_turn(self) -> list[Layer]:
     """Returns the layer that is applied at each of the `num_layers` turns."""
     return [*self._first, *self._blocks * self._rounds, *self._left]
 
@@ -188,7 +188,7 @@ class Repeat(Layer):
     """As `_scan`, for decoding: one repetition after the other, each with its own entry of the decode state."""
     key = self.next_prng_key() if self.has_prng_key() else None
     sides: dict[Layer, list[SideOutputs]] = {layer: [] for layer in (*self._first, *self._blocks, *self._left)}
-    for number, layer in enumerate(self.in_turn()):
+    for number, layer in enumerate(self.layers_by_turn()):
       turn = len(sides[layer])
       variables, state = layer.variables, layer.decode_state
       if layer in self._blocks:
@@ -223,7 +223,7 @@ class Repeat(Layer):
 
       return remat(one, kind, in_scan=in_scan, regathers=regathers)
 
-    unroll = self._unrolled(training=method == '__call__' and not self.do_eval)
+    unroll = self._unroll_count(training=method == '__call__' and not self.do_eval)
     # All in one iteration are no loop, so XLA must be prevented from merging what is computed again.
     bodies = [body(kind, layer, unroll < self._rounds) for kind, layer in enumerate(self._blocks)]
 

@@ -21,7 +21,7 @@ from praxis_lite.layers.attention_spec import Heads, Integers
 from praxis_lite.layers.blocks import Formula, Keys
 from praxis_lite.layers.blockwise import has_all_rows
 from praxis_lite.layers.masks import AttentionMask
-from praxis_lite.layers.precision import sum_dtype, widened
+from praxis_lite.layers.precision import sum_dtype, widen
 from praxis_lite.layers.sequence_parts import SequencePlan, cut_local_blocks, from_runs, to_runs
 
 T = TypeVar('T')
@@ -59,7 +59,7 @@ def _forward(plan: SequencePlan, formula: Formula, heads: Heads, integers: Integ
 def _backward(plan: SequencePlan, formula: Formula, residuals: _Residuals, do: jax.Array) -> tuple[Heads, None]:
   def local(heads: Heads, integers: Integers, out: jax.Array, lse: jax.Array, do: jax.Array) -> Heads:
     queries, keys, mask = cut_local_blocks(plan, heads, integers)
-    delta = jnp.sum(widened(do) * out, axis=-1)
+    delta = jnp.sum(widen(do) * out, axis=-1)
     do_blocks, delta_blocks = (
       blocks.query_blocks(to_runs(plan, x, plan.query_len), queries.at, heads.key.shape[2]).x for x in (do, delta)
     )

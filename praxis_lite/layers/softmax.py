@@ -21,10 +21,10 @@ from praxis_lite.call import Constraint
 from praxis_lite.config import REQUIRED, Config, template
 from praxis_lite.errors import ConfigError, check_choice
 from praxis_lite.layer import ActivationSplit, Layer, WeightSplit
-from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, own_axes
+from praxis_lite.layers.chunked_loss import ClassChunks, auto_chunk_size, chunked_cross_entropy, unmapped_mesh_axes
 from praxis_lite.layers.embeddings import LOOKUP_STYLES, embed, embedding_weight
 from praxis_lite.layers.linears import bias_weight
-from praxis_lite.layers.precision import widened
+from praxis_lite.layers.precision import widen
 from praxis_lite.partitioning.specs import Placement
 from praxis_lite.weighted import weighted_mean
 from praxis_lite.weights import SplitDimsMapping, WeightHParams
@@ -47,7 +47,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, label_smoothing: float =
     labels: [...] integers; where a label is not in [0, V), the cross entropy is NaN.
     label_smoothing: e.
   """
-  return _cross_entropy(widened(logits), labels, label_smoothing)
+  return _cross_entropy(widen(logits), labels, label_smoothing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -160,7 +160,7 @@ class FullSoftmax(Layer):
     logits = self._project(x.astype(self.fprop_dtype))
     if self.use_bias:
       logits += self.theta.b
-    logits = widened(self.shard(logits))
+    logits = widen(self.shard(logits))
     return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
   def __call__(self, x: jax.Array, class_ids: jax.Array, class_weights: jax.Array | None = None) -> SoftmaxOutput:
@@ -207,7 +207,7 @@ class FullSoftmax(Layer):
     logits = self._resolve(out, out_field, rank=rank)
     weight = self._resolve(wt, f'{self.path_name}.weight_split_dims_mapping.wt', rank=2)
     entry = logits.spec[-1] if logits is not None else weight and weight.spec[self._classes_axis]
-    axes, size = own_axes(entry), auto_chunk_size(self.num_classes, class_ids.size, own_axes(entry))
+    axes, size = unmapped_mesh_axes(entry), auto_chunk_size(self.num_classes, class_ids.size, unmapped_mesh_axes(entry))
     if self.chunk_size != 'auto':
       size = int(self.chunk_size)
     if size is None:
@@ -216,7 +216,9 @@ class FullSoftmax(Layer):
       num_classes=self.num_classes,
       chunk_size=size,
       axes=axes,
-      dims_axes=tuple(axis for axis in own_axes(weight and weight.spec[1 - self._classes_axis]) if axis not in axes),
+      dims_axes=tuple(
+        axis for axis in unmapped_mesh_axes(weight and weight.spec[1 - self._classes_axis]) if axis not in axes
+      ),
       rows=None if logits is None else tuple(logits.spec[:-1]),
       classes_first=self._classes_axis == 0,
       label_smoothing=self.label_smoothing,

@@ -28,7 +28,7 @@ from praxis_lite.layers.feedforward import GatedFeedForward
 from praxis_lite.layers.normalizations import RMSNorm
 from praxis_lite.layers.pipeline import Pipelined
 from praxis_lite.layers.remat import Remat
-from praxis_lite.layers.repeat import Repeat, all_kinds, check_pattern, pattern
+from praxis_lite.layers.repeat import Repeat, check_pattern, kinds_of_stack, pattern
 from praxis_lite.layers.softmax import SharedEmbeddingSoftmax, SoftmaxOutput
 
 T = TypeVar('T')
@@ -116,7 +116,7 @@ class StackedTransformer(Layer):
     layers_tpl: of each layer; or a pattern of several, taken in turn.
     num_layers: number of layers.
     first_tpl: layers that come before those of `layers_tpl`; see `Repeat`.
-    sliding_windows: see `with_windows`.
+    sliding_windows: see `add_windows`.
     remat, remat_save_names, remat_offload_names: what each layer keeps for the backward pass; see `remat.py`.
   """
 
@@ -131,7 +131,7 @@ class StackedTransformer(Layer):
 
   def setup(self) -> None:
     check_pattern(self.layers_tpl, self.num_layers, self.path_name, self.first_tpl)
-    configs = with_windows(self.layers_tpl, self.sliding_windows, self.path_name)
+    configs = add_windows(self.layers_tpl, self.sliding_windows, self.path_name)
     self._period = len(configs)
     self._remat = Remat.of(self, self._period)
     in_turn = itertools.chain(self.first_tpl, itertools.cycle(configs))
@@ -165,7 +165,7 @@ class RepeatedTransformer(Repeat):
   """A scan over transformer blocks with stacked variables: computes what `StackedTransformer` does; compiles faster.
 
   Attributes: those of `Repeat`, and
-    sliding_windows: see `with_windows`.
+    sliding_windows: see `add_windows`.
   """
 
   layers_tpl: Config | tuple[Config, ...] = template(TransformerBlock)
@@ -173,11 +173,11 @@ class RepeatedTransformer(Repeat):
 
   def setup(self) -> None:
     if self.sliding_windows is not None:
-      self.layers_tpl = with_windows(self.layers_tpl, self.sliding_windows, self.path_name)
+      self.layers_tpl = add_windows(self.layers_tpl, self.sliding_windows, self.path_name)
     super().setup()
 
 
-def with_windows(
+def add_windows(
   layers_tpl: Config | tuple[Config, ...], windows: Sequence[int | None] | None, where: str
 ) -> tuple[Config, ...]:
   """Returns a pattern of blocks with sliding windows.
@@ -263,7 +263,7 @@ class TransformerLm(Layer):
     final_norm = None if self.final_norm_tpl is None else self.final_norm_tpl.clone(dims=D)
     may_have_bias = [final_norm]
     first = getattr(transformer, 'first_tpl', ())
-    for block in all_kinds(transformer):
+    for block in kinds_of_stack(transformer):
       has_its_own = block.hidden_dims is not REQUIRED and any(block is other for other in first)
       block.set(**sizes | ({'hidden_dims': block.hidden_dims} if has_its_own else {}))
       block.attention_tpl.causal = True

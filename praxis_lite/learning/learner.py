@@ -20,7 +20,7 @@ from praxis_lite.config import Config, Configurable, template
 from praxis_lite.errors import ConfigError, check_choice, did_you_mean
 from praxis_lite.learning.moments import MOMENTS
 from praxis_lite.learning.optimizer import States, grouped_optimizer, is_regularized
-from praxis_lite.learning.schedules import Constant, Schedule, as_schedule, check_schedule
+from praxis_lite.learning.schedules import Constant, Schedule, check_schedule, to_schedule
 from praxis_lite.partitioning.mesh import platform
 from praxis_lite.trees import NestedDict, Path, leaves, merge, path_name, select
 from praxis_lite.weights import WeightHParams, is_dtype
@@ -116,7 +116,7 @@ class Learner(Configurable):
       raise ConfigError(f'learner.ema_decay: expected at least 0 and less than 1, got {self.ema_decay}')
     if self.num_microbatches < 1:
       raise ConfigError(f'learner.num_microbatches: expected at least 1, got {self.num_microbatches}')
-    self._schedule = as_schedule(self.schedule, 'learner.schedule')
+    self._schedule = to_schedule(self.schedule, 'learner.schedule')
     self._bound: tuple[NestedDict, BoundLearner] | None = None
 
   def bind(self, weights: NestedDict) -> BoundLearner:
@@ -240,14 +240,14 @@ class BoundLearner:
     finite = None if learner.on_nonfinite == 'ignore' else jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def changed() -> tuple[NestedDict, States, NestedDict | None]:
-      prepared = self._clipped(gradients, grad_norm, sum_parts)
+      prepared = self._clip(gradients, grad_norm, sum_parts)
       if learner.l2_regularizer_weight:
         prepared = self._plus(prepared, learner.l2_regularizer_weight, variables)
       updates, new_states = self._optimizer.update(prepared, opt_states, variables, rate, loss)
       if learner.decoupled_weight_decay:
         updates = self._plus(updates, -rate * learner.decoupled_weight_decay, variables)
       new_variables = optax.apply_updates(variables, updates)
-      return new_variables, new_states, self._averaged(ema_vars, new_variables, step)
+      return new_variables, new_states, self._update_averages(ema_vars, new_variables, step)
 
     if finite is None:
       new_variables, new_states, ema_vars = changed()
@@ -265,25 +265,25 @@ class BoundLearner:
     squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, self._declared))
     return jax.tree.map(jnp.sqrt, squares)
 
-  def _clipped(self, gradients: NestedDict, norm: jax.Array, sum_parts: SumParts) -> NestedDict:
+  def _clip(self, gradients: NestedDict, norm: jax.Array, sum_parts: SumParts) -> NestedDict:
     original, learner = gradients, self._learner
     if limit := learner.clip_gradient_value:
       gradients = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), gradients)
     if learner.clip_gradient_single_norm_to_value:
       squares = sum_parts(jax.tree.map(_square_of_each_layer, gradients, self._declared))
       gradients = jax.tree.map(
-        lambda g, s: _clipped(g, jnp.sqrt(s), learner.clip_gradient_single_norm_to_value), gradients, squares
+        lambda g, s: _clip(g, jnp.sqrt(s), learner.clip_gradient_single_norm_to_value), gradients, squares
       )
     if learner.clip_gradient_norm_to_value:
       norm = norm if gradients is original else _global_norm(gradients, sum_parts)
-      gradients = jax.tree.map(lambda g: _clipped(g, norm, learner.clip_gradient_norm_to_value), gradients)
+      gradients = jax.tree.map(lambda g: _clip(g, norm, learner.clip_gradient_norm_to_value), gradients)
     return gradients
 
   def _plus(self, tree: NestedDict, factor: float | jax.Array, variables: NestedDict) -> NestedDict:
     """`tree` + factor * variables, for those that may be regularized."""
     return jax.tree.map(lambda x, v, w: x + factor * v if is_regularized(w) else x, tree, variables, self._declared)
 
-  def _averaged(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
+  def _update_averages(self, averages: NestedDict | None, variables: NestedDict, step: jax.Array) -> NestedDict | None:
     if averages is None:
       return None
     new = 1.0 - jnp.minimum(self._learner.ema_decay, (1.0 + step) / (10.0 + step))
@@ -302,7 +302,7 @@ def _if_finite(finite: jax.Array, changed: Callable[[], T], kept: T) -> T:
   return jax.lax.cond(finite, changed, lambda: kept)
 
 
-def _clipped(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
+def _clip(gradient: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
   return gradient * (limit / jnp.maximum(norm, limit)).astype(gradient.dtype)
 
 

@@ -53,7 +53,9 @@ class CompressedState(NamedTuple):
   inner: Any
 
 
-def compressed(optimizer: optax.GradientTransformationExtraArgs, moments: str) -> optax.GradientTransformationExtraArgs:
+def compress_moments(
+  optimizer: optax.GradientTransformationExtraArgs, moments: str
+) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer that stores its moments in fewer bits, one of `MOMENTS`, and computes with them in its own."""
   if moments == 'float32':
     return optimizer
@@ -99,7 +101,7 @@ def _codec(moments: str, slot: jax.ShapeDtypeStruct, is_square: bool) -> _Codec 
   power, most, dtype = (4, 255, jnp.uint8) if is_square else (2, 127, jnp.int8)
   return _Codec(
     functools.partial(_to_codes, power=power, most=most, dtype=dtype),
-    functools.partial(_from_codes, power=power, most=most),
+    functools.partial(_decode, power=power, most=most),
   )
 
 
@@ -128,7 +130,7 @@ def _to_codes(x: jax.Array, count: jax.Array, power: int, most: int, dtype: Any)
 
 
 @functools.partial(jax.jit, static_argnames=('power', 'most'))
-def _from_codes(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
+def _decode(stored: tuple[jax.Array, ...], power: int, most: int) -> jax.Array:
   codes, *maxima = stored
   relative = codes.astype(jnp.float32) / most
   return _scale(maxima) * (relative**power if power == 4 else relative * jnp.abs(relative))

@@ -35,7 +35,7 @@ import optax
 
 from praxis_lite.config import REQUIRED, Config, map_nested, nested_configs, target
 from praxis_lite.errors import ConfigError
-from praxis_lite.learning.moments import compressed
+from praxis_lite.learning.moments import compress_moments
 from praxis_lite.learning.probe import is_elementwise, is_stackable, looks_at_all, slot_axes
 from praxis_lite.partitioning.slots import owner_of
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, merge, path_name, select
@@ -169,7 +169,7 @@ class GroupedOptimizer:
   def _build(self, learning_rate: Rate) -> Transformation:
     self._check_decay()
     took_rate: list[Config] = []
-    transformation = self._filled(self._config, learning_rate, took_rate).instantiate()
+    transformation = self._fill_in(self._config, learning_rate, took_rate).instantiate()
     if not took_rate and any(_RATE in nested.__arguments__ for nested in nested_configs(self._config)):
       raise ConfigError(
         'learner.optimizer.learning_rate: set learner.learning_rate and learner.schedule instead, which are filled in '
@@ -183,14 +183,14 @@ class GroupedOptimizer:
     if not isinstance(transformation, optax.GradientTransformation):
       kind = type(transformation).__name__
       raise ConfigError(f'learner.optimizer: {_name(self._config)} returned {kind}, not an optax transformation')
-    return compressed(optax.with_extra_args_support(transformation), self._moments)
+    return compress_moments(optax.with_extra_args_support(transformation), self._moments)
 
-  def _filled(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
+  def _fill_in(self, config: Config, rate: Rate, took_rate: list[Config]) -> Config:
     """Returns a copy with rates and masks filled in, and adds to `took_rate` where that took the rate."""
     filled, parameters = config.clone(), config.__signature_info__.parameters
     arguments = filled.__arguments__
     for key, value in list(arguments.items()):
-      arguments[key] = map_nested(lambda nested: self._filled(nested, rate, took_rate), value)
+      arguments[key] = map_nested(lambda nested: self._fill_in(nested, rate, took_rate), value)
     if _RATE in parameters and arguments.get(_RATE, REQUIRED) is REQUIRED:
       arguments[_RATE] = rate
       took_rate.append(config)
@@ -214,7 +214,7 @@ class GroupedOptimizer:
     are nested in it are replaced by the identity."""
 
     def build(config: Config, rate: Rate) -> object:
-      return self._filled(config, rate, []).instantiate()
+      return self._fill_in(config, rate, []).instantiate()
 
     def makes_one(config: Config) -> bool:  # And not a schedule, such as of a decay.
       return isinstance(build(config, 1.0), optax.GradientTransformation)
@@ -252,7 +252,7 @@ def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | Non
   It keeps what it reads from the programs of its optimizer, however a mesh splits the variables: a search over meshes,
   or a comparison of a mesh with one device, then traces them once.
   """
-  declared = jax.tree.map(_without_split, weights)
+  declared = jax.tree.map(_strip_split, weights)
   for known in _RECENT:
     if known.is_of(config, declared, per_layer, moments):
       return known
@@ -260,7 +260,7 @@ def grouped_optimizer(config: Config, weights: NestedDict, per_layer: bool | Non
   return _RECENT[-1]
 
 
-def _without_split(weight: WeightHParams) -> WeightHParams:
+def _strip_split(weight: WeightHParams) -> WeightHParams:
   """What an optimizer can know of a variable."""
   return WeightHParams(
     weight.shape, dtype=weight.dtype, repeat_prefix=weight.repeat_prefix, collections=weight.collections
@@ -329,13 +329,13 @@ def _state_axes(optimizer: Transformation, variables: NestedDict, state: object)
   known = leaves_by_path(variables)
   slots, structure = leaves_by_path(state), jax.tree.structure(state)
   axes = [None if owner_of(path, known) is None else 0 for path in slots]
-  two_layers = [s if axis is None else _stacked(s) for axis, s in zip(axes, slots.values())]
+  two_layers = [s if axis is None else _stack(s) for axis, s in zip(axes, slots.values())]
 
   def update(slots: Sequence[jax.Array], variables: NestedDict) -> list[jax.Array]:
     return jax.tree.leaves(optimizer.update(variables, jax.tree.unflatten(structure, slots), variables, value=0.0)[1])
 
   try:
-    jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stacked, variables))
+    jax.eval_shape(jax.vmap(update, (axes, 0), axes), two_layers, jax.tree.map(_stack, variables))
   except ValueError:  # Something without an owner depends on the gradients after all: each layer needs its own.
     return [0] * len(axes)
   return axes
@@ -345,5 +345,5 @@ def _one_layer(variables: NestedDict, depth: int) -> NestedDict:
   return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[depth:], v.dtype), variables)
 
 
-def _stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _stack(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((2, *x.shape), x.dtype)

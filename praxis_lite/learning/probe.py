@@ -68,7 +68,7 @@ def is_stackable(build: Build, weights: NestedDict) -> bool:
 def is_elementwise(build: Build, weights: NestedDict) -> bool:
   """Whether a transformation does to parts of variables what it does to the whole; false if it draws random numbers."""
   reader = _Reader()
-  whole, part = (reader.program(build, map_with_path(f, weights)) for f in (_variable, _resized))
+  whole, part = (reader.program(build, map_with_path(f, weights)) for f in (_variable, _resize))
   return _alike(whole, part) and all(isinstance(m, _Slot) for values in whole.values() for v in values for m in v.marks)
 
 
@@ -112,7 +112,7 @@ def _variable(path: Path, weight: WeightHParams) -> _Variable:
   return _Variable(path, (0,), weight.full_shape, weight.as_struct().dtype)
 
 
-def _resized(path: Path, weight: WeightHParams) -> _Variable:
+def _resize(path: Path, weight: WeightHParams) -> _Variable:
   """The variable with other sizes, smaller where they are large. A dimension of size 1 is never split."""
   sizes = tuple(size // 2 if size > 3 else size * 2 if size > 1 else 1 for size in weight.full_shape)
   return dataclasses.replace(_variable(path, weight), shape=sizes)
@@ -191,7 +191,7 @@ def _alike(a: Program, b: Program) -> bool:
   )
 
 
-def _joined(values: Sequence[_Value], rank: int) -> tuple[tuple[Label, ...], _Variable | None] | None:
+def _join(values: Sequence[_Value], rank: int) -> tuple[tuple[Label, ...], _Variable | None] | None:
   """Labels and owner of what is made of arrays entry by entry; None if these run along different axes."""
   owners = {value.owner for value in values if value.owner is not None}
   labels = [{value.labels[i] for value in values if value.shape} - {()} for i in range(rank)]
@@ -230,21 +230,21 @@ class _Reader:
     """Returns the updates and the slots they may depend on, before and after a step."""
     steps, program = self.steps(build, variables), Program()
     for variable, value in zip(steps.arrays.values(), steps.updates):
-      program.setdefault(('update', *variable.path), []).append(self._of(variable, value, is_update=True))
+      program.setdefault(('update', *variable.path), []).append(self._value_of(variable, value, is_update=True))
     used = _marks([value for values in program.values() for value in values])
     for path, values in steps.slots.items():
       owner = steps.arrays.get(owner_of(path, steps.arrays) or ())
       name = _slot_name(path, steps.arrays)
       if _Slot(name) in used:
         for kind, value in zip(('first slot', 'slot', 'new slot'), values):
-          program.setdefault((kind, *name), []).append(self._of(owner, value))
+          program.setdefault((kind, *name), []).append(self._value_of(owner, value))
     return program
 
   def steps(self, build: Build, variables: NestedDict) -> _Steps:
     """Reads `init` and `update`; what they return is empty if the transformation cannot be traced on its own."""
     arrays = leaves_by_path(variables)
     shapes, structure = jax.tree.flatten(jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), variables))
-    traced = _traced(build, tuple(shapes), structure)
+    traced = _trace(build, tuple(shapes), structure)
     if traced is None:
       return _Steps({}, [], {})
     init, update, state = traced
@@ -261,7 +261,7 @@ class _Reader:
       if before == slots:
         return _Steps(arrays, updates, dict(zip(paths, zip(first, slots, after))))
 
-  def _of(self, owner: _Variable | None, value: _Value, is_update: bool = False) -> _Value:
+  def _value_of(self, owner: _Variable | None, value: _Value, is_update: bool = False) -> _Value:
     """An output of `owner`; a value that runs along another variable gets a form that no other value has."""
     if value.owner not in (None, owner):
       return value._replace(form=self._atom('of', value.owner, value.form), marks=value.marks | {_UNKNOWN})
@@ -271,7 +271,7 @@ class _Reader:
 
   def _either(self, slot: _Value, new: _Value) -> _Value:
     """A slot that may also hold `new`."""
-    joined = _joined([slot, new], len(slot.shape))
+    joined = _join([slot, new], len(slot.shape))
     labels, owner = joined or ((None,) * len(slot.shape), None)
     unknown: set[Mark] = set() if joined else {_UNKNOWN}
     return slot._replace(labels=labels, owner=owner, marks=slot.marks | new.marks | unknown)
@@ -303,12 +303,12 @@ class _Reader:
       is_inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
       result = self._entrywise(name, str(eqn.params), values, shape, is_inexact)
     elif name in _EXTREMES or name == 'reduce_sum':
-      result = self._reduced(name, values[0], eqn.params['axes'])
+      result = self._reduce(name, values[0], eqn.params['axes'])
     if result is None:
-      result = self._unknown(eqn, values)
+      result = self._unknown_values(eqn, values)
     return result if isinstance(result, list) else [result]
 
-  def _unknown(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
+  def _unknown_values(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
     """Random numbers, or results of an operation not understood: equal only to those of the same on the same arrays."""
     noise, name, marks = self._atom(_NOISE), eqn.primitive.name, _marks(values)
     if name.startswith(('random_', 'threefry')) or (values and all(value.form == noise for value in values)):
@@ -333,19 +333,19 @@ class _Reader:
   def _entrywise(
     self, name: str, params: str, values: Sequence[_Value], shape: Shape, is_inexact: bool = True
   ) -> _Value | None:
-    joined = _joined(values, len(shape))
+    joined = _join(values, len(shape))
     if joined is None and not any(v.axes for v in values):  # Scalar variables: each is the sum over itself.
-      values = [v if v.owner is None else self._over('reduce_sum', v) for v in values]
-      joined = _joined(values, len(shape))
+      values = [v if v.owner is None else self._reduce_over_owner('reduce_sum', v) for v in values]
+      joined = _join(values, len(shape))
     if joined is None:
       return None
     forms = [value.form for value in values]
-    form = self._combined(name, forms, is_inexact) if all(value.is_uniform for value in values) else None
+    form = self._combine(name, forms, is_inexact) if all(value.is_uniform for value in values) else None
     if form is None:
       form = forms[0] if name in ('copy', 'stop_gradient') else self._atom(name, params, *forms)
     return _Value(form, shape, *joined, _marks(values))
 
-  def _combined(self, name: str, forms: Sequence[Terms], is_inexact: bool) -> Terms | None:
+  def _combine(self, name: str, forms: Sequence[Terms], is_inexact: bool) -> Terms | None:
     """A form that does not depend on the order in which sums, maxima, ... over variables are combined."""
     if name in _EXTREMES.values():
       members = frozenset().union(*(self._members.get((name, form), frozenset([form])) for form in forms))
@@ -387,7 +387,7 @@ class _Reader:
 
   # ---------------------------------------------------------------- sums
 
-  def _reduced(self, name: str, value: _Value, axes: Sequence[int]) -> _Value | None:
+  def _reduce(self, name: str, value: _Value, axes: Sequence[int]) -> _Value | None:
     kept = [i for i in range(len(value.shape)) if i not in axes]
     reduced = [value.labels[i] for i in axes]
     result = value._replace(shape=tuple(value.shape[i] for i in kept), labels=tuple(value.labels[i] for i in kept))
@@ -400,7 +400,7 @@ class _Reader:
     along = sorted(axis for label in reduced for axis in label or ())
     if value.owner is not None and along == sorted(axis for label in value.owner.labels for axis in label):
       if not result.axes:
-        return self._over(name, result, times)
+        return self._reduce_over_owner(name, result, times)
     elif value.owner is not None and along and min(along) >= 0 and None not in reduced:  # Within each layer.
       marks = value.marks | {_Entries(value.owner.path, layer) for layer in value.owner.layers}
       return result._replace(form=self._atom(name, 'along', tuple(along), times, value.form), marks=marks)
@@ -410,12 +410,12 @@ class _Reader:
       return result._replace(form=self._atom('times', times, value.form))
     return result._replace(form=_sum([(atom, c * times) for atom, c in value.form]))
 
-  def _over(self, name: str, value: _Value, times: int = 1) -> _Value:
+  def _reduce_over_owner(self, name: str, value: _Value, times: int = 1) -> _Value:
     """The reduction of `value` over all entries of its owner, each counted `times` times, by layers."""
     owner = value.owner
     assert owner is not None
     over = [self._atom(name, 'over', owner.path, layer, value.form) for layer in owner.layers]
-    form = self._combined(_EXTREMES.get(name, ''), over, False)
+    form = self._combine(_EXTREMES.get(name, ''), over, False)
     form = _sum([(atom, times * c) for terms in over for atom, c in terms]) if form is None else form
     marks = value.marks | {_Entries(owner.path, layer) for layer in owner.layers}
     return value._replace(form=form, owner=None, marks=marks)
@@ -426,7 +426,7 @@ class _Reader:
     if not left_dims == right_dims == every or left.shape != right.shape:
       return None
     product = self._entrywise('mul', '', [left, right], left.shape)
-    return None if product is None else self._reduced('reduce_sum', product, every)
+    return None if product is None else self._reduce('reduce_sum', product, every)
 
   def _on_concatenate(self, eqn: JaxprEqn, *values: _Value) -> _Value | None:
     entries: list[_Value] = []
@@ -475,7 +475,7 @@ class _Reader:
 
 
 @functools.lru_cache(maxsize=8)  # The questions above ask for the same programs.
-def _traced(
+def _trace(
   build: Build, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: jax.tree_util.PyTreeDef
 ) -> tuple[ClosedJaxpr, ClosedJaxpr, object] | None:
   """The programs of `init` and `update` on a tree of shapes, and the shapes of the state; None if they have none."""

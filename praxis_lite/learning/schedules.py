@@ -26,7 +26,7 @@ from praxis_lite.errors import ConfigError
 Schedule = Callable[[jax.Array | int], ArrayLike]
 
 
-def as_schedule(schedule: object, where: str) -> Schedule:
+def to_schedule(schedule: object, where: str) -> Schedule:
   """Returns the function of the step that a config stands for, or that is given itself.
 
   A config of a function whose first argument is not set is that function, with its other arguments set. Any other

@@ -17,7 +17,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import BaseInput
 from praxis_lite.layer import Layer
-from praxis_lite.mistakes import returned_nothing
+from praxis_lite.mistakes import missing_return_hint
 from praxis_lite.models.labels import check_labels, labels_in, number_of_classes
 from praxis_lite.trees import NestedDict, leaves_by_path, path_name
 from praxis_lite.weighted import WeightedScalars
@@ -44,7 +44,7 @@ class BaseModel(Layer, Generic[PredictionsT]):
     """Returns metrics and per-example outputs of `compute_loss` for a batch."""
     predictions = self.compute_predictions(batch)
     if predictions is None:
-      raise ConfigError(f'{_named(self, "compute_predictions")} {returned_nothing(self.compute_predictions)}')
+      raise ConfigError(f'{_method_name(self, "compute_predictions")} {missing_return_hint(self.compute_predictions)}')
     return checked_outputs(self, self.compute_loss(predictions, batch))
 
   def predict(self, batch: NestedDict) -> Any:
@@ -84,7 +84,7 @@ def checked_predictions(model: BaseModel, predictions: Any, rows: int) -> Any:
     ConfigError: it is None, or an array in it does not have the batch as dimension 0.
   """
   if predictions is None:
-    raise ConfigError(f'{_named(model, "predict")} {returned_nothing(model.predict)}')
+    raise ConfigError(f'{_method_name(model, "predict")} {missing_return_hint(model.predict)}')
   for path, x in leaves_by_path(predictions).items():
     if jnp.shape(x)[:1] != (rows,):
       raise ConfigError(
@@ -104,11 +104,11 @@ def checked_outputs(
     ConfigError: they are something else, a metric is not a pair (mean, weight), there is no scalar `loss`, or an output
       does not have dimension 0 of size `rows`.
   """
-  where = _named(model, method)
+  where = _method_name(model, method)
   second = 'decoded outputs' if method == 'decode' else 'per-example outputs'
   if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(isinstance(part, dict) for part in outputs)):
     raise ConfigError(
-      f'{where} returned {_described(outputs)}; it must return two dicts, metrics and {second}, as in '
+      f'{where} returned {_describe(outputs)}; it must return two dicts, metrics and {second}, as in '
       "return {'loss': weighted_mean(losses, batch['weights'])}, {}"
     )
   metrics, by_row = outputs
@@ -118,7 +118,7 @@ def checked_outputs(
   for name, metric in metrics.items():
     if not (isinstance(metric, tuple | list) and len(metric) == 2 and all(map(_is_number, metric))):
       raise ConfigError(
-        f'{where}: the metric {name!r} is {_described(metric)}; it must be a pair (mean, weight), as '
+        f'{where}: the metric {name!r} is {_describe(metric)}; it must be a pair (mean, weight), as '
         "weighted_mean(values, batch['weights']) returns, or (mean, number of examples)"
       )
   if method == 'compute_loss' and 'loss' not in metrics:
@@ -130,7 +130,7 @@ def checked_outputs(
     mean, weight = map(jnp.asarray, metric)
     if name == 'loss' and (mean.shape, weight.shape) != ((), ()):
       raise ConfigError(
-        f'{where}: the loss is {_described(mean)} with a weight of {_described(weight)}; both must be scalars, as '
+        f'{where}: the loss is {_describe(mean)} with a weight of {_describe(weight)}; both must be scalars, as '
         "weighted_mean(losses, batch['weights']) returns"
       )
     metrics = {**metrics, name: (mean, weight)}
@@ -140,7 +140,7 @@ def checked_outputs(
       here = '' if rows is None else f', of {rows} here'
       remedy = '; a scalar is a metric' if _is_number(x) and not size else ''
       raise ConfigError(
-        f'{where}: {path_name(path)} is {_described(x)}; the second dict, {second}, has only arrays with the batch as '
+        f'{where}: {path_name(path)} is {_describe(x)}; the second dict, {second}, has only arrays with the batch as '
         f'dimension 0{here}{remedy}'
       )
   return metrics, by_row
@@ -154,13 +154,13 @@ def check_is_trained(model: BaseModel, loss: jax.Array, weight: jax.Array, train
   kinds = tuple({type(x) for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)})
   if not kinds or isinstance(loss, kinds):
     return
-  where, remedy = _named(model, 'compute_loss'), 'leave out stop_gradient, rounding, comparisons and integers'
+  where, remedy = _method_name(model, 'compute_loss'), 'leave out stop_gradient, rounding, comparisons and integers'
   if isinstance(weight, kinds):
     remedy = 'its weight does, so the pair seems to be reversed: it is (mean, weight)'
   raise ConfigError(f'{where}: the loss depends on no variable that is trained, so its gradient is zero; {remedy}')
 
 
-def _named(model: BaseModel, method: str) -> str:
+def _method_name(model: BaseModel, method: str) -> str:
   return f'task.model: {type(model).__name__}.{method}'
 
 
@@ -169,12 +169,12 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
   """A value as messages show it: an array by dtype and shape, in tuples and dicts too."""
   if hasattr(value, 'dtype') and hasattr(value, 'shape'):
     return f'{value.dtype}{list(value.shape)}' if value.shape else f'a {value.dtype} scalar'
   if isinstance(value, tuple | list):
-    return f'({", ".join(map(_described, value))})'
+    return f'({", ".join(map(_describe, value))})'
   if isinstance(value, dict):
     return f'a dict of {", ".join(map(str, value)) or "nothing"}'
   return 'None' if value is None else repr(value)

@@ -102,7 +102,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def compute_predictions(self, batch: NestedDict) -> SoftmaxOutput:
     """Returns cross entropies [B, T], and logits [B, T, V] unless the softmax layer works in chunks of the classes."""
     weights_BT = _weights_of_tokens(batch)
-    ids_BT, labels_BT = (_without_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
+    ids_BT, labels_BT = (_clear_padding(batch[name], weights_BT) for name in ('ids', 'labels'))
     return self.lm(ids_BT, labels_BT, weights_BT, **self._visible(batch))
 
   def compute_loss(self, predictions: SoftmaxOutput, batch: NestedDict) -> tuple[WeightedScalars, NestedDict]:
@@ -127,7 +127,7 @@ class LanguageModel(BaseModel[SoftmaxOutput]):
   def predict(self, batch: NestedDict) -> dict[str, jax.Array]:
     """Returns `logits`, [B, T, V] float32, of the token after each of `ids`; the batch needs no labels."""
     weights_BT = _weights_of_tokens(batch)
-    ids_BT = _without_padding(batch['ids'], weights_BT)
+    ids_BT = _clear_padding(batch['ids'], weights_BT)
     return {'logits': self.lm.logits(ids_BT, weights_BT, **self._visible(batch))}
 
   def _visible(self, batch: NestedDict) -> dict[str, jax.Array | None]:
@@ -225,6 +225,6 @@ def _weights_of_tokens(batch: NestedDict) -> jax.Array:
   return weights if weights.ndim > 1 else jnp.broadcast_to(weights[:, None], batch['ids'].shape)
 
 
-def _without_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+def _clear_padding(ids_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
   """Ids below zero that weigh nothing are padding; their vectors would be NaN, and 0 times NaN is no zero gradient."""
   return jnp.where((weights_BT == 0) & (ids_BT < 0), 0, ids_BT)

@@ -16,7 +16,7 @@ from praxis_lite.layers.feedforward import FeedForward, GatedFeedForward
 from praxis_lite.layers.moe import MoeFeedForward
 from praxis_lite.layers.normalizations import LayerNorm, RMSNorm
 from praxis_lite.layers.positions import LearnedPositions, RotaryPositions
-from praxis_lite.layers.repeat import Repeat, all_kinds
+from praxis_lite.layers.repeat import Repeat, kinds_of_stack
 from praxis_lite.layers.softmax import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer import PipelinedTransformer, RepeatedTransformer, StackedTransformer, TransformerLm
 from praxis_lite.models.language_model import LanguageModel
@@ -154,14 +154,14 @@ def set_sharding(
   bld, blf = (batch_axes, context_axis, None), (batch_axes, context_axis, mdl_axis)
   blnh = (batch_axes, None, mdl_axis, None)  # In a cache, the length is whole; `context_axis` is added elsewhere.
   lm.activation_split_dims_mapping.out = bld
-  for block in all_kinds(lm.transformer_tpl):
+  for block in kinds_of_stack(lm.transformer_tpl):
     block.activation_split_dims_mapping.out = bld
     block.attention_tpl.weight_split_dims_mapping.wt = (data_axis, mdl_axis, None)
     block.attention_tpl.activation_split_dims_mapping.set(blnh=blnh, blkh=blnh, out=bld)
     block.attention_tpl.context_axis = context_axis
     dense, kind = block.ff_tpl, target(block.ff_tpl)
     if isinstance(kind, type) and issubclass(kind, MoeFeedForward):
-      free = (_without(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
+      free = (_remove_axes(axes, spec_axes(expert_axis)) for axes in (data_axis, mdl_axis))
       block.ff_tpl.weight_split_dims_mapping.wt = (expert_axis, *free)
       block.ff_tpl.activation_split_dims_mapping.out = bld
       block.ff_tpl.expert_axis = expert_axis
@@ -180,7 +180,7 @@ def set_sharding(
   return config
 
 
-def _without(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:
+def _remove_axes(axes: str | tuple[str, ...] | None, taken: tuple[str, ...]) -> str | tuple[str, ...] | None:
   """An entry of a mapping without some of its axes."""
   return axes_to_entry([axis for axis in spec_axes(axes) if axis not in taken])
 

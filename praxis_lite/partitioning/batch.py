@@ -27,7 +27,7 @@ def batch_size(batch: object) -> int:
   Raises:
     DataError: a leaf is a scalar or differs from the others, or there are no leaves.
   """
-  shapes = {name: x.shape for name, x in _by_name(batch).items()}
+  shapes = {name: x.shape for name, x in _arrays_by_name(batch).items()}
   if not shapes:
     raise DataError('the batch has no arrays')
   for name, shape in shapes.items():
@@ -70,7 +70,7 @@ def padded_batch_shape(batch_struct: Mapping[str, object], multiple: int) -> Nes
 
 def check_batch(batch: object, expected: object) -> None:
   """Raises a DataError unless a process's share of a batch has the leaves, shapes and dtypes of the global batch."""
-  want, have = _by_name(expected), _by_name(batch)
+  want, have = _arrays_by_name(expected), _arrays_by_name(batch)
   if set(want) != set(have):
     raise DataError(f'the batch has the leaves {sorted(have)}; the step was built for {sorted(want)}')
   for name, x in want.items():
@@ -85,7 +85,7 @@ def check_batch(batch: object, expected: object) -> None:
 
 def is_on_device(batch: object, expected: object) -> bool:
   """Whether a batch consists of JAX arrays that have the padded shapes of `expected`."""
-  have, want = _by_name(batch), _by_name(expected)
+  have, want = _arrays_by_name(batch), _arrays_by_name(expected)
   return list(have) == list(want) and all(
     isinstance(x, jax.Array) and x.shape == want[name].shape for name, x in have.items()
   )
@@ -104,5 +104,5 @@ def put_on_mesh(batch: BatchT, mesh: Mesh | None, specs: object) -> BatchT:
   return jax.make_array_from_process_local_data(shardings, batch)
 
 
-def _by_name(tree: object) -> dict[str, Array]:
+def _arrays_by_name(tree: object) -> dict[str, Array]:
   return {path_name(path): x for path, x in leaves_by_path(tree).items()}

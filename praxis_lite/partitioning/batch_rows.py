@@ -48,23 +48,23 @@ class BatchRows(NamedTuple):
   examples: np.ndarray
   apart: bool
 
-  def taken(self, batch: NestedDict) -> NestedDict:
+  def take_rows(self, batch: NestedDict) -> NestedDict:
     """Inside a step: returns the rows to compute, [computed, ...], of those that have entered, [entering, ...]."""
-    return jax.tree.map(self._taken, batch) if self.apart else batch
+    return jax.tree.map(self._take, batch) if self.apart else batch
 
-  def of_examples(self, x: jax.Array) -> jax.Array:
+  def return_rows(self, x: jax.Array) -> jax.Array:
     """Inside a step: returns the rows of examples, [B, ...], of what was computed, [computed, ...]."""
     size = len(self.examples)
     if self.apart or (self.examples == np.arange(size)).all():
       return x[:size]
     return with_sharding_constraint(x, PartitionSpec())[self.examples]
 
-  def _taken(self, x: jax.Array) -> jax.Array:
-    x = self._over_longest(x, self.axes)[self.examples]  # Rows are taken where they are: they are not split here.
+  def _take(self, x: jax.Array) -> jax.Array:
+    x = self._split_longest(x, self.axes)[self.examples]  # Rows are taken where they are: they are not split here.
     # In two steps from here to the split inside, as XLA would gather whole arrays for one.
-    return pad_to(self._over_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
+    return pad_to(self._split_longest(x, self.inner_axes), (self.computed, *x.shape[1:]))
 
-  def _over_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  def _split_longest(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Splits the longest dimension other than the rows, if there is one, and not the rows."""
     longest = 1 + int(np.argmax(x.shape[1:])) if x.ndim > 1 else None
     return with_sharding_constraint(x, PartitionSpec(*(axes if dim == longest else None for dim in range(x.ndim))))

@@ -43,7 +43,7 @@ ResultT = TypeVar('ResultT')
 def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
   """Decorates a function whose arguments other projects call otherwise: `also_named(axis_name='axis')`."""
 
-  def named(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
+  def rename(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     own = tuple(inspect.signature(fn).parameters)
 
     @functools.wraps(fn)
@@ -57,7 +57,7 @@ def also_named(**names: str) -> Callable[[Callable[P, ResultT]], Callable[P, Res
 
     return call
 
-  return named
+  return rename
 
 
 @also_named(rng='key', axis_name='axis')
@@ -70,7 +70,7 @@ def fold_rng_over_axis(key: jax.Array, axis: str | Sequence[str]) -> jax.Array:
     key: a PRNG key, the same on all devices.
     axis: a mesh axis, or several, which count as one with the first the slowest; of none, the key stays as it is.
   """
-  axes = as_axes(axis)
+  axes = to_axes(axis)
   return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
@@ -221,7 +221,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
   Raises:
     ShardingError: a parameter is split over the axis already.
   """
-  axes = as_axes(axis)
+  axes = to_axes(axis)
   devices = jax.lax.axis_size(axes)
 
   def shard(param: jax.Array | ShardedParam) -> jax.Array | ShardedParam:
@@ -238,7 +238,7 @@ def shard_params(params: TreeT, axis: str | Sequence[str], min_size: int = 2**18
     divisible = [i for i in free if boxed.shape[i] % devices == 0]
     dim = max(divisible or free, key=lambda i: (boxed.shape[i], i))
     split = (*boxed.axes[:dim], axes, *boxed.axes[dim + 1 :])
-    return ShardedParam(own_part(x, PartitionSpec(*(None,) * dim, axes)), split, boxed.shape)
+    return ShardedParam(take_own_part(x, PartitionSpec(*(None,) * dim, axes)), split, boxed.shape)
 
   with jax.named_scope('shard_params'):
     return jax.tree.map(shard, params, is_leaf=_is_sharded)
@@ -253,7 +253,7 @@ def gather_params(params: TreeT, axis: str | Sequence[str] | None = None, dtype:
     axis: mesh axis, or several, to gather over; what is split over other axes stays split over these. None: all.
     dtype: see `ShardedParam.gather`.
   """
-  over = None if axis is None else as_axes(axis)
+  over = None if axis is None else to_axes(axis)
   with jax.named_scope('gather_params'):
     return jax.tree.map(lambda p: p.gather_over(over, dtype) if _is_sharded(p) else p, params, is_leaf=_is_sharded)
 
@@ -281,7 +281,7 @@ def shard_module_params(module: Module, axis: str | Sequence[str], min_size: int
   return ShardedModule(module, axis, min_size)
 
 
-def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def take_own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   """Inside `shard_map`: returns this device's part of an array that all devices hold whole, padded as need be."""
   for dim, entry in enumerate(complete_spec(spec, x.ndim)):
     axes = spec_axes(entry)
@@ -300,7 +300,7 @@ def save_all_but_gathered(primitive: Primitive, *_: object, **params: Any) -> bo
   return inner is None or all(equation.primitive.name != 'all_gather' for equation in inner.eqns)
 
 
-def as_axes(axis: str | Sequence[str]) -> Axes:
+def to_axes(axis: str | Sequence[str]) -> Axes:
   """One mesh axis or several, as a tuple."""
   return (axis,) if isinstance(axis, str) else tuple(axis)
 

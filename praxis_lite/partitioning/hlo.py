@@ -127,7 +127,7 @@ class Instruction:
     return self.arrays
 
   @property
-  def called(self) -> list[str]:
+  def called_computations(self) -> list[str]:
     """Names of the computations that it runs; not those that it applies to elements."""
     if self.collective or self.opcode in _APPLIES_TO_ELEMENTS or self.opcode.endswith(('-done', '-update')):
       return []
@@ -200,9 +200,9 @@ class Program:
   entry: Computation
   num_devices: int = 1
 
-  def called(self, instruction: Instruction) -> list[Computation]:
+  def called_computations(self, instruction: Instruction) -> list[Computation]:
     """The computations that an instruction runs."""
-    return [self.computations[name] for name in instruction.called if name in self.computations]
+    return [self.computations[name] for name in instruction.called_computations if name in self.computations]
 
   def origin(self, instruction: Instruction, computation: Computation) -> Instruction:
     """What an instruction only renames, seen through bitcasts, and copies that TPU fusions make in place."""
@@ -213,7 +213,7 @@ class Program:
   def is_view(self, instruction: Instruction) -> bool:
     """Whether an instruction is another name for its operand."""
     if instruction.opcode == 'fusion' and 'output_to_operand_aliasing={{}: (0,' in instruction.attributes:
-      return all(called.root.opcode == 'copy' for called in self.called(instruction))
+      return all(called.root.opcode == 'copy' for called in self.called_computations(instruction))
     return instruction.opcode == 'bitcast'
 
   def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
@@ -247,14 +247,14 @@ class Program:
     """Whether a collective in the computation of a fusion goes on with one that another fusion started."""
     return 'AsyncCollectiveStart' not in fused.custom_calls and channel_of(collective) in self._started_in_fusions
 
-  def executed(self) -> Iterator[tuple[Instruction, int]]:
+  def executed_instructions(self) -> Iterator[tuple[Instruction, int]]:
     """Yields each instruction that runs, and how often; of a conditional, those of all branches.
 
     A loop whose count is not known runs once. A collective that several fusions carry forward counts where it starts.
     """
-    yield from self._executed(self.entry, 1, set(), fused=False)
+    yield from self._executed_in(self.entry, 1, set(), fused=False)
 
-  def _executed(
+  def _executed_in(
     self, computation: Computation, times: int, started: set[str], fused: bool
   ) -> Iterator[tuple[Instruction, int]]:
     for instruction in computation.instructions:
@@ -265,9 +265,9 @@ class Program:
         started.add(channel)
       yield instruction, times
       trips = (self.trip_count(instruction, computation) or 1) if instruction.opcode == 'while' else 1
-      for called in self.called(instruction):
+      for called in self.called_computations(instruction):
         fusion = instruction.opcode == 'fusion'
-        yield from self._executed(called, times * trips, started if fusion else set(), fusion)
+        yield from self._executed_in(called, times * trips, started if fusion else set(), fusion)
 
 
 def parse(compiled: jax.stages.Compiled | str) -> Program:
@@ -353,7 +353,7 @@ def _comparison(program: Program, condition: Computation) -> tuple[int, int] | N
   """(index, bound) of a condition `element index < bound`; None if it is another one."""
   root, compared = condition.root, condition
   given = condition.operands(root)
-  if root.opcode == 'fusion' and (called := program.called(root)):
+  if root.opcode == 'fusion' and (called := program.called_computations(root)):
     compared, root = called[0], called[0].root
   if root.opcode != 'compare' or root.attribute('direction') not in ('LT', 'LE', 'NE'):
     return None
@@ -373,10 +373,10 @@ def _increment(program: Program, body: Computation, index: int) -> int | None:
   result, computation = results[index] if index < len(results) else body.root, body
   if result.opcode == 'get-tuple-element' and (operands := body.operands(result)) and operands[0].opcode == 'fusion':
     part, result = int(result.attribute('index')), operands[0]
-    called = program.called(result)
+    called = program.called_computations(result)
     computation = called[0] if called else body
     result = computation.operands(computation.root)[part]
-  elif result.opcode == 'fusion' and (called := program.called(result)):
+  elif result.opcode == 'fusion' and (called := program.called_computations(result)):
     computation, result = called[0], called[0].root
   if result.opcode != 'add':
     return None
@@ -411,7 +411,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> dict[str, Collective]:
     ValueError: the program is given as HLO text, and this has no entry computation.
   """
   totals = {kind: [0, 0] for kind in KINDS}
-  for instruction, times in parse(compiled).executed():
+  for instruction, times in parse(compiled).executed_instructions():
     if kind := instruction.collective:
       totals[kind][0] += times
       totals[kind][1] += times * sum(array.bytes for array in instruction.collective_result)

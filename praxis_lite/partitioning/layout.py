@@ -57,18 +57,18 @@ class StateLayout(NamedTuple):
 
   def unpad(self, tree: T) -> T:
     """Inside a step: slices stored arrays to their true shapes."""
-    return self._constrain_padded(slice_to(self.fetched(tree), self.unpadded_shapes))
+    return self._constrain_padded(slice_to(self.fetch(tree), self.unpadded_shapes))
 
   def pad(self, tree: T) -> T:
     """Inside a step: pads true arrays to their stored shapes."""
-    return self.sent(pad_to(self._constrain_padded(tree), self.padded_shapes))
+    return self.send_to_host(pad_to(self._constrain_padded(tree), self.padded_shapes))
 
-  def fetched(self, tree: T) -> T:
+  def fetch(self, tree: T) -> T:
     """Inside a step: moves arrays that are stored in the memory of the host to the devices."""
     return jax.tree.map(lambda x, s: jax.device_put(x, on_device(s)) if is_on_host(s) else x, tree, self.shardings)
 
-  def sent(self, tree: T) -> T:
-    """Inside a step: the inverse of `fetched`."""
+  def send_to_host(self, tree: T) -> T:
+    """Inside a step: the inverse of `fetch`."""
     return jax.tree.map(lambda x, s: jax.device_put(x, s) if is_on_host(s) else x, tree, self.shardings)
 
   def unpadded(self, tree: T) -> T:

@@ -147,13 +147,13 @@ class BlockMemory:
     stored = op.name in _STORED
     if not stored and not self._is_stored(op, result, fused.moved, size):
       return fused, 0
-    moved = 0 if stored and op.name not in _FUSIONS else self._moved(fused.read) + size
+    moved = 0 if stored and op.name not in _FUSIONS else self._bytes_read(fused.read) + size
     if result in self._returned:  # The caller has a place for it.
       return _Value((), {result: size}), moved
     self._buffers.append(_Buffer(size, self._at, self._at))
     return _Value((self._buffers[-1],), {result: size}), moved
 
-  def _moved(self, read: Mapping[ir.Value, int]) -> int:
+  def _bytes_read(self, read: Mapping[ir.Value, int]) -> int:
     """The bytes that are read for a result: none, if another reads the same large arrays: XLA computes both at once."""
     large = frozenset(array for array, size in read.items() if size >= max(read.values()) / 8)
     if large in self._together:

@@ -15,7 +15,7 @@ from praxis_lite.partitioning.local_memory import COLLECTIVES, LOOPS, MAPPED, PR
 _WORK = PRODUCTS | (LOOPS - {MAPPED}) | {'stablehlo.custom_call', 'stablehlo.convolution'}
 
 
-def beside_work(body: ir.Block) -> set[ir.Operation]:
+def overlappable_collectives(body: ir.Block) -> set[ir.Operation]:
   """The collectives that may run beside the work of the body of a loop; those of loops in it are not looked at."""
   made, needed = set[ir.Value](), set[ir.Value]()
   *_, last = body.operations

@@ -19,14 +19,14 @@ import numpy as np
 from praxis_lite.jax_internals.mlir import ir
 from praxis_lite.partitioning.library_calls import fused_attention_flops, is_fused_attention
 from praxis_lite.partitioning.local_memory import COLLECTIVES, LOOPS, PRODUCTS, STARTED, BlockMemory, Sizes
-from praxis_lite.partitioning.local_overlap import beside_work, is_joined
+from praxis_lite.partitioning.local_overlap import is_joined, overlappable_collectives
 from praxis_lite.partitioning.propagation import (
   functions_of,
+  make_collectives_explicit,
   mesh_axes,
   name_of,
   operations,
   split_of,
-  with_collectives,
 )
 
 # A custom call of a function that the compiler splits by a rule of its own; see `lower_without_devices`.
@@ -119,7 +119,7 @@ def local_program(lowered: jax.stages.Lowered) -> LocalProgram:
   """Reads a lowered program of a mesh, which may be without devices."""
   module = lowered.compiler_ir('stablehlo')
   assert module is not None
-  root = with_collectives(module)  # Its parts are gone with it.
+  root = make_collectives_explicit(module)  # Its parts are gone with it.
   functions = functions_of(root)
   reader = _Reader(Sizes(mesh_axes(module)), functions)
   temporaries = reader.read(functions['main'].regions[0].blocks[0], 1, '')
@@ -172,7 +172,7 @@ class _Reader:
       outside, body = self._loop, op.regions[1].blocks[0]
       self._loops += 1
       self._loop = self._loops
-      self._beside |= beside_work(body)
+      self._beside |= overlappable_collectives(body)
       trips = _trip_count(op)
       if trips is None:
         self.unknown_loops.append(name.strip('/'))

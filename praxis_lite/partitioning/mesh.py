@@ -97,11 +97,11 @@ def on_mesh(fn: Callable[P, T], mesh: Mesh | AbstractMesh) -> Callable[P, T]:
   """Returns `fn`, traced with `mesh` as the ambient mesh, so that sharding constraints inside it apply."""
 
   @functools.wraps(fn)
-  def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+  def call_on_mesh(*args: P.args, **kwargs: P.kwargs) -> T:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       return fn(*args, **kwargs)
 
-  return traced
+  return call_on_mesh
 
 
 def _checked_shape(field: str, shape: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def slice_to(x: T, shape: object) -> T:
 
 
 def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
-  target = _as_shape(shape)
+  target = _to_shape(shape)
   if tuple(x.shape) == target:
     return x
   if len(x.shape) != len(target) or any(d > t for d, t in zip(x.shape, target)):
@@ -90,7 +90,7 @@ def _pad_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
 
 
 def _slice_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
-  target = _as_shape(shape)
+  target = _to_shape(shape)
   if tuple(x.shape) == target:
     return x
   if len(x.shape) != len(target) or any(d < t for d, t in zip(x.shape, target)):
@@ -100,5 +100,5 @@ def _slice_one(x: Array, shape: HasShape | Sequence[int]) -> Array:
   return lax.slice(x, (0,) * len(target), target)
 
 
-def _as_shape(shape: HasShape | Sequence[int]) -> tuple[int, ...]:
+def _to_shape(shape: HasShape | Sequence[int]) -> tuple[int, ...]:
   return tuple(shape if isinstance(shape, Sequence) else shape.shape)

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import located
+from praxis_lite.errors import prefix_errors
 from praxis_lite.partitioning.padding import MeshLike, axis_sizes
 from praxis_lite.partitioning.rules import LogicalAxisRules, logical_names, resolve
 from praxis_lite.partitioning.specs import Placement
-from praxis_lite.partitioning.strategies import Strategy, as_variable, decide, first_match, parse_strategy
+from praxis_lite.partitioning.strategies import Strategy, decide, first_match, parse_strategy, to_variable
 from praxis_lite.trees import Path, map_with_path, path_name
 from praxis_lite.weights import WeightHParams
 
@@ -43,7 +43,7 @@ def place_variables(
     ShardingError: something that decides does not fit the variable or the mesh; the variable is named.
   """
   sizes = axis_sizes(mesh)
-  with located('task.strategy'):
+  with prefix_errors('task.strategy'):
     parsed = parse_strategy(strategy or ())
 
   def place(path: Path, weight: WeightHParams) -> Placement:
@@ -59,8 +59,8 @@ def place_variables(
     # The strategy decides all but the mesh axes that are declared.
     given = (None if by_name else entry for by_name, entry in zip(named, declared.spec))
     start = dataclasses.replace(declared, spec=PartitionSpec(*given))
-    with located('task.strategy'):
-      chosen = decide(path, as_variable(path, weight, rules), parsed, sizes, start)
+    with prefix_errors('task.strategy'):
+      chosen = decide(path, to_variable(path, weight, rules), parsed, sizes, start)
     stack = len(weight.repeat_prefix)
     why = tuple(
       declared.why[dim] if dim < stack and declared.spec[dim] == chosen.spec[dim] else reason

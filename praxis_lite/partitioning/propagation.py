@@ -81,10 +81,10 @@ class Site:
   def restrict(self, number: int, before: Split, after: Split) -> None:
     """Constrains an operand to be split otherwise in the operation alone; all before it is split as it was."""
     with ir.InsertionPoint(self.op), self.op.location:
-      constraint = self.constraint(self.constraint(self.op.operands[number], before).result, after)
+      constraint = self.insert_constraint(self.insert_constraint(self.op.operands[number], before).result, after)
     self.op.operands[number] = constraint.result
 
-  def constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
+  def insert_constraint(self, value: ir.Value, split: Split) -> sdy.ShardingConstraintOp:
     """A constraint on how an array is split, inserted at the current insertion point."""
     return sdy.ShardingConstraintOp(value, self._sharding(split))
 
@@ -92,13 +92,13 @@ class Site:
     """Constrains an array; a result also to how it is split after the operation."""
     if number < len(self.op.operands):
       with ir.InsertionPoint(self.op), self.op.location:
-        constraint = self.constraint(self.op.operands[number], split)
+        constraint = self.insert_constraint(self.op.operands[number], split)
       self.op.operands[number] = constraint.result
     else:
       result = self.op.results[number - len(self.op.operands)]
       with ir.InsertionPoint.after(self.op), self.op.location:
-        constraint = self.constraint(result, split)
-        last = constraint if afterwards == split else self.constraint(constraint.result, afterwards)
+        constraint = self.insert_constraint(result, split)
+        last = constraint if afterwards == split else self.insert_constraint(constraint.result, afterwards)
       result.replace_all_uses_except(last.result, [constraint.operation])
     self._stated[number] = constraint.operation
 
@@ -173,7 +173,7 @@ class Propagation:
       yield site, tuple(_split(_sharding_of(value), len(shape), self._sizes) for value, shape in values)
 
 
-def with_collectives(module: ir.Module) -> ir.Operation:
+def make_collectives_explicit(module: ir.Module) -> ir.Operation:
   """Returns a copy of a lowered program in which every communication between devices is an operation.
 
   Calls are inlined, shardings propagated. Arrays keep their global shapes; `split_of` says how they are split.

@@ -139,12 +139,12 @@ def parse_ops(text: str) -> list[ParsedOp]:
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # Python's parser raises all of these.
     reason = error.msg if isinstance(error, SyntaxError) else str(error) or 'nested too deeply'
     raise ShardingError(f'{text!r} is not a chain of ops: {reason}') from None
-  return [_make_op(call, text) for call in _joined(expression)]
+  return [_make_op(call, text) for call in _flatten_sum(expression)]
 
 
-def _joined(node: ast.expr) -> list[ast.expr]:
+def _flatten_sum(node: ast.expr) -> list[ast.expr]:
   if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-    return [*_joined(node.left), *_joined(node.right)]
+    return [*_flatten_sum(node.left), *_flatten_sum(node.right)]
   return [node]
 
 
@@ -308,10 +308,10 @@ def explain_sharding(
   """As `infer_sharding`, with a `Placement` for each variable."""
   parsed, sizes = parse_strategy(strategy), axis_sizes(mesh)
 
-  def placed(path: Path, leaf: Any) -> Placement:
-    return decide(path, as_variable(path, leaf, rules), parsed, sizes)
+  def place(path: Path, leaf: Any) -> Placement:
+    return decide(path, to_variable(path, leaf, rules), parsed, sizes)
 
-  return put_into_boxes(params, map_with_path(placed, params, is_leaf=is_named_box))
+  return put_into_boxes(params, map_with_path(place, params, is_leaf=is_named_box))
 
 
 def unused_patterns(params: object, strategy: Strategy) -> list[int]:
@@ -334,7 +334,7 @@ def first_match(path: Path, parsed: Sequence[tuple[str, T]]) -> tuple[str, T] | 
   return next(((pattern, rest) for pattern, rest in parsed if path_matches(pattern, path)), None)
 
 
-def as_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) -> Variable:
+def to_variable(path: Path, leaf: Any, rules: LogicalAxisRules | None = None) -> Variable:
   """Describes an array, a shape with a dtype, a weight declaration, or an array in a box of Flax."""
   if is_named_box(leaf):
     names, x = leaf.names, leaf.value

@@ -19,7 +19,7 @@ from praxis_lite.plan.declared import is_below, parts_of
 Shape = tuple[int, ...]
 
 
-def as_compiled(activations: Iterable[Explanation], program: Program, names: LayerNames) -> list[Explanation]:
+def explain_compiled(activations: Iterable[Explanation], program: Program, names: LayerNames) -> list[Explanation]:
   """Returns explanations of activations, completed with the part that each device holds in a compiled program."""
   results: dict[str, collections.Counter[Shape]] = {}
   for computation in program.computations.values():
@@ -30,7 +30,7 @@ def as_compiled(activations: Iterable[Explanation], program: Program, names: Lay
       for layer in names.layers(name):
         seen = results.setdefault(layer, collections.Counter())
         for array in instruction.arrays:
-          seen[_without_ones(array.dims)] += array.bytes
+          seen[_drop_ones(array.dims)] += array.bytes
   return [_found(e, results) for e in activations]
 
 
@@ -66,5 +66,5 @@ def _found(e: Explanation, results: dict[str, collections.Counter[Shape]]) -> Ex
   return dataclasses.replace(e, compiled=compiled, remarks=(*e.remarks, remark))
 
 
-def _without_ones(dims: Sequence[int]) -> Shape:
+def _drop_ones(dims: Sequence[int]) -> Shape:
   return tuple(d for d in dims if d != 1)

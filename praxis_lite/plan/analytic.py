@@ -27,7 +27,7 @@ from praxis_lite.partitioning.local_program import (
   LocalProgram,
   local_program,
 )
-from praxis_lite.plan.compilers import as_if_with_cudnn
+from praxis_lite.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, Operation
 from praxis_lite.plan.links import Groups, Links
 from praxis_lite.plan.lowering import lower_without_devices
@@ -45,7 +45,7 @@ UNCERTAIN = (
 def program_for(task: PartitionedTask, topology: Topology) -> LocalProgram:
   """Returns the program of each device of a topology for a task's train step. The task's mesh needs no devices."""
   step = task.train_step
-  with as_if_with_cudnn():
+  with pretend_cudnn_for_plans():
     lowered = lower_without_devices(step.jitted.trace(*step.arguments), topology.target.kind)
   return local_program(lowered)
 
@@ -66,14 +66,14 @@ def analytic_cost(program: LocalProgram, mesh: Mapping[str, int], topology: Topo
     _communication(c, links, groups(c.axes) if c.axes else c.groups, mesh, names) for c in program.collectives
   ]
   if target.kind != 'cpu':
-    collectives = _beside_work(program, operations, collectives)
+    collectives = _overlapped(program, operations, collectives)
   seconds = sum(op.count * op.seconds for op in operations) + sum(c.count * c.exposed for c in collectives)
   return Cost(
     tuple(operations), tuple(collectives), seconds, tuple(names.layer(loop) or loop for loop in program.unknown_loops)
   )
 
 
-def _beside_work(
+def _overlapped(
   program: LocalProgram, operations: Sequence[Operation], collectives: Sequence[Communication]
 ) -> list[Communication]:
   """Sets how long collectives in loops are exposed: the time that they take beyond the work they may overlap with."""

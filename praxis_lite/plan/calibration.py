@@ -126,7 +126,7 @@ def _measure(
     taken = _time(_increment, jnp.zeros(size // 4, jnp.float32), seconds=seconds)
     yield 'memory', 2 * size / perfect.device_bandwidth / taken
     report('small operations')
-    yield 'seconds_per_operation', _time(_in_a_row, jnp.zeros(1024), seconds=seconds) / _OPERATIONS
+    yield 'seconds_per_operation', _time(_repeat, jnp.zeros(1024), seconds=seconds) / _OPERATIONS
   if len(devices) > 1:
     report('links')
     links, ids = Links(_topology_of(perfect, devices)), (tuple(range(len(devices))),)
@@ -169,7 +169,7 @@ def _increment(i: jax.Array, x: jax.Array) -> jax.Array:
   return x + 1
 
 
-def _in_a_row(i: jax.Array, x: jax.Array) -> jax.Array:
+def _repeat(i: jax.Array, x: jax.Array) -> jax.Array:
   for _ in range(_OPERATIONS):
     x = jax.lax.optimization_barrier(x + 1)  # Without the barrier, XLA fuses all of them into one operation.
   return x

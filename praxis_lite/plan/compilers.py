@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from praxis_lite.errors import ConfigError, UserError, first_line
-from praxis_lite.jax_internals.lowering import without_cudnn
+from praxis_lite.jax_internals.lowering import pretend_cudnn
 from praxis_lite.native_log import collected_log
 from praxis_lite.partitioning.xla_flags import XlaFlags
 from praxis_lite.plan.targets import gpu_target_config
@@ -198,7 +198,7 @@ def compile_step(
     CompileError: the compiler refuses the step, or runs out of memory.
   """
   report('tracing')
-  with as_if_with_cudnn():
+  with pretend_cudnn_for_plans():
     lowered = step.lower()
   file = None if cache is None else cache / f'{_key(lowered, step, topology, layers)}.json.gz'
   if kept := _read(file):
@@ -211,7 +211,7 @@ def compile_step(
   start = time.perf_counter()
   try:
     with collected_log() as log:
-      compiled, text = _compiled(lowered, step.flags, topology)
+      compiled, text = _compile(lowered, step.flags, topology)
   except (RuntimeError, MemoryError, NotImplementedError) as error:  # JAX raises one type for every failure.
     why = first_line(error)[:_MOST_SHOWN].rstrip('.')
     refused = CompileError(f'{topology.target.name}: the compiler refuses the step: {why}')
@@ -232,12 +232,12 @@ def compile_step(
   return result
 
 
-def as_if_with_cudnn() -> contextlib.AbstractContextManager[None]:
+def pretend_cudnn_for_plans() -> contextlib.AbstractContextManager[None]:
   """Lets fused attention be traced without cuDNN. JAX asks for its version; the compiler does not need the library."""
-  return without_cudnn(_CUDNN_VERSION)
+  return pretend_cudnn(_CUDNN_VERSION)
 
 
-def _compiled(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
+def _compile(lowered: jax.stages.Lowered, flags: XlaFlags, topology: Topology) -> tuple[jax.stages.Compiled, str]:
   """Returns a compiled program and its text."""
   compiled, text = _written_down(lowered, flags) if topology.target.kind == 'tpu' else (flags.compile(lowered), '')
   try:

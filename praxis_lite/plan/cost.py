@@ -352,16 +352,17 @@ class _CostModel:
         if trips is None:
           self.unknown_loops.append(self._layer_of_loop(instruction, computation))
         within, one_round = instruction.op_name or self._within[computation.name], _Timeline()
-        for called in self._program.called(instruction):
+        for called in self._program.called_computations(instruction):
           one_round.append(self.timeline(called, within))
         line.repeat(one_round, 1 if trips is None else trips, instruction.name)
       elif instruction.opcode == 'conditional':
         branches = [
-          self.timeline(called, self._within[computation.name]) for called in self._program.called(instruction)
+          self.timeline(called, self._within[computation.name])
+          for called in self._program.called_computations(instruction)
         ]
         line.append(max(branches, key=lambda branch: branch.seconds, default=_Timeline()))
       elif instruction.opcode == 'call':
-        for called in self._program.called(instruction):
+        for called in self._program.called_computations(instruction):
           line.append(self.timeline(called, self._within[computation.name]))
       else:
         line.seconds += self._compute(instruction, computation, line)
@@ -417,7 +418,7 @@ class _CostModel:
 
   def _collectives_below(self, instruction: Instruction) -> list[tuple[Instruction, Computation]]:
     found = []
-    for called in self._program.called(instruction):
+    for called in self._program.called_computations(instruction):
       for inner in called.instructions:
         found += [(inner, called)] if inner.collective else self._collectives_below(inner)
     return found

@@ -28,7 +28,7 @@ class Dataflow:
     self._callers: dict[str, tuple[Instruction, Computation]] = {}
     for computation in program.computations.values():
       for instruction in computation.instructions:
-        for called in program.called(instruction):
+        for called in program.called_computations(instruction):
           self._callers.setdefault(called.name, (instruction, computation))
 
   def collectives(self) -> Iterator[tuple[Instruction, Computation]]:
@@ -71,7 +71,7 @@ class Dataflow:
           return ''
         instruction = operands[0]
       elif opcode in _PASSED_ON:
-        called = self._program.called(instruction)
+        called = self._program.called_computations(instruction)
         if not called:
           if not operands:
             return ''

@@ -106,7 +106,7 @@ class Declarations:
 
   # ---------------------------------------------------------------- what is declared
 
-  def of_variables(self, paths: Iterable[str]) -> list[Declaration]:
+  def declarations_of(self, paths: Iterable[str]) -> list[Declaration]:
     wanted = set(paths)
     return [w for w in self.weights if w.path in wanted]
 

@@ -94,7 +94,7 @@ class Links:
       size = operand_bytes if kind == 'reduce-scatter' else result_bytes
       rounds = 2 if kind == 'all-reduce' else 1
       fast, network, links = rounds * size * (m - 1) / m, rounds * size * (s - 1) / n, extent.links
-    return self._timed(fast, network, links, extent.hops)
+    return self._add_time(fast, network, links, extent.hops)
 
   def hops(self, groups: Groups) -> float:
     """Returns the number of places that the farthest message of a group passes."""
@@ -113,9 +113,9 @@ class Links:
       apart = np.abs(start[:, 1 + dim] - end[:, 1 + dim])
       size = self._topology.shape[dim]
       hops = max(hops, int((np.minimum(apart, size - apart) if self._topology.wraps(dim) else apart).max()))
-    return self._timed(operand_bytes if stays else 0.0, operand_bytes if crosses else 0.0, 1 / hops, hops)
+    return self._add_time(operand_bytes if stays else 0.0, operand_bytes if crosses else 0.0, 1 / hops, hops)
 
-  def _timed(self, fast: float, network: float, links: float, hops: float) -> Traffic:
+  def _add_time(self, fast: float, network: float, links: float, hops: float) -> Traffic:
     target, efficiency = self._target, self._target.efficiency
     seconds = max(fast / (target.link * efficiency.links * links), network / (target.network * efficiency.network))
     return Traffic(float(fast), float(network), float(seconds + hops * efficiency.seconds_per_hop))

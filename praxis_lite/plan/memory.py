@@ -122,7 +122,7 @@ class Memory:
     """The bytes that are left; negative if the step does not fit."""
     return self.capacity - self.peak
 
-  def by_kind(self) -> dict[str, int]:
+  def bytes_by_kind(self) -> dict[str, int]:
     """Bytes of the peak by kind; 'other' is what the schedule does not explain, and may be negative."""
     state = self.state
     parts = {
@@ -269,7 +269,7 @@ class _Liveness:
         buffer.last_use = at
       held[instruction.name] = self._result(instruction, computation, used, at, buffers)
       if instruction.opcode in ('while', 'conditional', 'call'):
-        below = [self.peak(called) for called in self._program.called(instruction)]
+        below = [self.peak(called) for called in self._program.called_computations(instruction)]
         inside[at] = max(below, key=lambda peak: peak[0], default=(0, []))
     for buffer in _flat([held[computation.root.name]]):
       buffer.last_use = len(computation.instructions)
@@ -342,7 +342,7 @@ def _updated_in_place(instruction: Instruction, program: Program) -> int | None:
   """Returns the number of the operand whose memory holds the result; None if the result is in new memory."""
   if instruction.opcode == 'dynamic-update-slice':
     return 0
-  called = program.called(instruction) if instruction.opcode == 'fusion' else []
+  called = program.called_computations(instruction) if instruction.opcode == 'fusion' else []
   if not called:
     return None
   inside = called[0]

@@ -23,17 +23,17 @@ from praxis_lite.layers.embeddings import Embedding
 from praxis_lite.layers.positions import LearnedPositions
 from praxis_lite.partitioning.hlo import parse
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.activations import as_compiled
+from praxis_lite.plan.activations import explain_compiled
 from praxis_lite.plan.analytic import UNCERTAIN, analytic_cost, analytic_memory, program_for
 from praxis_lite.plan.cause import Cause
 from praxis_lite.plan.compilers import (
   CompiledStep,
   CompileError,
-  as_if_with_cudnn,
   compile_step,
   devices_of,
   missing_compiler,
   places_of,
+  pretend_cudnn_for_plans,
 )
 from praxis_lite.plan.cost import Communication, Cost, LayerNames, cost_of
 from praxis_lite.plan.links import Links
@@ -199,12 +199,12 @@ def plan(
         live=live_at_peak(program, names),
         over_time=live_over_time(program),
       )
-      with as_if_with_cudnn():
+      with pretend_cudnn_for_plans():
         traced = trace_step(jax_task, state_layout(jax_task, abstract_mesh(mesh, topology.target.kind)), struct)
       why = Why(traced, names)
-      found = _planned(partitioned, topology, step, memory, why.explained(cost, program), doubts(cost))
-      findings = [*why.rematerialized(step.messages), *why.replicated(cost.operations, topology.num_devices)]
-      activations = as_compiled(why.report.activations, program, names)
+      found = _make_plan(partitioned, topology, step, memory, why.add_causes(cost, program), doubts(cost))
+      findings = [*why.find_rematerialized(step.messages), *why.find_replicated(cost.operations, topology.num_devices)]
+      activations = explain_compiled(why.report.activations, program, names)
       return dataclasses.replace(found, findings=tuple(findings), activations=tuple(activations))
   elif compile:
     notes.append(missing)
@@ -215,10 +215,10 @@ def plan(
   memory = analytic_memory(max(needs - state.total, 0) if needs else lowered.temporaries, state, topology.target)
   cost = analytic_cost(lowered, mesh, topology, names)
   is_refused = refused is not None and refused.does_not_fit
-  return _planned(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *doubts(cost)], is_refused)
+  return _make_plan(partitioned, topology, None, memory, cost, [*notes, UNCERTAIN, *doubts(cost)], is_refused)
 
 
-def _planned(
+def _make_plan(
   partitioned: PartitionedTask,
   topology: Topology,
   step: CompiledStep | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from praxis_lite.explain.explanation import aligned, format_mesh
+from praxis_lite.explain.explanation import align_columns, format_mesh
 from praxis_lite.figures import format_bytes, format_seconds
 from praxis_lite.plan.cost import Communication
 from praxis_lite.plan.planning import Plan
@@ -35,12 +35,12 @@ def format_plan(plan: Plan, *, every_cause: bool = False) -> str:
     ('bottleneck', plan.bottleneck),
   ]
   width = max(len(name) for name, _ in rows)
-  head = '\n'.join(_wrapped(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
+  head = '\n'.join(_wrap(f'{name:<{width}}  {text}', width + 2) for name, text in rows)
   sections = [head, _memory_table(plan), _time_table(plan)]
   if plan.cost.collectives:
     sections.append(_collectives_table(plan))
   sections += [why] if (why := format_why(plan, every_cause)) else []
-  sections += ['\n'.join(_wrapped(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
+  sections += ['\n'.join(_wrap(f'note: {note}', 6) for note in plan.notes)] if plan.notes else []
   return '\n\n'.join(sections)
 
 
@@ -89,7 +89,7 @@ def _memory_table(plan: Plan) -> str:
   memory = plan.memory
   rows = [('memory on each device', f'of {format_bytes(memory.capacity)}'.ljust(_BAR), 'bytes', 'of peak')]
   whole, below = max(memory.capacity, memory.peak), 0
-  for name, size in memory.by_kind().items():
+  for name, size in memory.bytes_by_kind().items():
     if size < 0:  # The schedule counts some memory twice.
       rows.append(('used again', '', f'-{format_bytes(-size)}', f'{size / memory.peak:.1%}'))
     elif size:
@@ -172,11 +172,11 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int], cut: int |
     others = sum(widths) - widths[cut] + 2 * (len(widths) - 1)
     most = max(_WIDTH - others, _NARROWEST)
     rows = [[_ending(cell, most) if i == cut else cell for i, cell in enumerate(row)] for row in rows]
-  lines = aligned(rows, right)
+  lines = align_columns(rows, right)
   return '\n'.join([lines[0], '-' * max(map(len, lines)), *lines[1:]])
 
 
-def _wrapped(line: str, indent: int) -> str:
+def _wrap(line: str, indent: int) -> str:
   return '\n'.join(textwrap.wrap(line, _WIDTH, subsequent_indent=' ' * indent, break_on_hyphens=False))
 
 

@@ -144,12 +144,12 @@ class _Search:
       longest = self._verify(self._own)
     self._explore(estimates, start + _FOR_ESTIMATES * seconds)
     while len(self._verified) + len(self._failed) < verify:
-      left = [(s, ranked) for s, ranked in self._ranked() if s not in self._verified and s not in self._failed]
+      left = [(s, ranked) for s, ranked in self._rank() if s not in self._verified and s not in self._failed]
       in_time = time.monotonic() + longest < start + seconds or len(self._verified) < 2
       if not left or not in_time:
         break
       longest = max(longest, self._verify(left[0][0]))
-    return [ranked for _, ranked in self._ranked()]
+    return [ranked for _, ranked in self._rank()]
 
   def _explore(self, most: int, end: float) -> None:
     """Estimates the neighbours of the most promising settings until all of them are estimated or a limit is reached."""
@@ -160,7 +160,7 @@ class _Search:
       return count < most and (count < _LEAST_ESTIMATES or time.monotonic() < end)
 
     while may_go_on():
-      promising = [setting for setting, _ in self._ranked(by_estimate=True)[:_MOST_PROMISING]]
+      promising = [setting for setting, _ in self._rank(by_estimate=True)[:_MOST_PROMISING]]
       unexpanded = [setting for setting in promising if setting not in expanded]
       if not unexpanded:
         break
@@ -203,7 +203,7 @@ class _Search:
       self._failed[setting] = found.notes[0]
     return time.monotonic() - start
 
-  def _ranked(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
+  def _rank(self, by_estimate: bool = False) -> list[tuple[Setting, Ranked]]:
     """Returns all settings, the best first; `by_estimate` does not put compiled settings before the others."""
     found = []
     for setting, estimate in self._estimates.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.explain.explanation import Explanation, aligned, format_mesh, format_shape, format_spec
+from praxis_lite.explain.explanation import Explanation, align_columns, format_mesh, format_shape, format_spec
 from praxis_lite.explain.report import Explained, parameter_table, task_and_inputs
 from praxis_lite.figures import format_bytes
 from praxis_lite.files import read_plain
@@ -108,7 +108,7 @@ class Snapshot:
       ('collectives: bytes that each device sends in a step', collectives, {0, 1}),
     ):
       if rows:
-        lines += ['', title, *(f'  {line}' for line in aligned(rows, right=right))]
+        lines += ['', title, *(f'  {line}' for line in align_columns(rows, right=right))]
     return '\n'.join(lines) + '\n'
 
 
@@ -138,7 +138,7 @@ def snapshot_of(
 
 def _memory(plan: Plan) -> Iterator[tuple[str, int]]:
   yield 'peak', plan.memory.peak
-  for name, size in plan.memory.by_kind().items():
+  for name, size in plan.memory.bytes_by_kind().items():
     if size > 0:
       yield name, size
   for live in plan.memory.live:

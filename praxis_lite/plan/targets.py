@@ -45,7 +45,7 @@ _CPU = Efficiency(0.5, 0.5, 0.5, 0.5, 0.5, 5e-6, 10e-6)
 _COMPUTE = {'a100-40': 0.77, 'a100': 0.77, 'h100': 0.72, 'h200': 0.72, 'b200': 0.70, 'gb200': 0.70}
 
 
-def _assumed(accelerator: Accelerator) -> Efficiency:
+def _assume_efficiency(accelerator: Accelerator) -> Efficiency:
   if accelerator.kind == 'gpu':
     return dataclasses.replace(_GPU, compute=_COMPUTE.get(accelerator.name, _GPU.compute))
   return _TPU if accelerator.kind == 'tpu' else _CPU
@@ -93,7 +93,7 @@ class Target(Accelerator):
 
 def _target(accelerator: Accelerator) -> Target:
   figures = {field.name: getattr(accelerator, field.name) for field in dataclasses.fields(Accelerator)}
-  return Target(**figures, efficiency=_assumed(accelerator), cuda=_CUDA.get(accelerator.name))
+  return Target(**figures, efficiency=_assume_efficiency(accelerator), cuda=_CUDA.get(accelerator.name))
 
 
 TARGETS: Mapping[str, Target] = {name: _target(accelerator) for name, accelerator in ACCELERATORS.items()}

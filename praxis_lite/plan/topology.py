@@ -93,7 +93,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]:
   if len(shape) != target.torus:
-    fit = _near_torus(target, math.prod(shape))
+    fit = _nearest_torus(target, math.prod(shape))
     raise ConfigError(
       f'topology {text!r}: {target.name} is a torus of {target.torus} dimensions, not {len(shape)}. '
       f'Did you mean {target.name}:{"x".join(map(str, fit))}?'
@@ -107,7 +107,7 @@ def _torus(text: str, target: Target, shape: tuple[int, ...]) -> tuple[int, ...]
   return shape
 
 
-def _near_torus(target: Target, chips: int) -> tuple[int, ...]:
+def _nearest_torus(target: Target, chips: int) -> tuple[int, ...]:
   """Returns the sizes of a torus of about `chips` chips, as near to a cube as powers of two allow."""
   sizes, left = [1] * target.torus, max(round(math.log2(chips)), 0)
   for i in range(left):

@@ -113,20 +113,20 @@ class WhatIf:
 
   # ---------------------------------------------------------------- state
 
-  def of_state(self) -> list[Change]:
+  def state_changes(self) -> list[Change]:
     """Returns the exact effects of other moments, moving averages and offloading on the state."""
     found = []
     before = self._planned.memory.state.total
     for what, override in self._state_changes():
       try:
-        after = state_bytes(self._partitioned([override])).total
+        after = state_bytes(self._partition([override])).total
       except UserError:  # The optimizer or the mesh does not support it.
         continue
       if after != before:
         found.append(Change(what, (override,), self._planned.memory.peak + after - before, None, 'exact'))
     return found
 
-  def _partitioned(self, overrides: Sequence[str]) -> PartitionedTask:
+  def _partition(self, overrides: Sequence[str]) -> PartitionedTask:
     config = self._config.with_overrides(overrides)
     task, struct = task_and_inputs(config.explained, config.inputs)
     return PartitionedTask(task, dict(struct or {}), mesh=abstract_mesh(task.mesh_sizes()))
@@ -152,7 +152,7 @@ class WhatIf:
       return None
     path, rows = where
     # A batch is padded to a multiple of this number of rows.
-    step = self._partitioned(()).row_parts * self._config.task.train.learner.num_microbatches
+    step = self._partition(()).row_parts * self._config.task.train.learner.num_microbatches
     return self._largest('batch_size', rows, step, lambda size: [f'{path}={size}'])
 
   def largest_length(self) -> Change | None:
@@ -180,7 +180,7 @@ class WhatIf:
       sizes[guess] = found.peak
       if found.peak <= capacity and (best is None or guess > _size(best)):
         best = found
-      guess = min(_on_the_line(sizes, capacity), _MOST_GROWTH[what] * max(sizes)) // step * step
+      guess = min(_interpolate(sizes, capacity), _MOST_GROWTH[what] * max(sizes)) // step * step
       if guess in sizes or guess < step:
         break
     else:
@@ -209,7 +209,7 @@ class WhatIf:
       elif not found.is_refused:
         failure = f'not compiled: {found.notes[0]}'
         break
-      guess = min(_on_the_line(sizes, capacity) if len(sizes) > 1 else int(0.8 * guess), guess - step) // step * step
+      guess = min(_interpolate(sizes, capacity) if len(sizes) > 1 else int(0.8 * guess), guess - step) // step * step
       if guess <= size:
         break
     return dataclasses.replace(best, what=f'{best.what}, {failure}')
@@ -225,11 +225,11 @@ class WhatIf:
     capacity = self._planned.memory.capacity
     alone: list[Change] = []
     for overrides in self._single_changes():
-      alone += self._known(self._estimated(_in_words(overrides), overrides))
+      alone += self._drop_none(self._estimated(_describe(overrides), overrides))
     fitting = [change for change in alone if change.peak <= capacity]
     for saving in [(), *(c.overrides for c in sorted(alone, key=lambda c: c.peak)[:_MOST_COMBINED])]:
       if len(fitting) < _MOST_WAYS or not saving:
-        fitting += self._by_parts(saving)
+        fitting += self._largest_parts(saving)
     return sorted(fitting, key=lambda change: change.time or 0.0)[:_MOST_WAYS]
 
   def _single_changes(self) -> Iterator[tuple[str, ...]]:
@@ -243,7 +243,7 @@ class WhatIf:
     if learner.ema_decay:
       yield ('task.train.learner.ema_decay=0.0',)
 
-  def _by_parts(self, others: tuple[str, ...]) -> list[Change]:
+  def _largest_parts(self, others: tuple[str, ...]) -> list[Change]:
     """Returns the least number of microbatches and the largest batch that fit together with other changes, if any."""
     capacity, found = self._planned.memory.capacity, []
     before = self._analytic(others) if others else self._own
@@ -259,14 +259,14 @@ class WhatIf:
     for way in ways:
       for lines in way:
         overrides = (*others, *lines)
-        fits = [c for c in self._known(self._estimated(_in_words(overrides), overrides)) if c.peak <= capacity]
+        fits = [c for c in self._drop_none(self._estimated(_describe(overrides), overrides)) if c.peak <= capacity]
         if fits:
           found += fits
           break
     return found
 
   @staticmethod
-  def _known(change: Change | None) -> list[Change]:
+  def _drop_none(change: Change | None) -> list[Change]:
     return [] if change is None else [change]
 
   # ---------------------------------------------------------------- communication
@@ -286,7 +286,7 @@ class WhatIf:
     return best if best is not None and (best.time or 1.0) < 0.98 else None
 
 
-def _in_words(overrides: Sequence[str]) -> str:
+def _describe(overrides: Sequence[str]) -> str:
   return ', '.join(line.rpartition('.')[2] for line in overrides)
 
 
@@ -294,7 +294,7 @@ def _size(change: Change) -> int:
   return int(change.overrides[0].rpartition('=')[2])
 
 
-def _on_the_line(sizes: dict[int, float], capacity: float) -> int:
+def _interpolate(sizes: dict[int, float], capacity: float) -> int:
   """Returns the size that reaches the capacity, on the line through the two sizes whose memory is nearest to it."""
   (a, at_a), (b, at_b) = sorted(sizes.items(), key=lambda pair: abs(pair[1] - capacity))[:2]
   slope = (at_b - at_a) / (b - a)

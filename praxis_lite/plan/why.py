@@ -57,7 +57,7 @@ class Why:
 
   # ---------------------------------------------------------------- collectives
 
-  def explained(self, cost: Cost, program: Program) -> Cost:
+  def add_causes(self, cost: Cost, program: Program) -> Cost:
     """Returns the cost with a cause for each collective."""
     flow = Dataflow(program)
     parts: dict[str, list[tuple[Instruction, Computation]]] = {}
@@ -75,7 +75,7 @@ class Why:
     name, axes = instruction.op_name, set(c.axes)
     layers = tuple(dict.fromkeys(filter(None, self._names.layers(name)))) or ((c.layer,) if c.layer else ())
     arrays = [array.dims for array in instruction.collective_result]
-    of_weights = self.declared.of_variables(a.removeprefix('mdl_vars.') for a in arguments)
+    of_weights = self.declared.declarations_of(a.removeprefix('mdl_vars.') for a in arguments)
     if arguments and all(a.startswith('inputs') for a in arguments):
       return Cause(Reason.INPUTS, layers, ('task.train.inputs_split_mapping',))
     if of_weights and instruction.collective not in ('all-reduce', 'reduce-scatter'):
@@ -83,7 +83,7 @@ class Why:
     if any(a.startswith(('opt_states', 'ema_vars')) for a in arguments):
       what = f'{", ".join(sorted(filter(None, arguments)))} is split unlike the variable that it is of'
       return Cause(Reason.STATE_MOVED, layers, ('task.train.learner',), 'give both the same spec', what)
-    if written := self._written(name, layers, instruction, axes):
+    if written := self._layer_cause(name, layers, instruction, axes):
       return written
     if (c.result_bytes <= _SMALL and not layers) or all(_rank(dims) == 0 for dims in arrays):
       return Cause(Reason.SUMS, layers)
@@ -91,7 +91,7 @@ class Why:
       return pipeline
     if instruction.collective in ('all-reduce', 'reduce-scatter'):
       return self._sum(c, axes, layers, arrays)
-    return self._moved(c, axes, layers, arrays, name)
+    return self._activation_cause(c, axes, layers, arrays, name)
 
   def _moved_weight(self, weights: Sequence[Declaration], axes: set[str], layers: tuple[str, ...]) -> Cause:
     fields = self.declared.fields_of(weights, axes)
@@ -105,7 +105,7 @@ class Why:
     what = f'{arrays} is moved over {_and(axes)}: its layer does not say what {_and(odd)} splits'
     return self._unsaid(Reason.WEIGHT_MOVED, odd, own, what)
 
-  def _written(self, name: str, layers: tuple[str, ...], instruction: Instruction, axes: set[str]) -> Cause | None:
+  def _layer_cause(self, name: str, layers: tuple[str, ...], instruction: Instruction, axes: set[str]) -> Cause | None:
     """Returns the cause of a collective that a layer writes itself; None if XLA added the collective."""
     primitive = name.rpartition('/')[2].rstrip(')')
     if 'shard_map' not in name or primitive not in _WRITTEN:
@@ -159,7 +159,7 @@ class Why:
     what = f'parts of {_shapes(large)} are summed over {_and(axes)}'
     return self._surprise(Reason.ACTIVATION_MOVED, axes, layers, what)
 
-  def _moved(
+  def _activation_cause(
     self, c: Communication, axes: set[str], layers: tuple[str, ...], arrays: Sequence[Sequence[int]], name: str
   ) -> Cause:
     """Returns the cause of a collective that moves computed values."""
@@ -213,7 +213,7 @@ class Why:
 
   # ---------------------------------------------------------------- what is computed more than once
 
-  def replicated(self, operations: Iterable[Operation], num_devices: int) -> list[Cause]:
+  def find_replicated(self, operations: Iterable[Operation], num_devices: int) -> list[Cause]:
     """Returns work that several devices repeat: layers whose FLOPs exceed their share by the size of idle mesh axes."""
     whole, done = dict[str, float](), dict[str, float]()
     for scope, flops in flops_by_scope(self._step.jaxpr):
@@ -247,7 +247,7 @@ class Why:
         ratio /= size
     return tuple(idle)
 
-  def rematerialized(self, messages: Iterable[str]) -> list[Cause]:
+  def find_rematerialized(self, messages: Iterable[str]) -> list[Cause]:
     """Returns the arrays that XLA says it replicates in order to split them in another way, without duplicates."""
     causes = {}
     for message in messages:

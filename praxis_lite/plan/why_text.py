@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from praxis_lite.explain.explanation import aligned
+from praxis_lite.explain.explanation import align_columns
 from praxis_lite.figures import format_bytes
 from praxis_lite.plan.cause import Cause, Reason
 from praxis_lite.plan.cost import Communication
@@ -45,10 +45,12 @@ def _expected_table(known: Sequence[Communication], every: bool) -> str:
       apart = (c.kind, c.layer or '-', c.phase) if every else ()
       groups.setdefault((str(c.cause), '+'.join(c.axes) or '-', *apart), []).append(c)
   head = ['why it communicates', 'over', *(('collective', 'layer', 'phase') if every else ()), 'sent', 'declared by']
-  least = 0.0 if every else _NEGLIGIBLE * sum(map(_sent, groups.values()))
-  ordered = sorted(groups.items(), key=lambda item: -_sent(item[1]))
-  shown = [(key, found) for key, found in ordered if _sent(found) > least]
-  lines = aligned([head, *((*key, format_bytes(_sent(found)), '') for key, found in shown)], right={len(head) - 2})
+  least = 0.0 if every else _NEGLIGIBLE * sum(map(_bytes_sent, groups.values()))
+  ordered = sorted(groups.items(), key=lambda item: -_bytes_sent(item[1]))
+  shown = [(key, found) for key, found in ordered if _bytes_sent(found) > least]
+  lines = align_columns(
+    [head, *((*key, format_bytes(_bytes_sent(found)), '') for key, found in shown)], right={len(head) - 2}
+  )
   left = lines[0].index(head[-1])
   rows = [
     f'{line:<{left}}{_declared_by(f, None if every else _WIDTH - left)}' for line, (_, f) in zip(lines[1:], shown)
@@ -73,13 +75,15 @@ def _surprises(plan: Plan, every: bool) -> list[str]:
   for c in plan.collectives:
     if c.cause is not None and not c.expected:
       groups.setdefault((c.cause.reason, c.cause.remedy), []).append(c)
-  ordered = sorted((found for found in groups.values() if _sent(found) > least), key=lambda found: -_sent(found))
+  ordered = sorted(
+    (found for found in groups.values() if _bytes_sent(found) > least), key=lambda found: -_bytes_sent(found)
+  )
   return [*map(_finding, plan.findings), *map(_surprise, ordered)]
 
 
 def _finding(cause: Cause) -> str:
   where = ', '.join(cause.layers[:3]) or 'the step'
-  return '\n'.join([f'  {cause.reason}: {where}', *map(_wrapped, filter(None, (cause.what, cause.remedy)))])
+  return '\n'.join([f'  {cause.reason}: {where}', *map(_wrap, filter(None, (cause.what, cause.remedy)))])
 
 
 def _surprise(found: Sequence[Communication]) -> str:
@@ -87,15 +91,15 @@ def _surprise(found: Sequence[Communication]) -> str:
   cause, times = most.cause, sum(c.count for c in found)
   over = f' over {"+".join(most.axes)}' if most.axes else ''
   head = f'{cause}: {most.kind}{over} in {most.layer or "the update"} ({most.phase})'
-  sent = f'{format_bytes(_sent(found))} in {times} collectives of a step'
+  sent = f'{format_bytes(_bytes_sent(found))} in {times} collectives of a step'
   what, remedy = (cause.what, cause.remedy) if cause else ('', '')
-  return '\n'.join(['  ' + head, _wrapped(f'{what}; {sent}'), *([_wrapped(remedy)] if remedy else [])])
+  return '\n'.join(['  ' + head, _wrap(f'{what}; {sent}'), *([_wrap(remedy)] if remedy else [])])
 
 
-def _wrapped(line: str) -> str:
+def _wrap(line: str) -> str:
   indent = ' ' * 4
   return '\n'.join(textwrap.wrap(line, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def _sent(found: Iterable[Communication]) -> float:
+def _bytes_sent(found: Iterable[Communication]) -> float:
   return sum(c.count * c.sent_bytes for c in found)

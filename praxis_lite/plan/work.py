@@ -30,7 +30,7 @@ class Product:
 def products_of(instruction: Instruction, computation: Computation, program: Program) -> Iterable[Product]:
   """Yields the products that an instruction computes, including those inside a fusion."""
   if instruction.opcode == 'fusion':
-    for called in program.called(instruction):
+    for called in program.called_computations(instruction):
       for inner in called.instructions:
         yield from products_of(inner, called, program)
   elif instruction.opcode in _FLOPS:
@@ -147,28 +147,28 @@ def bytes_of(instruction: Instruction, computation: Computation, program: Progra
   if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
     return 0.0
   operands = computation.operands(instruction)
-  if instruction.opcode == 'fusion' and (called := program.called(instruction)):
+  if instruction.opcode == 'fusion' and (called := program.called_computations(instruction)):
     return _fusion_bytes(called[0], operands, program)
   if instruction.opcode.endswith('-start') and not isinstance(instruction.shape, Array):  # (to, from, context)
     return float(sum(array.bytes for part in instruction.shape[:2] for array in arrays_of(part) if array.space == 0))
-  result = _in_memory(instruction)
+  result = _memory_bytes(instruction)
   if instruction.opcode in _SLICES:
     return 2.0 * result
   if instruction.opcode == 'dynamic-update-slice' and len(operands) > 1:
-    return 2.0 * _in_memory(operands[1])
+    return 2.0 * _memory_bytes(operands[1])
   if instruction.opcode == 'scatter' and len(operands) > 2:
-    return 3.0 * _in_memory(operands[2])
-  return float(result + sum(map(_in_memory, operands)))
+    return 3.0 * _memory_bytes(operands[2])
+  return float(result + sum(map(_memory_bytes, operands)))
 
 
 def _fusion_bytes(inside: Computation, operands: Sequence[Instruction], program: Program) -> float:
   total = 0.0
   for number, parameter in inside.parameters.items():
-    whole = _in_memory(operands[number]) if number < len(operands) else _in_memory(parameter)
+    whole = _memory_bytes(operands[number]) if number < len(operands) else _memory_bytes(parameter)
     total += _read(parameter, whole, inside, program)
   root = inside.root
   results = inside.operands(root) if root.opcode == 'tuple' else [root]
-  return total + sum(_written(result, inside, program) for result in results)
+  return total + sum(_bytes_written(result, inside, program) for result in results)
 
 
 def _read(parameter: Instruction, whole: float, inside: Computation, program: Program) -> float:
@@ -176,7 +176,7 @@ def _read(parameter: Instruction, whole: float, inside: Computation, program: Pr
   parts = 0.0
   for user in _uses(parameter.name, inside, program):
     given = [program.origin(operand, inside) is parameter for operand in inside.operands(user)]
-    called = program.called(user) if user.opcode == 'fusion' else []
+    called = program.called_computations(user) if user.opcode == 'fusion' else []
     if called:
       inner = (called[0].parameters[number] for number, is_given in enumerate(given) if is_given)
       parts += sum(_read(one, whole, called[0], program) for one in inner)
@@ -195,14 +195,14 @@ def _uses(name: str, inside: Computation, program: Program) -> list[Instruction]
   return list(found.values())
 
 
-def _written(result: Instruction, inside: Computation, program: Program) -> float:
+def _bytes_written(result: Instruction, inside: Computation, program: Program) -> float:
   """Returns the bytes that a fusion writes for a result; for an in-place update, only those of the updated part."""
   result = program.origin(result, inside)
-  if result.opcode == 'fusion' and (called := program.called(result)) and called[0].root.opcode != 'tuple':
-    return _written(called[0].root, called[0], program)
+  if result.opcode == 'fusion' and (called := program.called_computations(result)) and called[0].root.opcode != 'tuple':
+    return _bytes_written(called[0].root, called[0], program)
   update = inside.operands(result)[1:2] if result.opcode == 'dynamic-update-slice' else []
-  return _in_memory(update[0]) if update else _in_memory(result)
+  return _memory_bytes(update[0]) if update else _memory_bytes(result)
 
 
-def _in_memory(instruction: Instruction) -> int:
+def _memory_bytes(instruction: Instruction) -> int:
   return sum(array.bytes for array in arrays_of(instruction.shape) if array.space == 0)

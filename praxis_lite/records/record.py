@@ -35,7 +35,7 @@ from praxis_lite.config.trusted import UntrustedError, is_of_others
 from praxis_lite.errors import ConfigError, UserError
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import parse_json, read_plain, replace_file, user_path
-from praxis_lite.foreign_text import argument_without_secrets, printable
+from praxis_lite.foreign_text import printable, remove_secrets_of_argument
 from praxis_lite.records.work_tree import read_work_tree
 
 _FORMAT = 1
@@ -108,7 +108,7 @@ class RunRecord:
       ConfigError: it names something that no longer exists.
     """
     try:
-      roots = _decoded(self._encoded, self._trusted)
+      roots = _decode(self._encoded, self._trusted)
     except UntrustedError as error:
       raise UntrustedError(f'{self.directory / _RECORD}: {error}. {self._remedy(error.module)}', error.module) from None
     except UserError as error:
@@ -129,7 +129,7 @@ class RunRecord:
       trust = 'It was defined in a script or a notebook, which cannot be imported: put it in a module, or name'
     first, *later = self.commands or ['']
     made_by = f' This run was made by: {first}' if first else ''
-    made_by += f'; and resumed by: {"; ".join(shortened(later, most=3))}' if later else ''
+    made_by += f'; and resumed by: {"; ".join(first_lines(later, most=3))}' if later else ''
     return f'{trust} the experiment with --exp.{made_by}'
 
 
@@ -200,10 +200,10 @@ def write_record(
 
 def _lines_about(changes: Sequence[str], kept: str = '') -> list[str]:
   differs = f'the config differs from the recorded one{kept}:'
-  return [differs, *(f'  {line}' for line in shortened(changes))] if changes else []
+  return [differs, *(f'  {line}' for line in first_lines(changes))] if changes else []
 
 
-def shortened(lines: Sequence[str], most: int = 20) -> list[str]:
+def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
   """Returns the first `most` lines, and how many more there are."""
   return [*lines[:most], f'and {len(lines) - most} more'] if len(lines) > most else list(lines)
 
@@ -284,7 +284,7 @@ _DECIDES_NO_SHAPE = re.compile(r'split_|axis|\.learning_rate|\.schedule|\.clip_|
 
 def _differing_config(changes: Sequence[str]) -> str:
   return (
-    f'What differs from the recorded config: {"; ".join(shortened(changes, most=5))}. The directory records its '
+    f'What differs from the recorded config: {"; ".join(first_lines(changes, most=5))}. The directory records its '
     'config, so leave out --exp, and the --set of these fields; or start a new run in another --job_log_dir.'
   )
 
@@ -293,7 +293,8 @@ def _differing_code(record: RunRecord) -> str:
   """Returns what to say if the config is as recorded, but the arrays are not."""
   launch = record.launches[-1] if record.launches else Launch()
   then, now = (
-    ', '.join(map(_described, sources)) or 'sources that are not known' for sources in (launch.sources, _sources())
+    ', '.join(map(_describe_source, sources)) or 'sources that are not known'
+    for sources in (launch.sources, _sources())
   )
   version = launch.versions.get('praxis_lite')
   return (
@@ -303,7 +304,7 @@ def _differing_code(record: RunRecord) -> str:
   )
 
 
-def _described(source: Mapping[str, Any]) -> str:
+def _describe_source(source: Mapping[str, Any]) -> str:
   changed = '' if source.get('clean', True) else ' with uncommitted changes'
   return f'commit {str(source.get("commit"))[:10]} of {source.get("path")}{changed}'
 
@@ -311,7 +312,7 @@ def _described(source: Mapping[str, Any]) -> str:
 # -------------------------------------------------------------------- reading
 
 
-def _decoded(encoded: Mapping[str, Any], trusted: Collection[str]) -> dict[str, Any]:
+def _decode(encoded: Mapping[str, Any], trusted: Collection[str]) -> dict[str, Any]:
   modules = [*_OWN_PACKAGES, *map(registry.load_module, trusted)]
   try:
     roots = decode(dict(encoded), modules)
@@ -346,7 +347,7 @@ def _launch(encoded: Mapping[str, Any]) -> Launch:
 def _command_line() -> str:
   program = Path(sys.argv[0] or 'python')
   started = ['python', '-m', program.parent.name] if program.name == '__main__.py' else [program.name]
-  return shlex.join([*started, *map(argument_without_secrets, sys.argv[1:])])
+  return shlex.join([*started, *map(remove_secrets_of_argument, sys.argv[1:])])
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.checkpoints.retention import CHECKPOINTS
 from praxis_lite.config import REQUIRED, Config, config_values, target
 from praxis_lite.config.text import to_text
-from praxis_lite.errors import ConfigError, DataError, UserError, located
+from praxis_lite.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.files import kind_of_other, local_path
 from praxis_lite.inputs import BaseInput
@@ -95,7 +95,7 @@ class Datasets(NamedTuple):
     for i, data in enumerate(self.inputs):
       if not any(data is wanted for wanted in inputs):
         continue
-      with located(f'{self.name}[{i}]'):
+      with prefix_errors(f'{self.name}[{i}]'):
         try:
           batch = call_in_time(data.get_next, data.label)
         except StopIteration:
@@ -122,7 +122,7 @@ def build_datasets(configs: Sequence[Config], name: str = 'datasets') -> Dataset
         f'{name}[{i}].{missing[i]}: a value is required and none is set (a field of {target(config).__qualname__}), '
         f"as in --set '{name}[{every}].{missing[i]}=...'"
       )
-    with located(f'{name}[{i}]'):
+    with prefix_errors(f'{name}[{i}]'):
       inputs.append(config.instantiate(num_hosts=jax.process_count(), host_index=jax.process_index()))
   labels = [i.label for i in inputs if not i.is_training]
   twice = [label for label in labels if labels.count(label) > 1]
@@ -152,7 +152,7 @@ def check_configs(configs: Mapping[str, ExperimentConfig], num_devices: int | No
   """
   built: set[str] = set()
   for name, config in configs.items():
-    with located(name):
+    with prefix_errors(name):
       try:
         _check_task(config.task.instantiate(), num_devices)
         inputs = to_text({name: group for name, group in config.roots().items() if name != 'task'})

@@ -111,7 +111,7 @@ def read_run(directory: Path) -> RunState:
     max([0, *metrics.steps.tolist(), *saved_steps(directory)]),
     int(num_steps) if num_steps.isdecimal() else None,
     is_held(directory),
-    max(_written(directory), default=0.0),
+    max(_write_times(directory), default=0.0),
     metrics,
     fields,
   )
@@ -248,7 +248,7 @@ def age(run: RunState) -> str:
 # -------------------------------------------------------------------- files
 
 
-def _written(directory: Path) -> Iterator[float]:
+def _write_times(directory: Path) -> Iterator[float]:
   for name in ('run.json', 'metrics.jsonl', 'checkpoints'):
     with contextlib.suppress(OSError):
       yield (directory / name).stat().st_mtime

@@ -40,7 +40,7 @@ from praxis_lite.jax_internals.lowering import used_inputs
 from praxis_lite.models.base import BaseModel
 from praxis_lite.partitioning.guards.guard import guarded_export
 from praxis_lite.runtime import exported
-from praxis_lite.trees import NestedDict, inserted, leaves, leaves_by_path, path_name
+from praxis_lite.trees import NestedDict, insert, leaves, leaves_by_path, path_name
 
 KINDS = ('forward', 'decode')
 FORMATS = ('stablehlo', 'saved_model')
@@ -192,16 +192,16 @@ def _forward_program(
   def forward(flat: Arrays, inputs: Arrays) -> Arrays:
     rows: NestedDict = {'weights': jnp.ones(_like(inputs, weights.shape), weights.dtype)}
     for name, x in inputs.items():
-      rows = inserted(rows, paths[name], x)
+      rows = insert(rows, paths[name], x)
     # Models that draw random numbers while they predict draw the same ones in each call.
-    out, _ = model.apply(_nested(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
+    out, _ = model.apply(_nest(flat), rows, key=jax.random.key(0), do_eval=True, method='predict')
     return {_identifier(path_name(path) or 'predictions'): x for path, x in leaves_by_path(out).items()}
 
   inputs = {_identifier(path_name(path)): x for path, x in shapes.items()}
-  return _exported('forward', forward, variables, inputs, settings, only_used=True)
+  return _export('forward', forward, variables, inputs, settings, only_used=True)
 
 
-def _used(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
+def _used_inputs(function: Function, variables: Arrays, inputs: Arrays) -> Arrays:
   """Returns those of the inputs that the outputs of a function depend on."""
   program = jax.make_jaxpr(function)(variables, inputs).jaxpr
   everything = [True] * len(program.invars)
@@ -218,7 +218,7 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
 
   def prefill(flat: Arrays, inputs: Arrays) -> Arrays:
     arguments = inputs['ids'], inputs['lengths'], cache_length
-    logits, side = model.apply(_nested(flat), *arguments, do_eval=True, method='prefill')
+    logits, side = model.apply(_nest(flat), *arguments, do_eval=True, method='prefill')
     names = [_identifier(_CACHE + path_name(path)) for path in leaves_by_path(side.decode_state)]
     arrays, tree = jax.tree.flatten(side.decode_state)
     caches.append((names, tree))
@@ -228,15 +228,15 @@ def _decode_programs(model: Any, variables: NestedDict, settings: ExportSettings
     names, tree = caches[-1]
     state = jax.tree.unflatten(tree, [inputs[name] for name in names])
     arguments = inputs['ids'], inputs['positions']
-    logits, side = model.apply(_nested(flat), *arguments, do_eval=True, decode_state=state, method='extend_step')
+    logits, side = model.apply(_nest(flat), *arguments, do_eval=True, decode_state=state, method='extend_step')
     return {'logits': logits, **dict(zip(names, jax.tree.leaves(side.decode_state)))}
 
   ids = jax.ShapeDtypeStruct((size,), np.int32)
   prompts = jax.ShapeDtypeStruct((size, settings.prompt_length), np.int32)
-  first = _exported('prefill', prefill, variables, {'ids': prompts, 'lengths': ids}, settings)
+  first = _export('prefill', prefill, variables, {'ids': prompts, 'lengths': ids}, settings)
   state = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in first.outputs.items() if name != 'logits'}
   inputs = {'ids': ids, 'positions': ids, **state}
-  return [first, _exported('decode_step', decode_step, variables, inputs, settings)]
+  return [first, _export('decode_step', decode_step, variables, inputs, settings)]
 
 
 def _max_tokens(model: Any, settings: ExportSettings) -> int:
@@ -247,7 +247,7 @@ def _cache_length(model: Any, settings: ExportSettings) -> int:
   return settings.prompt_length + _max_tokens(model, settings) - 1  # The last token needs no slot.
 
 
-def _exported(
+def _export(
   name: str,
   function: Function,
   variables: NestedDict,
@@ -259,7 +259,7 @@ def _exported(
   shapes = {path_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves(variables).items()}
   function.__name__ = name
   try:
-    inputs = _used(function, shapes, inputs) if only_used else inputs
+    inputs = _used_inputs(function, shapes, inputs) if only_used else inputs
     program = guarded_export(function, settings.platforms)(shapes, inputs)
   except Exception as error:
     if settings.batch_size is not None or not _traces_with_rows(function, shapes, inputs):
@@ -293,10 +293,10 @@ def _like(inputs: Arrays, shape: Sequence[Any]) -> tuple[Any, ...]:
   return (next(iter(inputs.values())).shape[0], *shape[1:])
 
 
-def _nested(flat: Arrays) -> NestedDict:
+def _nest(flat: Arrays) -> NestedDict:
   nested: NestedDict = {}
   for name, x in flat.items():
-    nested = inserted(nested, tuple(name.split('.')), x)
+    nested = insert(nested, tuple(name.split('.')), x)
   return nested
 
 

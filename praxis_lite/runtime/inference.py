@@ -21,7 +21,7 @@ from praxis_lite.records.run_config import build_datasets, job_directory
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program
 from praxis_lite.runtime.prompts import prompt_batch
 from praxis_lite.runtime.trained import TrainedModel, restore_model
-from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 from praxis_lite.task import SingleTask
 
 
@@ -45,7 +45,7 @@ def run_eval(
   Raises:
     UserError: the config, the data or the checkpoint is not usable, or there is no checkpoint.
   """
-  config = with_vocabulary(config, job_log_dir)
+  config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.datasets)
   inputs = datasets.evaluation
   if not inputs:
@@ -65,7 +65,7 @@ def run_decode(
   on_damage: OnDamage = 'previous',
 ) -> dict[str, HostMetrics]:
   """Decodes all `decode_datasets` with a checkpoint, into `job_log_dir/decoded`; otherwise as `run_eval`."""
-  config = with_vocabulary(config, job_log_dir)
+  config = use_kept_vocabulary(config, job_log_dir)
   datasets = build_datasets(config.decode_datasets, 'decode_datasets')
   inputs = datasets.inputs
   if not inputs:

@@ -20,13 +20,13 @@ import jax
 from praxis_lite.checkpoints import Checkpointer, Step
 from praxis_lite.checkpoints.contents import Record, castable, records_of
 from praxis_lite.checkpoints.retention import being_read
-from praxis_lite.errors import CheckpointError, ConfigError, did_you_mean, located
+from praxis_lite.errors import CheckpointError, ConfigError, did_you_mean, prefix_errors
 from praxis_lite.files import user_path
 from praxis_lite.records.runs import runs_near
 from praxis_lite.task import InitFromParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import GivenVariables, TrainState
-from praxis_lite.trees import NestedDict, Path, inserted, lookup
+from praxis_lite.trees import NestedDict, Path, insert, lookup
 
 _FIELD = 'task.train.init_from'
 _SHOWN = 12  # rows of each kind in the report
@@ -53,7 +53,7 @@ class WarmStart:
   """
 
   def __init__(self, settings: InitFromParams, partitioned: PartitionedTask):
-    with located(_FIELD):
+    with prefix_errors(_FIELD):
       if settings.path is None or (isinstance(settings.step, str) and settings.step != 'best'):
         raise ConfigError(
           f"path = {settings.path!r}, step = {settings.step!r}: expected a directory, and a number, 'best' or None"
@@ -66,7 +66,7 @@ class WarmStart:
         self._where = checkpointer.folder(self._step)
         self._saved: dict[str, Record] = checkpointer.about(self._step)['variables']
       self._wanted = records_of(partitioned.unpadded_state_shapes.mdl_vars)
-      self._origins = self._planned(settings)
+      self._origins = self._plan(settings)
 
   def init_state(self, init_key: jax.Array) -> TrainState[jax.Array]:
     """Returns the state before the first step, on the mesh; raises CheckpointError if the checkpoint cannot be read."""
@@ -79,10 +79,10 @@ class WarmStart:
         now = {source: name for name, source in left.items()}  # Several variables may come from one.
         read: NestedDict = {}
         for source, name in now.items():
-          read = inserted(read, _path(source), lookup(shapes, _path(name)))
+          read = insert(read, _path(source), lookup(shapes, _path(name)))
         read = checkpointer.restore_arrays(read, step=self._step)
         for source, name in now.items():
-          values = inserted(values, _path(name), lookup(read, _path(source)))
+          values = insert(values, _path(name), lookup(read, _path(source)))
           del left[name]
     return self._partitioned.init_state_from(init_key, GivenVariables(values, known))
 
@@ -116,7 +116,7 @@ class WarmStart:
 
   # ---------------------------------------------------------------- the plan
 
-  def _planned(self, settings: InitFromParams) -> dict[str, _Origin]:
+  def _plan(self, settings: InitFromParams) -> dict[str, _Origin]:
     rules = [(_regex(f'rules[{i}]', regex), source) for i, (regex, source) in enumerate(settings.rules)]
     partial = [_regex(f'partial[{i}]', regex) for i, regex in enumerate(settings.partial)]
     for i, (regex, _) in enumerate(rules):
@@ -136,7 +136,7 @@ class WarmStart:
       if match := regex.fullmatch(name):
         if replacement is None:
           return _Origin(None, ())
-        source, by_rule = _expanded(match, replacement, f'rules[{i}]'), f', by rules[{i}]'
+        source, by_rule = _expand(match, replacement, f'rules[{i}]'), f', by rules[{i}]'
         break
     stored = f'mdl_vars.{source}'
     if stored not in self._saved:
@@ -176,7 +176,7 @@ def _regex(field: str, pattern: str) -> re.Pattern[str]:
     raise ConfigError(f'{field}: {pattern!r} is not a regular expression: {error}') from None
 
 
-def _expanded(match: re.Match[str], replacement: str, field: str) -> str:
+def _expand(match: re.Match[str], replacement: str, field: str) -> str:
   if not replacement.isprintable():  # '\1' in a string that is not raw.
     raise ConfigError(f"{field}: {replacement!r} is no path; write groups in a raw string, as in r'lm.\\1'")
   try:

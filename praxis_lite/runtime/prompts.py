@@ -9,7 +9,7 @@ import numpy as np
 
 from praxis_lite.config import Config
 from praxis_lite.decoding import Bucket
-from praxis_lite.errors import ConfigError, DataError, UserError, located
+from praxis_lite.errors import ConfigError, DataError, UserError, prefix_errors
 from praxis_lite.experiment import ExperimentConfig
 from praxis_lite.inputs import BaseTokenizer, HfTokenizer
 from praxis_lite.inputs.rows import Rows
@@ -23,7 +23,7 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
   for i, dataset in enumerate(config.datasets):
     template = getattr(dataset, 'tokenizer_tpl', None)
     if isinstance(template, Config):  # The data need not be there.
-      with located(f'datasets[{i}].tokenizer_tpl'):
+      with prefix_errors(f'datasets[{i}].tokenizer_tpl'):
         return template.instantiate()
     tokenizer = getattr(dataset.instantiate(), 'tokenizer', None)
     if tokenizer is not None:
@@ -33,7 +33,7 @@ def tokenizer_of(config: ExperimentConfig) -> BaseTokenizer | None:
 
 def encode_prompt(tokenizer: BaseTokenizer, prompt: str, name: str = 'prompt') -> list[int]:
   """Returns the tokens of a text to continue; raises UserError, which calls it `name`, if it is not text."""
-  return _encoded(tokenizer.prompt_ids, prompt, name)
+  return _encode(tokenizer.prompt_ids, prompt, name)
 
 
 def chat_prompt(tokenizer: BaseTokenizer, message: str, system: str | None = None) -> list[int]:
@@ -56,9 +56,9 @@ def continued_text(tokenizer: BaseTokenizer, prompt: Sequence[int], continuation
   return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(continuation)
 
 
-def _encoded(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[int]:
+def _encode(encode: Callable[[str], list[int]], prompt: str, name: str) -> list[int]:
   try:
-    with located(f'{name}={prompt!r}'):
+    with prefix_errors(f'{name}={prompt!r}'):
       return encode(prompt)
   except UnicodeEncodeError as error:  # A shell passed bytes that are not text.
     raise UserError(f'{name}={prompt!r} is not UTF-8 text: character {error.start} is a stray byte') from None
@@ -87,7 +87,7 @@ def _tokens(prompt: Sequence[int]) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def in_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
+def fit_to_bucket(batch: Rows, bucket: Bucket, max_tokens: int) -> Rows:
   """Returns a batch of prompts with the shapes of a bucket, of which `max_tokens` tokens are asked for."""
   count, width = batch['ids'].shape
   ids = np.pad(batch['ids'], ((0, 0), (0, bucket.width - width)))
@@ -156,7 +156,7 @@ def task_with_sampler(
   for text in stop:
     if tokenizer is None:
       raise UserError(f'{flag}stop={text!r} needs a dataset with a tokenizer, and there is none')
-    ids = _encoded(tokenizer.encode, text, f'{flag}stop')
+    ids = _encode(tokenizer.encode, text, f'{flag}stop')
     if len(ids) != 1:
       raise UserError(f'{flag}stop={text!r} is {len(ids)} tokens; a stop text must be one token')
     decoder.stop_ids = (*decoder.stop_ids, *ids)

@@ -19,7 +19,7 @@ from praxis_lite.partitioning.padding import slice_to
 from praxis_lite.records.run_config import build_datasets, run_keys
 from praxis_lite.runtime.nonfinite import NonFiniteError
 from praxis_lite.runtime.trouble import batches_to_skip, read_troubles
-from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 from praxis_lite.training.first_nonfinite import Trace
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState
@@ -80,7 +80,7 @@ def replay(
   directory = user_path(job_log_dir).absolute()
   if step < 1:
     raise UserError(f'--step={step}: expected the number of a step, from 1 on')
-  config = with_vocabulary(config, directory)
+  config = use_kept_vocabulary(config, directory)
   task = config.task.instantiate()
   mesh = task.create_mesh()
   keys = run_keys(seed, mesh)

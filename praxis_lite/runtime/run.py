@@ -27,7 +27,7 @@ from praxis_lite.records.curves import MetricsTable, read_metrics
 from praxis_lite.records.record import RunRecord, has_record, read_record
 from praxis_lite.records.runs import runs_near
 from praxis_lite.runtime.trained import TrainedModel, restore_model
-from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 from praxis_lite.task import SingleTask
 
 
@@ -110,7 +110,7 @@ class SavedRun:
     """
     create_mesh = functools.partial(_mesh_for, mesh=mesh)
     use_ema: bool | Literal['evaluate'] = 'evaluate' if ema is None else ema
-    config = with_vocabulary(self.config, self.directory)
+    config = use_kept_vocabulary(self.config, self.directory)
     return restore_model(config, self.directory, create_mesh, step=step, use_ema=use_ema, seed=seed)
 
   def __repr__(self) -> str:

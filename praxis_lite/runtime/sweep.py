@@ -27,7 +27,7 @@ from typing import NamedTuple
 from praxis_lite.config.overrides import alternatives
 from praxis_lite.errors import ConfigError
 from praxis_lite.files import parse_json, read_plain, replace_file
-from praxis_lite.foreign_text import LEFT_OUT, is_secret, without_secrets
+from praxis_lite.foreign_text import LEFT_OUT, is_secret, remove_secrets
 from praxis_lite.records.runs import short_names
 
 _FINISHED, _LOG = 'sweep.json', 'sweep.log'
@@ -73,7 +73,7 @@ def grid(overrides: Sequence[str]) -> list[Point]:
 
 def _directory_name(values: Mapping[str, str], names: Mapping[str, str]) -> str:
   name = ','.join(f'{names[path]}={value}' for path, value in values.items())
-  shown = {path: LEFT_OUT if is_secret(path) else without_secrets(value) for path, value in values.items()}
+  shown = {path: LEFT_OUT if is_secret(path) else remove_secrets(value) for path, value in values.items()}
   plain = ','.join(f'{names[path]}={value}' for path, value in shown.items())
   plain = re.sub(r'[^\w.,=+-]+', '_', plain)[:_MOST_NAME]
   return plain if plain == name else f'{plain}-{zlib.crc32(name.encode()):08x}'

@@ -36,7 +36,7 @@ from praxis_lite.runtime.prompts import (
   check_ids,
   continued_text,
   encode_prompt,
-  in_bucket,
+  fit_to_bucket,
   prompt_batch,
   task_with_sampler,
   tokenizer_of,
@@ -145,11 +145,11 @@ class TrainedModel:
     Raises:
       DataError: the arrays do not form a batch, the model needs one that is missing, or an id is not in its vocabulary.
     """
-    return self._by_row(self.tasks, batch, lambda task: task.predict_step).predictions
+    return self._run_by_rows(self.tasks, batch, lambda task: task.predict_step).predictions
 
   def per_example(self, batch: Mapping[str, Any]) -> Any:
     """Returns the model's per-example outputs in evaluation, such as losses, for a batch with labels."""
-    return self._by_row(self.tasks, batch, lambda task: task.eval_step).per_example_out
+    return self._run_by_rows(self.tasks, batch, lambda task: task.eval_step).per_example_out
 
   def evaluate(self, dataset: str | int | Config | BaseInput | Mapping[str, Any]) -> HostMetrics:
     """Returns the model's metrics, weighted means over a dataset; `task.evaluate.max_batches` limits it.
@@ -205,13 +205,13 @@ class TrainedModel:
     given = {'max_tokens': max_tokens, 'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
     settings = {name: x for name, x in given.items() if x is not None}
     if isinstance(prompts, Mapping):
-      tasks = self._with_sampler(settings, tuple(stop))
-      return self._by_row(tasks, prompts, lambda task: task.decode_step, key).decoded
+      tasks = self._set_sampler(settings, tuple(stop))
+      return self._run_by_rows(tasks, prompts, lambda task: task.decode_step, key).decoded
     if isinstance(prompts, str):
       raise UserError(f'decode: expected a list of prompts, got one text; pass [{prompts!r}]')
     tokens = [encode_prompt(self._tokenizer(), p) if isinstance(p, str) else p for p in prompts]
-    tasks, batch = self._in_bucket(prompt_batch(tokens), settings, tuple(stop))
-    decoded = self._by_row(tasks, batch, lambda task: task.decode_step, key).decoded
+    tasks, batch = self._fit_to_bucket(prompt_batch(tokens), settings, tuple(stop))
+    decoded = self._run_by_rows(tasks, batch, lambda task: task.decode_step, key).decoded
     ids = [row[:length].tolist() for row, length in zip(decoded['ids'], decoded['lengths'])]
     if all(isinstance(prompt, str) for prompt in prompts):
       return [continued_text(self._tokenizer(), prompt, row) for prompt, row in zip(tokens, ids)]
@@ -223,7 +223,7 @@ class TrainedModel:
     Raises:
       UserError: `decode` would raise it for these prompts.
     """
-    tasks, batch = self._in_bucket(prompt_batch(prompts), {}, ())
+    tasks, batch = self._fit_to_bucket(prompt_batch(prompts), {}, ())
     self._step_for(tasks, batch, lambda task: task.decode_step)[0].begin_to_compile()
 
   def export(
@@ -269,7 +269,7 @@ class TrainedModel:
 
   # ---------------------------------------------------------------- how
 
-  def _by_row(
+  def _run_by_rows(
     self,
     tasks: TaskOnMesh,
     batch: Mapping[str, Any],
@@ -305,10 +305,10 @@ class TrainedModel:
       sizes.append(count)
     return min(fitting, default=count)
 
-  def _in_bucket(self, batch: Rows, settings: dict[str, Any], stop: tuple[str, ...]) -> tuple[TaskOnMesh, Rows]:
+  def _fit_to_bucket(self, batch: Rows, settings: dict[str, Any], stop: tuple[str, ...]) -> tuple[TaskOnMesh, Rows]:
     """Returns the task and the batch for prompts; of a language model, those that calls of other lengths share."""
     if not isinstance(self.layer, LanguageModel) or type(self.layer).decode is not LanguageModel.decode:
-      return self._with_sampler(settings, stop), batch
+      return self._set_sampler(settings, stop), batch
     max_tokens: int = settings.get('max_tokens', self.layer.decoder.max_decode_steps)
     if max_tokens < 1:
       raise ConfigError(f'max_tokens: expected at least 1, got {max_tokens}')
@@ -317,9 +317,9 @@ class TrainedModel:
     self._note_what_is_not_seen(self.layer, length + max_tokens - 1)
     bucket = Bucket.of(length, max_tokens, self.layer.context)
     sizes = {'max_tokens': bucket.width, 'max_context': bucket.slots}
-    return self._with_sampler(settings | sizes, stop), in_bucket(batch, bucket, max_tokens)
+    return self._set_sampler(settings | sizes, stop), fit_to_bucket(batch, bucket, max_tokens)
 
-  def _with_sampler(self, settings: dict[str, Any], stop: tuple[str, ...]) -> TaskOnMesh:
+  def _set_sampler(self, settings: dict[str, Any], stop: tuple[str, ...]) -> TaskOnMesh:
     """The task with other settings of the sampler; they are part of the compiled program."""
     if not (settings or stop):
       return self.tasks

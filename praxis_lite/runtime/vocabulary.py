@@ -23,7 +23,7 @@ from praxis_lite.trees import NestedDict
 _FILE = 'vocabulary.json'
 
 
-def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
+def use_kept_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str]) -> ExperimentConfig:
   """Returns the config with the vocabulary that the run in `job_log_dir` keeps, in each tokenizer that has none set.
 
   Returns the config itself if there is no such tokenizer, or no such run.
@@ -50,11 +50,11 @@ def with_vocabulary(config: ExperimentConfig, job_log_dir: str | os.PathLike[str
           f'{directory / _FILE}, so its ids would mean other characters; leave vocabulary=None, or start a new run in '
           'another --job_log_dir'
         )
-  if not _without_vocabulary(config):
+  if not _tokenizers_to_fill(config):
     return config
   copies = ([c.clone() for c in group] for group in (config.datasets, config.decode_datasets))
   config = ExperimentConfig(config.task, *copies)
-  for tokenizer in _without_vocabulary(config):
+  for tokenizer in _tokenizers_to_fill(config):
     tokenizer.vocabulary = vocabulary
   return config
 
@@ -76,5 +76,5 @@ def _tokenizers_in(config: Config) -> list[Config]:
   return [c for c in nested_configs(config) if target(c) is CharTokenizer]
 
 
-def _without_vocabulary(config: ExperimentConfig) -> list[Config]:
+def _tokenizers_to_fill(config: ExperimentConfig) -> list[Config]:
   return [c for c in _tokenizers(config) if c.vocabulary is None]

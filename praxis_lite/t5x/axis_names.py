@@ -43,16 +43,16 @@ class _Boxed:
     return self.struct
 
 
-def without_boxes(train_state: Any) -> Any:
+def remove_boxes(train_state: Any) -> Any:
   """Returns a train state whose variables are declarations where they are arrays in boxes that name their axes."""
 
   def declaration(x: Any) -> Any:
     return _Boxed(x.names, x.value) if is_named_box(x) else x
 
-  def unboxed(x: Any) -> Any:
+  def unbox(x: Any) -> Any:
     return x.value if is_named_box(x) else x
 
-  rest = jax.tree.map(unboxed, train_state, is_leaf=is_named_box)
+  rest = jax.tree.map(unbox, train_state, is_leaf=is_named_box)
   return dataclasses.replace(rest, mdl_vars=jax.tree.map(declaration, train_state.mdl_vars, is_leaf=is_named_box))
 
 
@@ -62,7 +62,7 @@ def declared_axis_names(weights: Tree) -> Tree:
   Raises ShardingError if a leaf is neither, so that nothing is known about its axes.
   """
 
-  def declared(path: Path, weight: object) -> AxisNames:
+  def read_declared(path: Path, weight: object) -> AxisNames:
     for attribute in ('logical_axes', 'full_split_dims_mapping'):
       names = getattr(weight, attribute, None)
       if names is not None:
@@ -72,7 +72,7 @@ def declared_axis_names(weights: Tree) -> Tree:
       "model.abstract_init(), as the state's mdl_vars"
     )
 
-  return map_with_path(declared, weights)
+  return map_with_path(read_declared, weights)
 
 
 def override_axis_names(axes: Tree, overrides: AxisNamesOverrides) -> Tree:
@@ -145,7 +145,7 @@ def slot_axis_names(
   """
   names_of, origins = leaves_by_path(params_axes), slot_origins(params_struct, state_struct)
 
-  def inherited(path: Path, slot: Any) -> AxisNames:
+  def inherit(path: Path, slot: Any) -> AxisNames:
     origin = origins.get(path)
     if origin is None:
       return AxisNames(*(None,) * len(slot.shape))
@@ -155,4 +155,4 @@ def slot_axis_names(
     keeps = kept('/'.join((*origin.owner, *path[: len(path) - len(origin.owner)][-1:])))
     return AxisNames(*(names[d] if d is not None and names[d] in keeps else None for d in origin.dims))
 
-  return map_with_path(inherited, state_struct)
+  return map_with_path(inherit, state_struct)

@@ -117,7 +117,7 @@ def default_mesh(
     ShardingError: neither of num_partitions and model_parallel_submesh, or two that do not agree, or something that
       does not divide.
   """
-  devices = _all_devices(devices, backend)
+  devices = _devices_or_default(devices, backend)
   if ici_mesh_shape is not None:
     mesh = create_device_mesh(ici_mesh_shape, dcn_mesh_shape, ('replica', 'data', 'model'), devices)
     if model_parallel_submesh is not None or num_partitions not in (None, mesh.shape['model']):
@@ -168,7 +168,7 @@ def get_mesh(
     if devices is not None:
       raise ShardingError('get_mesh: input_devices and devices are two names for the devices; give one of them')
     devices = input_devices
-  devices = _all_devices(devices, backend)
+  devices = _devices_or_default(devices, backend)
   if len(input_local_devices):
     _check_local(input_local_devices, devices)
   box, host = _device_box(devices)
@@ -202,7 +202,7 @@ def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -
 
   Raises ShardingError if num_partitions neither divides nor is a multiple of the number of devices of a host.
   """
-  devices = _all_devices(devices)
+  devices = _devices_or_default(devices)
   num_hosts, per_host = _hosts(devices)
   in_host = max(1, min(num_partitions, per_host))
   model_hosts = num_partitions // in_host
@@ -216,7 +216,7 @@ def get_gpu_mesh(num_partitions: int, devices: Sequence[Device] | None = None) -
 
 def get_cpu_mesh(devices: Sequence[Device] | None = None) -> Mesh:
   """Returns the mesh of 'data' over processes and 'model' over the devices of each."""
-  devices = _all_devices(devices)
+  devices = _devices_or_default(devices)
   return get_gpu_mesh(_hosts(devices)[1], devices)
 
 
@@ -293,7 +293,7 @@ def _host_factors(name: str, whole: int, part: int, host: int) -> Sides:
   )
 
 
-def _all_devices(devices: Sequence[Device] | None, backend: str | None = None) -> list[Device]:
+def _devices_or_default(devices: Sequence[Device] | None, backend: str | None = None) -> list[Device]:
   return list(jax.devices(backend) if devices is None else devices)
 
 

@@ -125,7 +125,7 @@ def prepend_expert(axes: T, state_filter: StateFilter | None, kind: type = AxisN
 
   Optimizer state that is factored per expert has one more axis than its rules name. None accepts nothing.
   """
-  accepts = _as_function(state_filter)
+  accepts = _to_predicate(state_filter)
 
   def prepended(path: Path, names: Any) -> Any:
     new = kind if names is None else PartitionSpec if isinstance(names, PartitionSpec) else AxisNames
@@ -277,14 +277,14 @@ class MoePjitPartitioner(PjitPartitioner):
     changed: Any = {'_optimizer': dataclasses.replace(named, state=state)}
     return dataclasses.replace(axes, **changed)
 
-  def _overridden(self, resources: object) -> object:
+  def _override_specs(self, resources: object) -> object:
     if self._num_expert_partitions is not None:
       return expert_mesh.override_partition_specs(resources)
     return override_partition_specs(resources) if self.two_data_axes else resources
 
   def _kept_names(self, opt_states: object) -> KeptNames:
     # Inferred only if there is a slot that does not inherit all names.
-    accepts = functools.cache(lambda: _as_function(self._filter_of(opt_states)))
+    accepts = functools.cache(lambda: _to_predicate(self._filter_of(opt_states)))
     return lambda path: ('expert',) if accepts()(path) else ()
 
   def _filter_of(self, opt_states: object) -> StateFilter | None:
@@ -296,7 +296,7 @@ def _optimizer_of(train_state: Any) -> Any:
   return train_state._optimizer.optimizer_def
 
 
-def _as_function(state_filter: StateFilter | None) -> Callable[[str], bool]:
+def _to_predicate(state_filter: StateFilter | None) -> Callable[[str], bool]:
   if callable(state_filter):
     return state_filter
   return lambda path: state_filter is not None and path_matches(state_filter, tuple(path.split('/')))

@@ -39,7 +39,7 @@ from praxis_lite.partitioning.mesh import on_mesh
 from praxis_lite.partitioning.padding import num_parts, pad_to, slice_to
 from praxis_lite.partitioning.rules import LogicalAxisRules, resolve, standard_logical_axis_rules
 from praxis_lite.partitioning.specs import axes_to_entry, spec_axes, stored_spec
-from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, state_axis_names, without_boxes
+from praxis_lite.t5x.axis_names import AxisNames, AxisNamesOverrides, KeptNames, remove_boxes, state_axis_names
 from praxis_lite.t5x.chunks import DataLayout, LocalChunker, LocalChunkInfo, MeshAxes, get_data_layout
 from praxis_lite.t5x.meshes import Device, Submesh, default_mesh, num_model_partitions
 from praxis_lite.trees import Path, leaves_by_path, map_with_path, path_name, put_into_boxes
@@ -107,12 +107,12 @@ class PjittedFnWithContext(Generic[T]):
     self.is_placed = out_axis_resources is not _NOT_GIVEN
     if not self.is_placed:
       if in_axis_resources is not _NOT_GIVEN:  # T5X's third argument.
-        logical_axis_rules = _as_rules(in_axis_resources)
+        logical_axis_rules = _to_rules(in_axis_resources)
       if arg_shapes is not None:
         raise ShardingError('PjittedFnWithContext: arg_shapes need in_axis_resources and out_axis_resources')
       self.logical_axis_rules = tuple(logical_axis_rules)
       self.jitted = GuardedJit(
-        _with_rules(fn, self.logical_axis_rules), static_argnums=static_argnums, donate_argnums=donate_argnums
+        _trace_with_rules(fn, self.logical_axis_rules), static_argnums=static_argnums, donate_argnums=donate_argnums
       )
       return
     self.logical_axis_rules = tuple(logical_axis_rules)
@@ -189,18 +189,18 @@ class PjittedFnWithContext(Generic[T]):
         )
 
 
-def _with_rules(fn: Callable[..., T], rules: LogicalAxisRules) -> Callable[..., T]:
+def _trace_with_rules(fn: Callable[..., T], rules: LogicalAxisRules) -> Callable[..., T]:
   """Returns `fn`, traced with these rules in force."""
 
   @functools.wraps(fn)
-  def traced(*args: object) -> T:
+  def call_with_rules(*args: object) -> T:
     with axis_rules(rules):
       return fn(*args)
 
-  return traced
+  return call_with_rules
 
 
-def _as_rules(rules: Any) -> LogicalAxisRules:
+def _to_rules(rules: Any) -> LogicalAxisRules:
   if isinstance(rules, tuple | list) and all(isinstance(r, tuple | list) and len(r) == 2 for r in rules):
     return tuple(rules)
   raise ShardingError(
@@ -294,10 +294,10 @@ class BasePartitioner(abc.ABC):
   def get_mesh_axes(self, train_state: TrainState) -> TrainState[PartitionSpec]:
     """Returns the train state with the full-rank PartitionSpec of each array, or None where its axes have no names."""
 
-    def resolved(path: Path, names: AxisNames) -> PartitionSpec:
+    def resolve_names(path: Path, names: AxisNames) -> PartitionSpec:
       return resolve(names, self.mesh.axis_names, self.logical_axis_rules, path=path_name(path)).stored().spec
 
-    return map_with_path(resolved, self.get_logical_axes(train_state))
+    return map_with_path(resolve_names, self.get_logical_axes(train_state))
 
   def get_layout(self, train_state: TrainState) -> StateLayout:
     """Returns specs, shardings, padded and true shapes of a train state of declarations and shapes."""
@@ -353,14 +353,14 @@ class BasePjitPartitioner(BasePartitioner):
     donate_argnums: int | Sequence[int] = (),
     arg_shapes: Sequence[object] | None = None,
   ) -> PjittedFnWithContext[T]:
-    in_specs, out_specs = self._overridden(in_axis_resources), self._overridden(out_axis_resources)
+    in_specs, out_specs = self._override_specs(in_axis_resources), self._override_specs(out_axis_resources)
     rules = self.logical_axis_rules
     return PjittedFnWithContext(fn, self.mesh, in_specs, out_specs, static_argnums, donate_argnums, rules, arg_shapes)
 
   def compile(self, partitioned_fn: PjittedFnWithContext[T], *args: object) -> jax.stages.Compiled:
     return partitioned_fn.lower(*args).compile()
 
-  def _overridden(self, resources: object) -> object:
+  def _override_specs(self, resources: object) -> object:
     """The specs of arguments or results, as they are passed to `partition`, with those changed that the mesh needs."""
     return resources
 
@@ -411,7 +411,7 @@ class PjitPartitioner(BasePjitPartitioner):
   def get_logical_axes(self, train_state: TrainState) -> TrainState[AxisNames]:
     if hasattr(train_state, 'as_logical_axes'):
       return train_state.as_logical_axes()
-    bare = without_boxes(train_state)
+    bare = remove_boxes(train_state)
     kept = self._kept_names(getattr(bare, 'opt_states', None))
     return put_into_boxes(train_state, state_axis_names(bare, self._params_overrides, self._state_overrides, kept))
 

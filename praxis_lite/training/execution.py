@@ -26,9 +26,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from praxis_lite.call import Surroundings, summary_over_devices
-from praxis_lite.errors import ConfigError, located
+from praxis_lite.errors import ConfigError, prefix_errors
 from praxis_lite.partitioning.constraints import reshard_input_based_on_rank_fn
-from praxis_lite.partitioning.explicit import ShardedParam, fold_rng_over_axis, own_part
+from praxis_lite.partitioning.explicit import ShardedParam, fold_rng_over_axis, take_own_part
 from praxis_lite.partitioning.layout import StateLayout
 from praxis_lite.partitioning.padding import num_parts
 from praxis_lite.partitioning.specs import (
@@ -101,7 +101,7 @@ class CompilerPlaced(Execution):
 
   def place_input(self, x: HasShape) -> Placement:
     """How an array of a global batch is split in a step, and why."""
-    with located('task.train'):
+    with prefix_errors('task.train'):
       spec = infer_partition_spec_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, x)
     why = f'train.inputs_split_mapping.map_{len(x.shape)}d'
     if spec is None:
@@ -111,7 +111,7 @@ class CompilerPlaced(Execution):
 
   def split_inputs(self, inputs: T) -> T:
     """Inside a step: constrains a batch by the task's `inputs_split_mapping`."""
-    with located('task.train'):
+    with prefix_errors('task.train'):
       return reshard_input_based_on_rank_fn(self._task.train.inputs_split_mapping, self._names, inputs)
 
 
@@ -162,12 +162,12 @@ class ShardMapped(Execution):
     )
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: NestedDict) -> tuple[Any, ...]:
-      with located('task.train'):
+      with prefix_errors('task.train'):
         for x in jax.tree.leaves(inputs):
           # Rows are split over the batch axes whatever the mapping says, but it must be a valid one.
           infer_partition_spec_based_on_rank_fn(mapping, self._mesh.axis_names, x)
-      state, *others = mapped(self._layout.fetched(state), prng_key, inputs)
-      return (self._layout.sent(state), *others)
+      state, *others = mapped(self._layout.fetch(state), prng_key, inputs)
+      return (self._layout.send_to_host(state), *others)
 
     return train_step
 
@@ -203,7 +203,7 @@ class ShardMapped(Execution):
     out = out._replace(
       metrics=mean_over_devices(out.metrics, self.batch_axes),
       summaries={name: summary_over_devices(s, self.batch_axes) for name, s in out.summaries.items()},
-      updates=map_with_path(self._own_update, out.updates),
+      updates=map_with_path(self._take_own_update, out.updates),
     )
     return jax.lax.pmean(loss, self.batch_axes), out, sync_gradients(gradients, self.batch_axes, specs)
 
@@ -235,10 +235,10 @@ class ShardMapped(Execution):
     cut = len(shape) - part.ndim
     return ShardedParam(part, axes[cut:], shape[cut:]).gather(dtype)
 
-  def _own_update(self, path: Path, value: jax.Array) -> jax.Array:
+  def _take_own_update(self, path: Path, value: jax.Array) -> jax.Array:
     """This device's part of the new value of a variable that is not trained: the mean over devices."""
     value = jax.lax.pmean(value, self.batch_axes) if jnp.issubdtype(value.dtype, jnp.floating) else value
-    return value if _keeps_split(self._weights[path]) else own_part(value, self._specs[path])
+    return value if _keeps_split(self._weights[path]) else take_own_part(value, self._specs[path])
 
   # ---------------------------------------------------------------- checks
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.call import Summary
 from praxis_lite.errors import ConfigError
-from praxis_lite.partitioning.explicit import ShardedParam, also_named, as_axes
+from praxis_lite.partitioning.explicit import ShardedParam, also_named, to_axes
 from praxis_lite.partitioning.specs import all_axes
 from praxis_lite.trees import NestedDict, Path, leaves, merge, select
 from praxis_lite.weighted import WeightedScalars, mean_of_means, mean_over_devices
@@ -131,7 +131,7 @@ def sync_gradients(gradients: TreeT, axes: str | Sequence[str], specs: object = 
     specs: tree with the PartitionSpec of each parameter; None takes it from the `ShardedParam`s, and all else for
       replicated.
   """
-  batch_axes = as_axes(axes)
+  batch_axes = to_axes(axes)
 
   def sync(gradient: jax.Array | ShardedParam, spec: PartitionSpec | None = None) -> jax.Array | ShardedParam:
     split = gradient.spec if isinstance(gradient, ShardedParam) else spec
@@ -180,7 +180,7 @@ def accumulate_gradients(
   Raises:
     ConfigError: B does not divide.
   """
-  names = as_axes(axes)
+  names = to_axes(axes)
 
   def scaled(params: TreeT, others: NestedDict, key: jax.Array, batch: BatchT) -> tuple[jax.Array, LossOutput]:
     loss, metrics = loss_fn(params, key, batch)

@@ -88,12 +88,12 @@ class _Norms:
   """The norms of the gradients of a task's step, of any state and batch of its shapes; compiled once."""
 
   def __init__(self, partitioned: PartitionedTask, partitioning: str):
-    layout = StateLayout(*(_without_slots(tree) for tree in partitioned.layout))
+    layout = StateLayout(*(_drop_slots(tree) for tree in partitioned.layout))
     alone = PartitionedTask(partitioned.jax_task, partitioned.batch_shape, layout=layout)
     self._step = alone.gradient_norms(EXECUTIONS[partitioning](partitioned.jax_task, layout))
 
   def __call__(self, state: TrainState, prng_key: jax.Array, batch: NestedDict) -> Norms:
-    norms = leaves(self._step(_without_slots(state), prng_key, batch).mean_metrics)
+    norms = leaves(self._step(_drop_slots(state), prng_key, batch).mean_metrics)
     return {path_name(path): np.asarray(norm) for path, norm in norms.items()}
 
 
@@ -129,7 +129,7 @@ def _reference(
     raise ConfigError(f'{problem}, and partitioning={other!r} does not take this task: {error}') from error
 
 
-def _without_slots(tree: TrainState) -> TrainState:
+def _drop_slots(tree: TrainState) -> TrainState:
   return tree.replace(opt_states={}, ema_vars=None)
 
 

@@ -86,7 +86,7 @@ class PartitionedStep(Generic[OutT]):
     """Traces from shapes alone: what does not fit raises now, before anything is compiled."""
     if self._traced is None:
       start = time.perf_counter()
-      self._traced = _without_strangers(self.jitted.trace(*self.arguments))
+      self._traced = _check_no_strangers(self.jitted.trace(*self.arguments))
       self._times = self._times._replace(trace=time.perf_counter() - start)
     return self._traced
 
@@ -135,7 +135,7 @@ class PartitionedStep(Generic[OutT]):
     return self.compiled(*others, inputs)
 
 
-def _without_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
+def _check_no_strangers(traced: jax.stages.Traced) -> jax.stages.Traced:
   """Returns what was traced; raises ConfigError if it uses an array of another trace, which JAX makes an argument."""
   if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(traced.in_avals)):
     raise ConfigError(

@@ -34,10 +34,10 @@ from praxis_lite.training.state import (
   StateT,
   TrainState,
   declared_state,
+  offload_slots,
   state_initializer,
   state_layout,
   train_state_shapes,
-  with_offloading,
 )
 from praxis_lite.trees import NestedDict
 
@@ -108,7 +108,7 @@ class PartitionedTask:
     if layout is not None:
       self.layout = layout
     elif partitioner is not None:
-      self.layout = with_offloading(jax_task, partitioner.get_layout(declared_state(jax_task)))
+      self.layout = offload_slots(jax_task, partitioner.get_layout(declared_state(jax_task)))
     else:
       self.layout = state_layout(jax_task, jax_task.create_mesh() if mesh is None else mesh)
     self.mesh = self.layout.mesh
@@ -250,8 +250,8 @@ class PartitionedTask:
 
     def train_step(state: TrainState[jax.Array], prng_key: jax.Array, inputs: NestedDict) -> steps.TrainStepOutput:
       with axis_rules(self.jax_task.logical_axis_rules or ()):
-        out = steps.TrainStepOutput(*step(state, prng_key, rows.taken(inputs)))
-      return out._replace(per_example_out=jax.tree.map(rows.of_examples, out.per_example_out))
+        out = steps.TrainStepOutput(*step(state, prng_key, rows.take_rows(inputs)))
+      return out._replace(per_example_out=jax.tree.map(rows.return_rows, out.per_example_out))
 
     return train_step, (self.state_shapes, *self._placed_shapes(rows))
 
@@ -262,10 +262,10 @@ class PartitionedTask:
     placed = self._placed
 
     def inference_step(mdl_vars: NestedDict, key: jax.Array, global_step: jax.Array, inputs: NestedDict) -> OutT:
-      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(rows.taken(inputs))
+      mdl_vars, inputs = self.layout.mdl_vars.unpad(mdl_vars), placed.split_inputs(rows.take_rows(inputs))
       with axis_rules(self.jax_task.logical_axis_rules or ()):
         out = step(self.jax_task, mdl_vars, key, global_step, inputs, placed.surroundings)
-      return out._replace(**{by_row: jax.tree.map(rows.of_examples, getattr(out, by_row))})
+      return out._replace(**{by_row: jax.tree.map(rows.return_rows, getattr(out, by_row))})
 
     inference_step.__name__ = step.__name__  # What profiles call the program.
     arguments = (self.state_shapes.mdl_vars, *shapes)

@@ -78,7 +78,7 @@ def initialize_train_state(
   """Returns the state before the first step, unpadded and unpartitioned; without `optimizer`, no `opt_states`."""
   mdl_vars = jax_task.model.init(init_key)
   if given is not None:
-    mdl_vars = merge(mdl_vars, map_with_path(_with_given(mdl_vars, given), given.values))
+    mdl_vars = merge(mdl_vars, map_with_path(_use_given(mdl_vars, given), given.values))
   learner = jax_task.learner.bind(jax_task.model.abstract_init())
   opt_states = learner.init(mdl_vars) if optimizer else None
   return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states, learner.init_ema(mdl_vars))
@@ -141,10 +141,10 @@ def state_layout(
     opt_states=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.opt_states, learner.init, learner.slot_axes),
     ema_vars=opt_state_specs(unpadded.mdl_vars, specs_of_vars, unpadded.ema_vars),
   )
-  return with_offloading(jax_task, layout_of(unpadded, specs, mesh))
+  return offload_slots(jax_task, layout_of(unpadded, specs, mesh))
 
 
-def with_offloading(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
+def offload_slots(jax_task: SingleTask, layout: StateLayout) -> StateLayout:
   """Returns the layout of a train state with the optimizer's state in the memory of the host, if the task asks for it.
 
   Raises:
@@ -179,7 +179,7 @@ def declared_state(jax_task: SingleTask) -> TrainState:
   return train_state_shapes(jax_task).replace(mdl_vars=jax_task.model.abstract_init())
 
 
-def _with_given(drawn: NestedDict, given: GivenVariables) -> Callable[[Path, jax.Array], jax.Array]:
+def _use_given(drawn: NestedDict, given: GivenVariables) -> Callable[[Path, jax.Array], jax.Array]:
   def values(path: Path, value: jax.Array) -> jax.Array:
     known: jax.Array | bool = True
     for dim, size in enumerate(given.known[path]):

@@ -135,7 +135,7 @@ def _loss_and_gradients(
     variables = execution.readable(merge(others, trained))
     out, side = model.apply(variables, batch, key=key, do_eval=False, surroundings=execution.surroundings)
     metrics, per_example = checked_outputs(model, out, batch_size(batch))
-    loss, metrics = with_aux_losses(metrics, side)
+    loss, metrics = add_aux_losses(metrics, side)
     check_is_trained(model, loss, metrics['loss'][1], trained)
     loss, total = execution.share_of_loss(loss, metrics['loss'][1])
     return loss, LossOutput(total, metrics, per_example, side.summaries, side.updates)
@@ -165,7 +165,7 @@ def eval_step_single_learner(
   key = jax.random.fold_in(prng_key, global_step)
   out, side = jax_task.model.apply(mdl_vars, inputs, key=key, do_eval=True, surroundings=surroundings)
   metrics, per_example = checked_outputs(jax_task.model, out, batch_size(inputs))
-  loss, metrics = with_aux_losses(metrics, side)
+  loss, metrics = add_aux_losses(metrics, side)
   return EvalStepOutput(loss, metrics, per_example, side.summaries)
 
 
@@ -202,7 +202,7 @@ def decode_step(
   return DecodeStepOutput(*checked_outputs(jax_task.model, out, batch_size(inputs), method='decode'))
 
 
-def with_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:
+def add_aux_losses(metrics: WeightedScalars, side: SideOutputs) -> tuple[jax.Array, WeightedScalars]:
   """Returns the total loss, and the metrics with the auxiliary losses among them as `aux/<name>`."""
   loss, weight = metrics['loss']
   total = loss.astype(jnp.float32)

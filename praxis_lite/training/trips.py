@@ -39,13 +39,13 @@ class Bounds:
     self._known: dict[core.Var, np.ndarray] = {}
     consts = jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    for var, bound in (*zip(inner.constvars, map(_of_value, consts)), *zip(inner.invars, inputs)):
+    for var, bound in (*zip(inner.constvars, map(_bound_of_value, consts)), *zip(inner.invars, inputs)):
       self._set(var, bound)
 
   def of(self, var: core.Var | core.Literal) -> Bound:
     """Returns the bound of a variable, or of a literal."""
     if isinstance(var, core.Literal):
-      return _of_value(var.val)
+      return _bound_of_value(var.val)
     shape = getattr(var.aval, 'shape', ())
     if var not in self._known and getattr(var.aval, 'dtype', None) == jnp.bool_ and math.prod(shape) <= _MOST_ENTRIES:
       return np.ones(shape, np.int64)
@@ -101,7 +101,7 @@ class Bounds:
       self._known[var] = np.asarray(bound)
 
 
-def _of_value(value: object) -> Bound:
+def _bound_of_value(value: object) -> Bound:
   dtype, size = getattr(value, 'dtype', None), getattr(value, 'size', 1)
   if isinstance(value, bool | int) or (
     dtype is not None and size <= _MOST_ENTRIES and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.config import Config
 from praxis_lite.task import SingleTask
-from praxis_lite.verification.shrink import with_dtypes
+from praxis_lite.verification.shrink import replace_dtypes
 from praxis_lite.verification.steps import Case, Results, Runner, task_of, values_of_state
 
 
@@ -26,20 +26,20 @@ def results_in_float64(case: Case, one_device: Mesh, noise: Sequence[int]) -> tu
     Exception: any error of a layer that does not support float64.
   """
   with jax.enable_x64(True):
-    config = in_float64(case.config)
+    config = to_float64(case.config)
     task = task_of(config, case.kind)
-    state = values_of_state(task, jax.tree.map(_as_float64, case.state.mdl_vars))
-    batch = jax.tree.map(_as_float64, case.batch)
+    state = values_of_state(task, jax.tree.map(_array_to_float64, case.state.mdl_vars))
+    batch = jax.tree.map(_array_to_float64, case.batch)
     runner = Runner(case._replace(config=config, task=task, state=state, batch=batch), one_device)
     return runner.results(), [runner.results(seed) for seed in noise]
 
 
-def in_float64(config: Config[SingleTask]) -> Config[SingleTask]:
+def to_float64(config: Config[SingleTask]) -> Config[SingleTask]:
   """Returns a copy that stores and computes in float64."""
-  copy = with_dtypes(config, jnp.float64)
+  copy = replace_dtypes(config, jnp.float64)
   copy.model.dtype = jnp.float64
   return copy
 
 
-def _as_float64(x: np.ndarray) -> np.ndarray:
+def _array_to_float64(x: np.ndarray) -> np.ndarray:
   return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x

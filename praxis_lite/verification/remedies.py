@@ -57,7 +57,7 @@ def nearest(small: SmallTask, case: Case, mesh: Mesh, is_right: IsRight, wrong: 
   )
 
   def right_without(left_out: Collection[Choice]) -> bool:
-    task = _without(task_of(case.config, case.kind), left_out)
+    task = _leave_out_axes(task_of(case.config, case.kind), left_out)
     specs = map_with_path(lambda _, placement: _spec_without(placement, left_out), small.placements)
     try:
       return is_right(case._replace(task=task).run(mesh, specs))
@@ -89,11 +89,11 @@ def _text(causes: Sequence[Choice], mappings: dict[str, tuple[object, ...]]) -> 
   for field in dict.fromkeys(choice.field for choice in causes):
     before = mappings[field]
     after = tuple(_entry_without(entry, field, causes) for entry in before)
-    lines.append(f'right with {field} = {_shown(after)} instead of {_shown(before)}')
+    lines.append(f'right with {field} = {_show_entries(after)} instead of {_show_entries(before)}')
   return '\n'.join(lines)
 
 
-def _shown(entries: tuple[object, ...]) -> str:
+def _show_entries(entries: tuple[object, ...]) -> str:
   return repr(tuple('UNCONSTRAINED' if e is UNCONSTRAINED else e for e in entries))
 
 
@@ -131,7 +131,7 @@ def _mappings(small: SmallTask, task: SingleTask) -> dict[str, tuple[object, ...
   return found
 
 
-def _without(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
+def _leave_out_axes(task: SingleTask, left_out: Collection[Choice]) -> SingleTask:
   """Removes axes from the mappings of a task's layers and inputs, in place."""
   for layer in task.model.descendants():
     for name, source, placement in _activations(layer):

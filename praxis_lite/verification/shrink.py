@@ -113,7 +113,7 @@ def small_task(
   Raises:
     UserError: the task itself, or one of its mappings, is not valid.
   """
-  config = in_float32(config)
+  config = to_float32(config)
   task = config.instantiate()
   real = of_task = task.mesh_sizes()
   mesh = small_mesh(real, most_devices)
@@ -139,32 +139,32 @@ def small_task(
     by_field = {**dict.fromkeys(_LAYERS, layers), **{name: {} for name in _SCHEDULE}}
     by_field |= {name: {n: min(n, _FEW)} for name, n in _integers(config.model) if name in _DECODING}
     by_field['num_stages'] = {p.number: p.small for p in pipelines}
-    model = _with_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
+    model = _change_integers(config.model, lambda name, n: by_field.get(name, chosen).get(n, n))
     changed = {n: k for n, k in chosen.items() if n != k and n in sizes}
-    batch, decoded = _with_sizes(inputs, chosen), prompts and _with_sizes(prompts, chosen)
+    batch, decoded = _replace_sizes(inputs, chosen), prompts and _replace_sizes(prompts, chosen)
     return SmallTask(config.clone(model=model), batch, decoded, mesh, of_task, placements, changed)
 
   tried = [(), *((n,) for n in sorted(sizes, reverse=True) if n > _SMALL)]
   return next((small for small in map(shrunk, tried) if _is_valid(small)), as_they_are)
 
 
-def in_float32(config: Config[SingleTask]) -> Config[SingleTask]:
+def to_float32(config: Config[SingleTask]) -> Config[SingleTask]:
   """Returns a copy that stores and computes in float32 without fused kernels, so that rounding hides no fault."""
 
   def changed(name: str, value: object) -> object:
     return 'dense' if name == 'implementation' and value == 'cudnn' else value
 
-  return with_dtypes(_with_fields(config, changed), jnp.float32)
+  return replace_dtypes(_change_fields(config, changed), jnp.float32)
 
 
-def with_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
+def replace_dtypes(config: Config[SingleTask], dtype: type) -> Config[SingleTask]:
   """Returns a copy in which `dtype` replaces every smaller float dtype that is set."""
   itemsize = jnp.dtype(dtype).itemsize
 
   def changed(name: str, value: object) -> object:
     return dtype if name.endswith('dtype') and _is_smaller_float(value, itemsize) else value
 
-  return _with_fields(config, changed)
+  return _change_fields(config, changed)
 
 
 def specs_of(small: SmallTask) -> NestedDict:
@@ -290,21 +290,21 @@ def _is_valid(small: SmallTask) -> bool:
   try:
     task = small.config.instantiate()
     rows = 2 * math.prod(small.mesh_sizes.values()) * task.learner.num_microbatches
-    inputs = with_rows(small.inputs, rows)
+    inputs = replace_rows(small.inputs, rows)
     trace_step(task, state_layout(task, abstract_mesh(small.mesh_sizes), specs_of(small)), inputs)
   except Exception:  # A model may raise any error for sizes that it does not support.
     return False
   return True
 
 
-def _with_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
+def _replace_sizes(batch: NestedDict, sizes: Mapping[int, int]) -> NestedDict:
   """Returns the shapes of a batch with other sizes, except in dimension 0."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((x.shape[0], *(sizes.get(n, n) for n in x.shape[1:])), x.dtype), batch
   )
 
 
-def with_rows(inputs: NestedDict, rows: int) -> NestedDict:
+def replace_rows(inputs: NestedDict, rows: int) -> NestedDict:
   """Returns the shapes of a batch of `rows` rows."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs)
 
@@ -320,25 +320,25 @@ def _integers(config: Config) -> list[tuple[str, int]]:
     found.append((name, n))
     return n
 
-  _with_integers(config, note)
+  _change_integers(config, note)
   return found
 
 
-def _with_integers(config: Config, change: Callable[[str, int], int]) -> Config:
+def _change_integers(config: Config, change: Callable[[str, int], int]) -> Config:
   def changed(name: str, value: object) -> object:
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0:
       return change(name, int(value))
     return value
 
-  return _with_fields(config, changed)
+  return _change_fields(config, changed)
 
 
-def _with_fields(config: Config, change: Callable[[str, object], object]) -> Config:
+def _change_fields(config: Config, change: Callable[[str, object], object]) -> Config:
   """Returns a copy of a config tree with each value changed; values in lists, tuples and dicts change one by one."""
 
   def changed(name: str, value: object) -> object:
     if isinstance(value, Config):
-      return _with_fields(value, change)
+      return _change_fields(value, change)
     if isinstance(value, list | tuple) and not hasattr(value, '_fields'):
       return type(value)(changed(name, entry) for entry in value)
     if isinstance(value, dict):

@@ -67,7 +67,9 @@ def _lost(real: Sequence[int], small: Sequence[int]) -> int:
   """Returns the total penalty for properties that a smaller mesh has lost."""
   alone = sum(price * (a != b) for n, k in zip(real, small) for price, a, b in zip(_PRICES, _kind(n), _kind(k)))
   pairs = itertools.combinations(zip(real, small), 2)
-  return alone + sum(_between(n, m) != _between(i, j) for (n, i), (m, j) in pairs) + _disorder(real, small)
+  return (
+    alone + sum(_compare_divisors(n, m) != _compare_divisors(i, j) for (n, i), (m, j) in pairs) + _disorder(real, small)
+  )
 
 
 def _disorder(real: Sequence[int], small: Sequence[int]) -> int:
@@ -82,6 +84,6 @@ def _kind(size: int) -> tuple[bool, bool, bool]:
   return bool(size % 2), has_parts, size & (size - 1) != 0
 
 
-def _between(n: int, m: int) -> tuple[bool, bool]:
+def _compare_divisors(n: int, m: int) -> tuple[bool, bool]:
   """Returns whether one of two sizes divides the other, and whether they have a common factor."""
   return max(n, m) % min(n, m) == 0, math.gcd(n, m) > 1

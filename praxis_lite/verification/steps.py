@@ -30,7 +30,7 @@ from praxis_lite.training.partitioned_step import PartitionedStep
 from praxis_lite.training.partitioned_task import PartitionedTask
 from praxis_lite.training.state import TrainState, state_layout
 from praxis_lite.trees import NestedDict, Path, leaves, leaves_by_path, map_with_path, path_name
-from praxis_lite.verification.shrink import with_rows
+from praxis_lite.verification.shrink import replace_rows
 from praxis_lite.weighted import WeightedScalars
 
 # The least learning rate for comparing updates. With less, updates would be little larger than rounding errors.
@@ -117,18 +117,18 @@ class Runner:
     with jax.default_device(jax.devices('cpu')[0]):
       key = jax.random.key(seed)
     if case.kind in (Kind.GRADIENT, Kind.UPDATE):
-      return self._trained(variables, key)
-    arguments = _stored(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch
+      return self._train(variables, key)
+    arguments = _store_on_mesh(variables, self._layout.mdl_vars), key, jnp.zeros((), jnp.int32), case.batch
     if case.kind is Kind.EVALUATION:
       evaluated = self._partitioned.eval_step(*arguments)
       loss = {Name('loss', ''): np.asarray(evaluated.weighted_loss)}
-      return loss | _of_batch(evaluated.mean_metrics, evaluated.per_example_out)
-    return _of_batch(*self._partitioned.decode_step(*arguments))
+      return loss | _batch_results(evaluated.mean_metrics, evaluated.per_example_out)
+    return _batch_results(*self._partitioned.decode_step(*arguments))
 
-  def _trained(self, variables: NestedDict, key: jax.Array) -> Results:
+  def _train(self, variables: NestedDict, key: jax.Array) -> Results:
     case, learner = self._case, self._case.task.learner.bind(self._case.task.model.abstract_init())
     before = case.state.replace(mdl_vars=variables)
-    out = self._partitioned.train_step(_stored(before, self._layout), key, case.batch)
+    out = self._partitioned.train_step(_store_on_mesh(before, self._layout), key, case.batch)
     after = slice_to(jax.tree.map(_host, out.state), self._layout.unpadded_shapes)
     found = {Name('loss', ''): np.asarray(out.weighted_loss)}
     declared, values = leaves(case.task.model.abstract_init()), leaves(after.mdl_vars)
@@ -147,10 +147,10 @@ class Runner:
       }
       found |= {Name('average', path_name(p)): x for p, x in leaves_by_path(after.ema_vars).items()}
     metrics = {name: metric for name, metric in out.mean_metrics.items() if name != 'loss'}
-    return found | _of_batch(metrics, out.per_example_out)
+    return found | _batch_results(metrics, out.per_example_out)
 
 
-def _of_batch(metrics: WeightedScalars, by_row: NestedDict) -> Results:
+def _batch_results(metrics: WeightedScalars, by_row: NestedDict) -> Results:
   means = {Name('metric', name): np.asarray(mean) for name, (mean, _) in metrics.items()}
   return means | {Name('output', path_name(path)): np.asarray(x) for path, x in leaves_by_path(by_row).items()}
 
@@ -178,7 +178,7 @@ def keep_gradients(learning_rate: float | jax.Array) -> optax.GradientTransforma
   return optax.GradientTransformation(zeros, lambda gradients, state, params=None: (zeros(gradients), gradients))
 
 
-def without_dropout(config: Config) -> Config:
+def disable_dropout(config: Config) -> Config:
   """Returns a copy in which the rate of every Dropout, and every float in a field with 'dropout' in its name, is 0."""
 
   def is_rate(owner: Config, name: str, value: object) -> bool:
@@ -257,7 +257,7 @@ def values_of_batch(task: SingleTask, inputs: NestedDict, rows: int, seed: int =
       made = rng.standard_normal(shape)
     return made.astype(x.dtype)
 
-  batch = map_with_path(value, with_rows(inputs, rows))
+  batch = map_with_path(value, replace_rows(inputs, rows))
   if 'weights' in batch:
     batch['weights'].reshape(-1)[0] = 1.0  # The weight of a batch of one row must not be zero.
   return batch
@@ -284,7 +284,7 @@ def _rounded_otherwise(path: Path, x: np.ndarray, seed: int) -> np.ndarray:
   return (x * (1 + 2.0**-22 * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
 
 
-def _stored(tree: object, layout: StateLayout) -> object:
+def _store_on_mesh(tree: object, layout: StateLayout) -> object:
   """Returns arrays of the host, padded and put on the mesh as copies, because steps reuse the memory of their state."""
   return jax.device_put(pad_to(tree, layout.padded_shapes), layout.shardings, may_alias=False)
 

@@ -50,11 +50,11 @@ from praxis_lite.verification.steps import (
   Results,
   Runner,
   decode_inputs,
+  disable_dropout,
   task_of,
   values_of_batch,
   values_of_state,
   values_of_variables,
-  without_dropout,
 )
 
 # The allowed error: this share of the largest entry, plus this multiple of the change by rounding on one device.
@@ -167,7 +167,7 @@ def verify(
       little memory, or nothing can be compared.
   """
   start = time.perf_counter()
-  config, inputs, prompts = _configured(experiment, inputs_struct)
+  config, inputs, prompts = _configure(experiment, inputs_struct)
   small = small_task(config, inputs, prompts, most_devices=most_devices, real_sizes=full)
   if full or not small.sizes:
     _check_memory(small)
@@ -251,7 +251,7 @@ class _Comparison:
     config = self.small.config
     if self.task.partitioning == 'shard_map' and self._draws(self._case(config, Kind.GRADIENT, 1)):
       self._compare_equal_draws(few)
-      config = without_dropout(config)
+      config = disable_dropout(config)
       self.not_compared.append("random draws, which under partitioning='shard_map' differ by device: without dropout")
       if self._draws(self._case(config, Kind.GRADIENT, 1)):
         self.not_compared.append('training: a layer draws random numbers by other means than Dropout')
@@ -307,8 +307,8 @@ class _Comparison:
     on_mesh = Runner(case, mesh or self.mesh, specs_of(self.small))
     with ThreadPoolExecutor(2) as pool:  # Compiles both at the same time, because each takes seconds.
       mesh_results = pool.submit(on_mesh.results)
-      one_results = pool.submit(self._on_one_device, case)
-      expected, noise = self._of_one_device(case, one_results)
+      one_results = pool.submit(self._run_on_one_device, case)
+      expected, noise = self._results_of_one_device(case, one_results)
       failure = mesh_results.exception()
     if not np.isfinite(expected.get(Name('loss', ''), 0.0)).all():
       raise ConfigError(
@@ -339,7 +339,9 @@ class _Comparison:
     if different and self.failed is None and mesh is None:
       self.failed = case, lambda results: not _differences(results, expected, noise)
 
-  def _of_one_device(self, case: Case, results: Future[tuple[Results, list[Results]]]) -> tuple[Results, list[Results]]:
+  def _results_of_one_device(
+    self, case: Case, results: Future[tuple[Results, list[Results]]]
+  ) -> tuple[Results, list[Results]]:
     """Returns the results of one device.
 
     Raises:
@@ -383,7 +385,7 @@ class _Comparison:
     owner = None if name.what in _OF_NO_VARIABLE else owner_of(tuple(name.of.split('.')), placements)
     return None if owner is None else placements[owner]
 
-  def _on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
+  def _run_on_one_device(self, case: Case) -> tuple[Results, list[Results]]:
     """Returns the results of one device, and its results from variables with rounding noise."""
     runner = Runner(case, self._one)
     return runner.results(), [runner.results(seed) for seed in _NOISE_SEEDS]
@@ -445,7 +447,7 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
 # ---------------------------------------------------------------- what is verified
 
 
-def _configured(
+def _configure(
   experiment: Config[SingleTask] | type[BaseExperiment] | ExperimentConfig, inputs: Mapping[str, object] | None
 ) -> tuple[Config[SingleTask], NestedDict, NestedDict | None]:
   """Returns the config of the task, the shapes of a batch to train on, and of a batch to decode, None if not known."""

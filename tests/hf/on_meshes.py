@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.hf.families import described
+from praxis_lite.hf.families import describe_model
 from praxis_lite.hf.reader import HfCheckpoint, checked_pieces, open_checkpoint, read_variables
 from praxis_lite.hf.writer import write_checkpoint
 from praxis_lite.models import LanguageModel, set_sharding
@@ -55,7 +55,7 @@ class OnMesh(NamedTuple):
 
   def write(self, folder, **options):
     folder.mkdir()
-    _, values = described(self.model, self.checkpoint.family.model_type)
+    _, values = describe_model(self.model, self.checkpoint.family.model_type)
     write_checkpoint(folder, values, self.variables, self.pieces, **options)
     return folder
 

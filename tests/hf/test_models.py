@@ -11,7 +11,7 @@ from on_meshes import MESHES, load
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
 from praxis_lite.hf import writer
-from praxis_lite.hf.families import FAMILIES, described
+from praxis_lite.hf.families import FAMILIES, describe_model
 from praxis_lite.hf.files import StoredTensor, read_folder
 from praxis_lite.hf.hf_config import HfConfig
 from praxis_lite.models import transformer_lm
@@ -80,7 +80,7 @@ def test_large_variables_are_assembled_on_the_devices(case, mesh, tmp_path, monk
 def test_config_is_written_as_it_was(case):
   recorded = golden(case)['config']
   family = FAMILIES[recorded['model_type']]
-  written = described(family.model(HfConfig(recorded)).instantiate(name='model'), family.model_type)[1]
+  written = describe_model(family.model(HfConfig(recorded)).instantiate(name='model'), family.model_type)[1]
   for name in written.keys() & recorded.keys():
     assert recorded[name] in (written[name], None), name  # None: a default, which is written out.
 
@@ -105,12 +105,12 @@ def test_tensors_without_the_prefix_of_the_head_and_old_buffers_are_accepted(tmp
 @pytest.mark.parametrize('style, repeat', [('llama', True), ('llama', False), ('gpt2', True)])
 def test_a_model_that_was_not_imported_is_of_the_family_that_computes_the_same(style, repeat):
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style=style, repeat=repeat)
-  assert described(model.instantiate())[0].model_type == style
+  assert describe_model(model.instantiate())[0].model_type == style
 
 
 def test_biases_that_are_asked_for_at_the_top_are_those_of_the_layers_below():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2).set(use_bias=True)
-  family, values = described(model.instantiate())
+  family, values = describe_model(model.instantiate())
   assert (family.model_type, values['attention_bias'], values['mlp_bias']) == ('llama', True, True)
 
 
@@ -119,7 +119,7 @@ def test_how_a_model_was_trained_and_decodes_is_not_part_of_it():
   attention = model.lm_tpl.transformer_tpl.layers_tpl.attention_tpl
   attention.set(context_axis='context', context_method='all_to_all', block_size=64, dropout_rate=0.1)
   attention.set(implementation='blockwise', cache_dtype='int8', cache_page_size=128)
-  assert described(model.instantiate())[0].model_type == 'llama'
+  assert describe_model(model.instantiate())[0].model_type == 'llama'
 
 
 def test_what_no_family_computes_is_named():
@@ -128,7 +128,7 @@ def test_what_no_family_computes_is_named():
   with pytest.raises(
     ConfigError, match=r"of llama, .*, it differs in lm.transformer.layers.norm_policy, which is 'post'"
   ):
-    described(model.instantiate())
+    describe_model(model.instantiate())
 
 
 @pytest.mark.parametrize('repeat', [True, False])
@@ -148,11 +148,11 @@ def test_the_family_that_is_named_is_that_with_most_layers_in_common(style, chan
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style=style, repeat=repeat)
   apply_overrides({'model': model}, [f'model.{path}={value}' for path, value in changed.items()])
   with pytest.raises(ConfigError, match=rf'; of {style}, the nearest, it differs in {told}$'):
-    described(model.instantiate())
+    describe_model(model.instantiate())
 
 
 def test_an_activation_that_no_family_has_is_named():
   model = transformer_lm(vocab_size=11, model_dims=8, num_layers=2, num_heads=2, style='gpt2')
   model.lm_tpl.transformer_tpl.layers_tpl.ff_tpl.activation = 'softplus'
   with pytest.raises(ConfigError, match=r"of none of the families .*: lm.*\.ff\.activation: .* no .* 'softplus'$"):
-    described(model.instantiate())
+    describe_model(model.instantiate())

@@ -23,7 +23,7 @@ from praxis_lite.inputs import (
   write_tfrecords,
 )
 from praxis_lite.inputs.packing import concat_documents, pack_documents
-from praxis_lite.inputs.rows import canonical_rows, fitted
+from praxis_lite.inputs.rows import canonical_rows, fit_dtype
 from praxis_lite.inputs.synthetic import ConstantFeature, RandomFeature
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokens
 
@@ -186,7 +186,7 @@ def test_ids_of_tokens_that_the_vocabulary_does_not_have():
 
 
 def test_fitted_of_nothing_and_of_what_fits():
-  assert fitted(np.zeros((0, 3), np.int64), 'int8', 'x').shape == (0, 3)
-  assert fitted(np.array(True), 'float32', 'x') == 1.0
+  assert fit_dtype(np.zeros((0, 3), np.int64), 'int8', 'x').shape == (0, 3)
+  assert fit_dtype(np.array(True), 'float32', 'x') == 1.0
   with pytest.raises(DataError, match='x: float32 values cannot become int32'):
-    fitted(np.ones(1, np.float32), 'int32', 'x')
+    fit_dtype(np.ones(1, np.float32), 'int32', 'x')

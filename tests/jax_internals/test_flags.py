@@ -20,7 +20,7 @@ def ends_well(xla_flags):
 def test_the_table_says_what_this_jaxlib_says():
   values = {name: '3' if re.search('level|seconds|count', name) else 'false' for name in flags._UNTIL}
   known = flags.known_flags(values)
-  refused = flags._refused(tuple(values.items()))
+  refused = flags._refused_flags(tuple(values.items()))
   assert {*known} == {*values} - refused
   assert ends_well(' '.join(f'--{name}={value}' for name, value in known.items()))
 
@@ -37,11 +37,11 @@ def test_a_release_that_is_not_in_the_table_is_asked(monkeypatch):
 def test_a_jaxlib_that_cannot_be_asked_gets_no_flags(monkeypatch):
   monkeypatch.setattr(flags, '_release', lambda: (9, 9))
   monkeypatch.setattr(sys, 'executable', '/no/such/python')
-  assert flags.with_flags('--xla_dump_to=x', {'xla_backend_optimization_level': 1, 'xla_y': 2}) == '--xla_dump_to=x'
+  assert flags.add_flags('--xla_dump_to=x', {'xla_backend_optimization_level': 1, 'xla_y': 2}) == '--xla_dump_to=x'
   monkeypatch.undo()
   monkeypatch.setattr(flags, '_release', lambda: (9, 9))
   monkeypatch.setattr(flags, '_READ_FLAGS', 'raise SystemExit("another end")')
-  assert flags.with_flags('', {'xla_backend_optimization_level': 2, 'xla_y': 2}) == ''
+  assert flags.add_flags('', {'xla_backend_optimization_level': 2, 'xla_y': 2}) == ''
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,18 @@ def test_a_jaxlib_that_cannot_be_asked_gets_no_flags(monkeypatch):
 )
 def test_what_is_given_comes_first_and_stays(given, result):
   wanted = {'xla_backend_optimization_level': 0}
-  assert flags.with_flags(given, wanted) == (result or f'{given} --xla_backend_optimization_level=0')
+  assert flags.add_flags(given, wanted) == (result or f'{given} --xla_backend_optimization_level=0')
 
 
 def test_flags_in_a_file_are_kept(tmp_path):
   (tmp_path / 'flags').write_text('--xla_backend_optimization_level=2\n--xla_cpu_enable_fast_math=false\n')
   wanted = {'xla_backend_optimization_level': 0, 'xla_force_host_platform_device_count': 2}
-  made = flags.with_flags(str(tmp_path / 'flags'), wanted)
+  made = flags.add_flags(str(tmp_path / 'flags'), wanted)
   assert made == (
     '--xla_backend_optimization_level=2 --xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=2'
   )
   assert ends_well(made)
-  assert flags.with_flags(str(tmp_path / 'none'), {}) == str(tmp_path / 'none')
+  assert flags.add_flags(str(tmp_path / 'none'), {}) == str(tmp_path / 'none')
 
 
 @pytest.mark.parametrize('release, is_set', [((0, 10), False), ((0, 11), True), ((0, 12), True), ((0, 13), False)])

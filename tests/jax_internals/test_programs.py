@@ -19,8 +19,8 @@ from praxis_lite.jax_internals.programs import (
   mapped_axes,
   program_in,
   scan_sizes,
+  strip_constants,
   while_sizes,
-  without_values,
 )
 
 
@@ -155,7 +155,7 @@ def test_the_program_that_an_operation_calls(name):
   eqn = equation(name, CALLS[name](), 1.0)
   program = called_program(eqn)
   assert program is program_in(eqn.params)
-  inner = without_values(program)
+  inner = strip_constants(program)
   assert len(inner.invars) == len(eqn.invars) == 1 and len(inner.eqns) == 1
   assert inner.eqns[0].primitive.name == {'custom_vjp_call': 'mul', 'custom_jvp_call': 'add'}.get(name, 'sin')
 
@@ -175,7 +175,7 @@ def test_the_axes_that_shard_map_maps():
   with jax.set_mesh(mesh):
     around = equation('shard_map', outer, x)
   assert mapped_axes(around) == {'b': 4}
-  (within,) = [e for e in without_values(called_program(around)).eqns if e.primitive.name == 'shard_map']
+  (within,) = [e for e in strip_constants(called_program(around)).eqns if e.primitive.name == 'shard_map']
   assert mapped_axes(within) == {'a': 2}
   for params in ({}, {'mesh': mesh}, {'mesh': mesh, 'manual_axes': 3}, {'mesh': None, 'newly_manual_axes': ('a',)}):
     with pytest.raises(UnknownJax, match='shard_map'):

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
-from praxis_lite.jax_internals.programs import called_program, without_values
+from praxis_lite.jax_internals.programs import called_program, strip_constants
 from praxis_lite.layers import MultiHeadAttention, RelativeBias, blocks
 from praxis_lite.layers.attention_spec import AttentionSpec
 from praxis_lite.layers.blockwise import blockwise_attention
@@ -77,7 +77,7 @@ def test_work_of_a_window_is_linear_and_of_a_causal_pass_half():
     x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
     mask, spec = Visibility(**rules), AttentionSpec(block_size=16)
     program = jax.make_jaxpr(lambda q: blockwise_attention(q, q, q, mask, spec=spec))(x)
-    attend = without_values(called_program(program.eqns[0]))
+    attend = strip_constants(called_program(program.eqns[0]))
     lengths = [e.params['length'] for e in attend.eqns if e.primitive.name == 'scan']
     return lengths[0]
 

@@ -271,7 +271,7 @@ def test_a_fully_sharded_table_is_gathered_once_in_a_pass(batch, gathers):
   once, for both passes."""
   program, actual, expected = on_mesh((1, 4, 2), FullSoftmax, ('data', 'mdl'), OUT, batch)
   assert_close(actual, expected)
-  executed = parse(program()).executed()
+  executed = parse(program()).executed_instructions()
   assert [(times, i.collective_result[0].dims) for i, times in executed if i.collective == 'all-gather'] == gathers
 
 

@@ -11,7 +11,7 @@ from praxis_lite.config import Config
 from praxis_lite.learning import Learner
 from praxis_lite.models import transformer_lm
 from praxis_lite.partitioning.mesh import abstract_mesh
-from praxis_lite.plan.compilers import as_if_with_cudnn
+from praxis_lite.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.weights import WeightHParams
 
 B, T, D, V = 2, 256, 32, 64
@@ -29,7 +29,7 @@ def gradient_program(platform, size=1, packed=False, **fields):
   def loss(variables, batch):
     return model.apply(variables, batch)[0][0]['loss'][0]
 
-  with jax.sharding.use_abstract_mesh(abstract_mesh({'data': size}, platform)), as_if_with_cudnn():
+  with jax.sharding.use_abstract_mesh(abstract_mesh({'data': size}, platform)), pretend_cudnn_for_plans():
     return str(jax.make_jaxpr(jax.grad(loss))(variables, batch))
 
 

@@ -234,7 +234,7 @@ def test_first_layers_come_before_the_repeated_ones():
   layer = Config(Repeat, layers_tpl=sub, num_layers=4, first_tpl=(other, sub), remat='full').instantiate()
   variables = drawn_variables(layer.abstract_init())
   assert list(variables) == ['first_0', 'first_1', 'layers']
-  assert [type(one) for one in layer.in_turn()] == [Shift, Residual, Residual, Residual]
+  assert [type(one) for one in layer.layers_by_turn()] == [Shift, Residual, Residual, Residual]
   # A pattern of as many layers that all are repeated once computes the same.
   whole = Config(Repeat, layers_tpl=(other, sub, sub, sub), num_layers=4).instantiate()
 

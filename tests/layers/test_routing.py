@@ -27,7 +27,7 @@ REAL = np.array([True, True, True, False])
 
 def combine_weights(plan: Plan, weights, num_experts, num_tokens):
   """[N, E, C]: the weight of each slot in the sum of each token."""
-  slots = np.asarray(plan.of_slots(jnp.asarray(weights)))
+  slots = np.asarray(plan.choices_to_slots(jnp.asarray(weights)))
   out = np.zeros((num_tokens, plan.choice_of_slot.size))
   for slot, token in enumerate(np.asarray(plan.token_of_slot)):
     if token < num_tokens:
@@ -155,7 +155,7 @@ def test_sorted_rows_are_grouped_by_expert_and_counted():
   np.testing.assert_array_equal(sizes, [4, 2, 3, 1])
   of_slot = np.append(experts.reshape(-1), 4)[plan.choice_of_slot]
   np.testing.assert_array_equal(of_slot, [0] * 4 + [1] * 2 + [2] * 3 + [3] + [4] * 2)
-  np.testing.assert_array_equal(plan.of_slots(jnp.asarray(experts), empty=4), of_slot)
+  np.testing.assert_array_equal(plan.choices_to_slots(jnp.asarray(experts), empty=4), of_slot)
   np.testing.assert_array_equal(plan.has_slot(), experts < 4)
 
 

@@ -16,7 +16,7 @@ from praxis_lite.config import Config
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import SyntheticLMInput
 from praxis_lite.learning import Learner
-from praxis_lite.learning.moments import compressed
+from praxis_lite.learning.moments import compress_moments
 from praxis_lite.models import set_sharding, transformer_lm
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.task import SingleTask
@@ -42,7 +42,7 @@ def remember(name):
 
 def stored_and_read(moments, name, values, times):
   """What is read of a slot that `values` were written to, each time with other random bits; [times, *values.shape]."""
-  tx = compressed(remember(name), moments)
+  tx = compress_moments(remember(name), moments)
   zeros = {'w': jnp.zeros_like(values)}
 
   def once(count):
@@ -91,7 +91,7 @@ def test_second_moments_do_not_become_zero():
 @pytest.mark.parametrize('moments', ['bfloat16', 'int8'])
 def test_a_slow_average_follows_its_mean(moments):
   """From 0 to 0.86 in steps of at most a thousandth, which rounding to the nearest would drop: within 2 percent."""
-  tx = compressed(optax.ema(0.999, debias=False), moments)
+  tx = compress_moments(optax.ema(0.999, debias=False), moments)
   ones = np.ones((64, 64), np.float32)
 
   def step(state, _):
@@ -205,7 +205,7 @@ def test_explicit_collectives_take_bfloat16_and_refuse_int8():
 
 
 def test_an_optimizer_that_needs_no_variables_is_updated_without_them():
-  optimizer = compressed(optax.with_extra_args_support(optax.scale_by_adam()), 'bfloat16')
+  optimizer = compress_moments(optax.with_extra_args_support(optax.scale_by_adam()), 'bfloat16')
   variables = {'w': jnp.ones((2, 2))}
   state = optimizer.init(variables)
   for with_them, without in zip(optimizer.update(variables, state, variables), optimizer.update(variables, state)):

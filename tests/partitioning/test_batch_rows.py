@@ -75,7 +75,7 @@ def test_examples_of_each_process_are_taken_out_of_what_enters(sizes: dict[str, 
   placed = put_on_mesh(entering, mesh, get_input_partition_specs(rows.axes, entering))
 
   def step(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    taken = rows.taken(batch)
+    taken = rows.take_rows(batch)
     split = {name: with_sharding_constraint(x, SPLIT[name]) for name, x in taken.items()}
     return {name: x * 2 for name, x in split.items()}
 

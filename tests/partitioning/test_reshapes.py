@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from praxis_lite.partitioning.guards import guard
-from praxis_lite.partitioning.propagation import with_collectives
+from praxis_lite.partitioning.propagation import make_collectives_explicit
 
 # Shape, mesh, spec before, shape afterwards, spec afterwards. All but the last two ended the process.
 RESHAPES = [
@@ -32,7 +32,7 @@ def lowered(before, mesh, spec, after, spec_after):
 @pytest.mark.parametrize('reshape', RESHAPES, ids=[f'{r[0]} to {r[3]}' for r in RESHAPES])
 def test_guards_and_collectives_can_be_read(reshape):
   program, x = lowered(*reshape), np.arange(np.prod(reshape[0]), dtype=np.float32).reshape(reshape[0])
-  assert with_collectives(program.compiler_ir('stablehlo')) is not None
+  assert make_collectives_explicit(program.compiler_ir('stablehlo')) is not None
   guard(program)
   np.testing.assert_array_equal(program.compile()(x), x.reshape(reshape[3]))
 
@@ -55,4 +55,4 @@ def test_reshapes_of_one_dimension_that_does_not_divide_stay_as_they_are():
 
 def test_what_a_reshape_that_divides_communicates_is_seen():
   program = lowered((8, 6), {'a': 2}, P('a'), (48,), P())
-  assert 'sdy.all_gather' in str(with_collectives(program.compiler_ir('stablehlo')))
+  assert 'sdy.all_gather' in str(make_collectives_explicit(program.compiler_ir('stablehlo')))

@@ -10,7 +10,7 @@ from praxis_lite.layers.dot_product import dot_product_attention
 from praxis_lite.partitioning.local_program import local_program
 from praxis_lite.partitioning.mesh import abstract_mesh
 from praxis_lite.plan import plan
-from praxis_lite.plan.compilers import as_if_with_cudnn
+from praxis_lite.plan.compilers import pretend_cudnn_for_plans
 from praxis_lite.plan.lowering import lower_without_devices
 
 B, T, N, H = 8, 256, 4, 32
@@ -25,7 +25,7 @@ def lowered_program(function, *arrays, mesh=MESH, kind='gpu'):
   structs = [
     jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split))) for shape, dtype, split in arrays
   ]
-  with jax.sharding.use_abstract_mesh(mesh), as_if_with_cudnn():
+  with jax.sharding.use_abstract_mesh(mesh), pretend_cudnn_for_plans():
     return local_program(lower_without_devices(jax.jit(function).trace(*structs), kind))
 
 

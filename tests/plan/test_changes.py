@@ -119,7 +119,7 @@ def _slower(planned, factor):
 
 def test_what_other_moments_save_is_exact(planned):
   config = small_lm((1, 4, 2))
-  changes = {change.what: change for change in WhatIf(Configured.of(config), planned).of_state()}
+  changes = {change.what: change for change in WhatIf(Configured.of(config), planned).state_changes()}
   assert {'moments in bfloat16', 'moments in int8', 'with moving averages'} <= set(changes)
   for change in changes.values():
     assert change.how == 'exact'

@@ -121,7 +121,7 @@ def test_memory_is_that_of_the_step_of_a_run(plans):
     getattr(of_run, f'{part}_size_in_bytes') * sign
     for part, sign in (('argument', 1), ('output', 1), ('alias', -1), ('temp', 1))
   )
-  kinds = memory.by_kind()
+  kinds = memory.bytes_by_kind()
   assert sum(kinds.values()) == memory.peak
   assert kinds['optimizer slots'] == pytest.approx(2 * kinds['parameters'], rel=0.01)
   # What the schedule says is live is what the compiler needs.
@@ -273,15 +273,15 @@ class Program:
 
 def test_the_text_of_a_tpu_program_that_cannot_be_read_back_is_what_its_compiler_writes_down():
   v5p = parse_topology('v5p:2x2x1')
-  assert compilers._compiled(Program(writes=True), NO_FLAGS, v5p)[1] == 'the step'
-  compiled, text = compilers._compiled(Program(writes=False), NO_FLAGS, v5p)
+  assert compilers._compile(Program(writes=True), NO_FLAGS, v5p)[1] == 'the step'
+  compiled, text = compilers._compile(Program(writes=False), NO_FLAGS, v5p)
   assert (compiled.is_readable, text) == (False, 'the step, without')  # Its memory is that of the real one.
 
 
 def test_a_program_without_text_is_one_that_the_compiler_refuses():
   program = types.SimpleNamespace(as_text=lambda: None)
   with pytest.raises(NotImplementedError, match='has no text'):  # As `compile_step` expects of a compiler.
-    compilers._compiled(types.SimpleNamespace(compile=lambda **_: program), NO_FLAGS, parse_topology('h100:8'))
+    compilers._compile(types.SimpleNamespace(compile=lambda **_: program), NO_FLAGS, parse_topology('h100:8'))
 
 
 def test_what_does_not_fit_says_by_how_much():

@@ -116,10 +116,10 @@ def test_what_devices_compute_alike_is_found_by_its_flops():
   why, layer = why_of(config), f'{LAYERS}.ff.up'
   flops = 3 * 2 * TOKENS * D * 96 * 2
   op = Operation('dot', 'dot', layer, 'forward', 1, flops / 4, 0.0, 0.0)
-  (cause,) = why.replicated([op], num_devices=8)
+  (cause,) = why.find_replicated([op], num_devices=8)
   assert (cause.reason, cause.layers) == (Reason.REPLICATED, (layer,))
   assert 'the 2 devices of mdl compute the same' in cause.what and cause.fields
-  assert not why.replicated([dataclasses.replace(op, flops=flops / 8)], num_devices=8)
+  assert not why.find_replicated([dataclasses.replace(op, flops=flops / 8)], num_devices=8)
 
 
 def test_what_xla_replicates_to_split_it_anew_is_explained():
@@ -130,7 +130,7 @@ def test_what_xla_replicates_to_split_it_anew_is_explained():
     'for HLO operation %c = f32[4,32,64]{2,1,0} copy(%sin.0), sharding={devices=[4,1,1,2]<=[8]}, '
     'metadata={op_name="jit(train_step)/jvp(LanguageModel)/lm/transformer/while/body/layers/ff/add"}.'
   )
-  (cause,) = why.rematerialized([message])
+  (cause,) = why.find_rematerialized([message])
   assert cause.layers == (f'{LAYERS}.ff',) and 'from 4x1x1 parts to 1x1x2x4 parts' in cause.what
 
 

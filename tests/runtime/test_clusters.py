@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from praxis_lite.errors import ConfigError, LostHostError
-from praxis_lite.hosts.clusters import Job, find_job, resolved
+from praxis_lite.hosts.clusters import Job, find_job, resolve_job
 from praxis_lite.hosts.rendezvous import meet
 
 SLURM = {
@@ -82,7 +82,7 @@ def test_what_is_missing_or_wrong_is_named(flags, environ, message):
 def test_jax_knows_where_process_0_is(monkeypatch, environ, host):
   for name, value in environ.items():
     monkeypatch.setenv(name, value)
-  job, address = resolved(find_job(), 1)
+  job, address = resolve_job(find_job(), 1)
   assert job == find_job() and re.fullmatch(rf'{re.escape(host)}:\d+', address)
 
 

@@ -16,7 +16,7 @@ import pytest
 from tiny_runs import tiny_run
 
 from praxis_lite.checkpoints import saved_steps
-from praxis_lite.checkpoints.contents import sealed
+from praxis_lite.checkpoints.contents import add_checksum
 from praxis_lite.checkpoints.failures import DamagedError
 from praxis_lite.checkpoints.object_store import ObjectStore, StoreError
 from praxis_lite.checkpoints.remote import RemoteRun
@@ -253,7 +253,7 @@ def test_what_is_removed_meanwhile_does_not_matter(url, tmp_path, monkeypatch):
 def test_names_lead_to_no_other_directory(stored, tmp_path):
   fs, root = fsspec.core.url_to_fs(stored)
   files = {'../../outside': {'size': 1, 'sha256': hashlib.sha256(b'a').hexdigest()}}
-  record = sealed({'step': 9, 'rollbacks': 0, 'files': files})
+  record = add_checksum({'step': 9, 'rollbacks': 0, 'files': files})
   fs.pipe_file(f'{root}/checkpoints/9.complete', json.dumps(record).encode())
   fs.pipe_file(f'{root}/a\\b', b'a')
   assert steps(stored) == [6, 8]

@@ -11,7 +11,7 @@ from praxis_lite.experiment import BaseExperiment, configure
 from praxis_lite.inputs import CharTokenizer, TextInput
 from praxis_lite.models import transformer_lm
 from praxis_lite.runtime import run_eval, run_train
-from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 from praxis_lite.tasks.language_modelling import LanguageModelTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('shared_programs')]
@@ -66,7 +66,7 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
   with pytest.raises(DataError, match=r"datasets\[0\]: train\.path: '!' \(U\+0021\) is not among the 10 characters"):
     run_train(CONFIG, 'run')
   (run / 'text.txt').write_text(TEXT.replace('e', 'o'))  # Without 'e' all ids after it would be smaller.
-  assert with_vocabulary(CONFIG, 'run').datasets[0].tokenizer_tpl.vocabulary == '\n abefilno'
+  assert use_kept_vocabulary(CONFIG, 'run').datasets[0].tokenizer_tpl.vocabulary == '\n abefilno'
   assert CONFIG.datasets[0].tokenizer_tpl.vocabulary is None
   (after,) = run_eval(CONFIG, 'run').values()
   assert after['loss'] != before['loss']
@@ -80,7 +80,9 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
 
   kept = [data.clone() for data in CONFIG.datasets]
   kept[1].tokenizer_tpl.vocabulary = '\n abefilno'
-  assert with_vocabulary(CONFIG._replace(datasets=kept), 'run').datasets[0].tokenizer_tpl.vocabulary == '\n abefilno'
+  assert (
+    use_kept_vocabulary(CONFIG._replace(datasets=kept), 'run').datasets[0].tokenizer_tpl.vocabulary == '\n abefilno'
+  )
   kept[1].tokenizer_tpl.vocabulary = '\n abefilnoz'
   with pytest.raises(CheckpointError, match=r'datasets\[1\]: the vocabulary of its CharTokenizer is not the one that'):
     run_eval(CONFIG._replace(datasets=kept), 'run')
@@ -93,4 +95,4 @@ def test_a_run_keeps_its_vocabulary(run, capfd):
 def test_a_directory_without_a_checkpoint_has_no_vocabulary(tmp_path):
   (tmp_path / 'vocabulary.json').write_text(json.dumps({'vocabulary': 'xyz'}))
   (tmp_path / 'checkpoints' / '5.orbax-checkpoint-tmp').mkdir(parents=True)  # Of a run that was killed.
-  assert with_vocabulary(CONFIG, tmp_path) is CONFIG
+  assert use_kept_vocabulary(CONFIG, tmp_path) is CONFIG

@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite.partitioning.guards.products import is_nearly_local
 from praxis_lite.partitioning.propagation import Axis
-from tools.splits.assign import all_of, arrangements, axes_of_mesh, left_as_stated, local, ways_to_part
+from tools.splits.assign import all_cases, arrangements, axes_of_mesh, left_as_stated, local, ways_to_part
 from tools.splits.batches import run
 from tools.splits.kinds import KINDS
 
@@ -23,7 +23,7 @@ def test_assignments():
   assert axes_of_mesh((2, 6)) == (A, Axis('b', 2), Axis('b', 3, 2))
   assert ((Axis('b', 6),),) in arrangements(axes_of_mesh((2, 6)), 1)  # Parts that follow each other are one.
   assert len(local((A, B, C), (('b', 'v'), ('v', 'c'), ('b', 'c')))) == 106
-  assert len([*all_of((A, B, C), (('b',), ('b',)), 1000)]) == 16 * 16
+  assert len([*all_cases((A, B, C), (('b',), ('b',)), 1000)]) == 16 * 16
 
 
 @pytest.mark.parametrize('shape', [(2, 2), (2, 3), (4,), (6,)])
@@ -43,7 +43,7 @@ def test_the_class_that_guards_leave_as_it_is_is_whole(equation, shape):
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_sample_of_each_kind(kind):
   program = PROGRAMS[kind][0]
-  cases = [*all_of(axes_of_mesh((2, 4)), program.dims, 12)]
+  cases = [*all_cases(axes_of_mesh((2, 4)), program.dims, 12)]
   found = run(program, (2, 4), cases)
   assert [case for case, one in zip(cases, found) if one.outcome != 'right'] == []
 

@@ -79,4 +79,4 @@ def test_each_fault_of_others_is_drawn():
   names = {fault.__name__ for fault in FAULTS}
   wanted = {'mixed_parts', 'renamed_step', 'host_stopped_when_ended', 'foreign_lock', 'directory_moved', 'odd_path'}
   assert names >= wanted | {'metrics_no_file', 'metrics_emptied', 'data_replaced'}
-  assert [fault_campaign.drawn(1, n, [*FAULTS]) for n in range(len(FAULTS))] == [*FAULTS]
+  assert [fault_campaign.draw_fault(1, n, [*FAULTS]) for n in range(len(FAULTS))] == [*FAULTS]

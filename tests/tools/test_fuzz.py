@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.checkpoints.contents import sealed
+from praxis_lite.checkpoints.contents import add_checksum
 from praxis_lite.errors import CheckpointError, ConfigError, UserError
 from praxis_lite.files import parse_json
 from praxis_lite.hf.files import read_folder
@@ -58,7 +58,10 @@ def test_bad_input_of_every_parser_is_an_error_of_one_line(guard):
     ('safetensors index', b'{"weight_map": {"a": 1}}'),
     ('calibration', b'{"cpu": {"compute": "fast"}}'),
     ('records', b'\n\x0d\n\x0b\n\x01x\x12\x06\x12\x04\n\x02\x00\x01'),  # Two bytes of floats.
-    ('emergency copy', json.dumps(sealed({**_COPY, 'shards': [['w', [[0, 2**44]], 'int8', 0]]})).encode() + b'\n'),
+    (
+      'emergency copy',
+      json.dumps(add_checksum({**_COPY, 'shards': [['w', [[0, 2**44]], 'int8', 0]]})).encode() + b'\n',
+    ),
   ],
   ids=lambda value: value if isinstance(value, str) and len(value) < 30 else '',
 )

@@ -54,13 +54,13 @@ def differences(ours: Results, expected: Results, *, lost_before: int | None = N
   """
   found = [] if ours.step == expected.step else [f'it ended at step {ours.step}']
   found += [f'{n} differs' for n in expected.arrays | ours.arrays if ours.arrays.get(n) != expected.arrays.get(n)]
-  found += _compared('metrics.jsonl', ours.lines, expected.lines, lost_before)
+  found += _compare('metrics.jsonl', ours.lines, expected.lines, lost_before)
   for name in expected.curves | ours.curves:
-    found += _compared(f'event files, {name}', ours.curves.get(name, []), expected.curves.get(name, []), lost_before)
+    found += _compare(f'event files, {name}', ours.curves.get(name, []), expected.curves.get(name, []), lost_before)
   return found
 
 
-def _compared(what: str, ours: list[Any], expected: list[Any], lost_before: int | None) -> list[str]:
+def _compare(what: str, ours: list[Any], expected: list[Any], lost_before: int | None) -> list[str]:
   if lost_before is not None:
     if len(set(ours)) < len(ours) or [x[0] for x in ours] != sorted(x[0] for x in ours):
       return [f'{what}: steps twice or not in order: {[x[0] for x in ours]}']
@@ -114,14 +114,14 @@ def _event_records(file: Path) -> Iterator[bytes]:
   data, at = file.read_bytes(), 0
   while at + 12 <= len(data):
     size, sum_of_size = struct.unpack_from('<QI', data, at)
-    if _masked(crc32c(data[at : at + 8])) != sum_of_size or at + 16 + size > len(data):
+    if _mask(crc32c(data[at : at + 8])) != sum_of_size or at + 16 + size > len(data):
       return
     record = data[at + 12 : at + 12 + size]
-    if _masked(crc32c(record)) != struct.unpack_from('<I', data, at + 12 + size)[0]:
+    if _mask(crc32c(record)) != struct.unpack_from('<I', data, at + 12 + size)[0]:
       return
     yield record
     at += 16 + size
 
 
-def _masked(crc: int) -> int:
+def _mask(crc: int) -> int:
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

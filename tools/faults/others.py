@@ -33,7 +33,7 @@ _ODD_NAMES = (
 )
 
 
-def _refused(lab: Lab, *words: str, code: int = 2) -> Training:
+def _expect_refusal(lab: Lab, *words: str, code: int = 2) -> Training:
   """Starts a run that has to be refused in one line with some words."""
   run = lab.start()
   if run.wait() != code:
@@ -124,7 +124,7 @@ time.sleep(float(sys.argv[2]))
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, seconds: float) -> Iterator[None]:
+def _lock(folder: Path, seconds: float) -> Iterator[None]:
   command = [sys.executable, '-S', '-c', _HOLD, str(folder), str(seconds)]
   with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
     try:
@@ -143,11 +143,11 @@ def foreign_lock(lab: Lab) -> None:
   seconds = float(lab.rng.random() * 20)
   lab.seen.where = (f'checkpoint, {seconds:.0f} s', 'checkpoint, without end', 'run directory')[kind]
   if kind == 0:
-    with _locked(newest, seconds):
+    with _lock(newest, seconds):
       lab.go_on()
     return
-  with _locked(newest if kind == 1 else lab.directory, 1000):
-    _refused(lab, *(('is locked by', 'not released') if kind == 1 else ('another run is training',)))
+  with _lock(newest if kind == 1 else lab.directory, 1000):
+    _expect_refusal(lab, *(('is locked by', 'not released') if kind == 1 else ('another run is training',)))
   lab.go_on()
 
 
@@ -156,16 +156,16 @@ def foreign_lock(lab: Lab) -> None:
 
 def directory_moved(lab: Lab) -> None:
   """run directory moved or deleted while it trains"""
-  _moved(lab)
+  _move(lab)
 
 
 def directory_of_hosts_moved(lab: Lab) -> None:
   """run directory of two hosts moved or deleted while it trains"""
   lab.hosts = 2
-  _moved(lab)
+  _move(lab)
 
 
-def _moved(lab: Lab) -> None:
+def _move(lab: Lab) -> None:
   step, is_deleted = int(lab.rng.integers(1, NUM_STEPS - 1)), bool(lab.rng.random() < 0.4)
   lab.seen.where = f'step {step}, {"deleted" if is_deleted else "moved"}'
   run = lab.start()
@@ -218,7 +218,7 @@ def metrics_no_file(lab: Lab) -> None:
   kind = str(lab.rng.choice(['named pipe', 'directory']))
   lab.seen.where = kind
   os.mkfifo(metrics) if kind == 'named pipe' else metrics.mkdir()
-  _refused(lab, 'metrics.jsonl', kind)
+  _expect_refusal(lab, 'metrics.jsonl', kind)
   metrics.unlink() if kind == 'named pipe' else metrics.rmdir()
   kept.rename(metrics)
   lab.go_on()
@@ -250,7 +250,7 @@ def data_replaced(lab: Lab) -> None:
   rows = examples(count + 1)
   write_array_records(str(data), {name: x[1:] for name, x in rows.items()})
   if lab.checkpoints() and not lab.seen.too_late:
-    _refused(lab, 'input')
+    _expect_refusal(lab, 'input')
   shutil.copy(lab.baseline.records, data)
   lab.go_on()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.jax_internals.flags import with_flags
+from praxis_lite.jax_internals.flags import add_flags
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / 'tests'))
@@ -40,7 +40,7 @@ def environment(cache: Path, devices: int = 2) -> dict[str, str]:
     'PYTHONUNBUFFERED': '1',
     'JAX_PLATFORMS': 'cpu',
     'TF_CPP_MIN_LOG_LEVEL': '2',
-    'XLA_FLAGS': with_flags('', flags),
+    'XLA_FLAGS': add_flags('', flags),
     'JAX_COMPILATION_CACHE_DIR': str(cache),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',

@@ -19,7 +19,7 @@ import numpy as np
 
 from praxis_lite import registry
 from praxis_lite.checkpoints.best import BestRecord
-from praxis_lite.checkpoints.contents import check_same_model, read_record, sealed
+from praxis_lite.checkpoints.contents import add_checksum, check_same_model, read_record
 from praxis_lite.checkpoints.emergency import EmergencyCopies
 from praxis_lite.checkpoints.object_store import ObjectStore
 from praxis_lite.checkpoints.remote import RemoteRun
@@ -45,7 +45,7 @@ from praxis_lite.records.heartbeat import Heartbeat, read_heartbeats
 from praxis_lite.records.metrics import SummaryWriter, read_results
 from praxis_lite.records.status import status_of
 from praxis_lite.runtime.trouble import Trouble, batches_to_skip, go_back, read_troubles
-from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 from praxis_lite.training.state import TrainState
 from tools.fuzz.mutations import mutated_bytes, mutated_json, mutated_json_text, mutated_text
 
@@ -78,7 +78,9 @@ _OVERRIDES = (
 )
 
 
-def _of(examples: tuple[str, ...], change: Callable[[str, np.random.Generator], str] = mutated_text) -> Draw:
+def _change_examples(
+  examples: tuple[str, ...], change: Callable[[str, np.random.Generator], str] = mutated_text
+) -> Draw:
   return lambda rng: change(examples[int(rng.integers(len(examples)))], rng)
 
 
@@ -134,9 +136,9 @@ _COMPLETE = {'step': 9, 'rollbacks': 0, 'files': {'about/metadata': {'size': 3, 
 
 def _draw_complete(rng: np.random.Generator) -> bytes:
   if rng.random() < 0.3:
-    return mutated_json_text(sealed(_COMPLETE), rng)
+    return mutated_json_text(add_checksum(_COMPLETE), rng)
   changed = mutated_json(_COMPLETE, rng)
-  return json.dumps(sealed(changed) if isinstance(changed, dict) else changed).encode()
+  return json.dumps(add_checksum(changed) if isinstance(changed, dict) else changed).encode()
 
 
 def _complete(data: bytes, folder: Path) -> None:
@@ -149,9 +151,9 @@ def _complete(data: bytes, folder: Path) -> None:
 
 def _draw_about(rng: np.random.Generator) -> bytes:
   if rng.random() < 0.5:
-    return mutated_json_text(sealed(_ABOUT), rng)
+    return mutated_json_text(add_checksum(_ABOUT), rng)
   changed = mutated_json(_ABOUT, rng)  # With a checksum that is right.
-  return json.dumps(sealed(changed) if isinstance(changed, dict) else changed).encode()
+  return json.dumps(add_checksum(changed) if isinstance(changed, dict) else changed).encode()
 
 
 @functools.cache
@@ -228,7 +230,7 @@ def _vocabulary(data: bytes, folder: Path) -> object:
   (folder / 'checkpoints' / '2').mkdir(parents=True, exist_ok=True)
   (folder / 'vocabulary.json').write_bytes(data)
   text = Config(TextInput, path='x', tokenizer_tpl=Config(CharTokenizer, path='x'))
-  config = with_vocabulary(type(_config())(_config().task, [text], []), folder)
+  config = use_kept_vocabulary(type(_config())(_config().task, [text], []), folder)
   return config.datasets[0].tokenizer.instantiate().characters
 
 
@@ -384,13 +386,13 @@ def _state() -> TrainState:
 
 
 def _copies(folder: Path) -> tuple[EmergencyCopies, TrainState]:
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on_one_device()), _state())
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_one_device_sharding()), _state())
   (folder / 'emergency_copies.json').write_text('{"lineage": 1}')
   return EmergencyCopies(folder, [str(folder)], shapes, shapes), shapes
 
 
 @functools.cache
-def _on_one_device() -> jax.sharding.NamedSharding:
+def _one_device_sharding() -> jax.sharding.NamedSharding:
   return jax.sharding.NamedSharding(jax.make_mesh((1,), ('data',)), jax.sharding.PartitionSpec())
 
 
@@ -404,7 +406,7 @@ def _copy() -> tuple[dict[str, Any], bytes]:
   """The header of an emergency copy, without its checksum, and the bytes after it."""
   with tempfile.TemporaryDirectory() as name:
     copies, _ = _copies(Path(name))
-    copies.write(3, jax.device_put(_state(), _on_one_device()), _input().get_state(), 0)
+    copies.write(3, jax.device_put(_state(), _one_device_sharding()), _input().get_state(), 0)
     copies.close()
     header, _, data = _file_of_copy(Path(name)).read_bytes().partition(b'\n')
   return {key: value for key, value in json.loads(header).items() if key != 'checksum'}, data
@@ -413,9 +415,9 @@ def _copy() -> tuple[dict[str, Any], bytes]:
 def _draw_copy(rng: np.random.Generator) -> bytes:
   header, data = _copy()
   if rng.random() < 0.2:
-    return mutated_bytes(json.dumps(sealed(header)).encode() + b'\n' + data, rng)
+    return mutated_bytes(json.dumps(add_checksum(header)).encode() + b'\n' + data, rng)
   changed = mutated_json(header, rng)  # With a checksum that is right.
-  return json.dumps(sealed(changed) if isinstance(changed, dict) else changed).encode() + b'\n' + data
+  return json.dumps(add_checksum(changed) if isinstance(changed, dict) else changed).encode() + b'\n' + data
 
 
 def _emergency_copy(data: bytes, folder: Path) -> None:
@@ -432,11 +434,11 @@ def _json_of(value: Callable[[], Any] | Any) -> Draw:
 
 
 PARSERS: dict[str, Parser] = {
-  'overrides': Parser(_of(_OVERRIDES), _override, 2),
+  'overrides': Parser(_change_examples(_OVERRIDES), _override, 2),
   'strategies': Parser(
     lambda rng: (
       str(rng.choice(_PATTERNS)) if rng.random() < 0.7 else mutated_text(str(rng.choice(_PATTERNS)), rng),
-      _of(_STRATEGIES)(rng),
+      _change_examples(_STRATEGIES)(rng),
     ),
     _strategy,
     4,
@@ -459,7 +461,7 @@ PARSERS: dict[str, Parser] = {
   'safetensors index': Parser(
     _json_of({'metadata': {}, 'weight_map': {'a.weight': 'a.safetensors', 'b': 'a.safetensors'}}), _index, 4
   ),
-  'topologies and targets': Parser(_of(_TOPOLOGIES), _topology, 6),
+  'topologies and targets': Parser(_change_examples(_TOPOLOGIES), _topology, 6),
   'calibration': Parser(_json_of(_EFFICIENCY), _calibration, 4),
   'snapshot of a plan': Parser(lambda rng: mutated_text(_snapshot_text(), rng), _snapshot, 4),
   'heartbeat': Parser(_json_of(dataclasses.asdict(Heartbeat(host='a', step=3, total_steps=9))), _heartbeat, 4),

@@ -193,7 +193,7 @@ class Graph:
     read = {name for line in lines for name in line.uses}
     outputs = tuple(line.name for line in lines if line.name not in read and not line.is_input)
     program = Program(tuple(lines), mesh, outputs, self.is_exact, self.gradient, seed=int(self.rng.integers(1 << 30)))
-    return program.needed(outputs)
+    return program.needed_part(outputs)
 
 
 def draw(

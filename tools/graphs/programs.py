@@ -24,10 +24,10 @@ from tools.hunt.cases import (
   MeshAxes,
   Outcome,
   num_devices,
+  remove_axis,
   smaller_entries,
   smaller_meshes,
   spec_text,
-  without_axis,
 )
 
 _HEADER = """\
@@ -166,7 +166,7 @@ class Program:
     """The source of the program and of its arrays."""
     inputs = [line for line in self.lines if line.is_input]
     made = '\n'.join(f'  found[{line.name!r}] = {line.text}' for line in inputs)
-    lines = '\n'.join(f'    {line.name} = {_placed(line)}' for line in self.lines)
+    lines = '\n'.join(f'    {line.name} = {_place(line)}' for line in self.lines)
     return _BODY.format(
       small=_EXACT if self.is_exact else _SMOOTH,
       seed=self.seed,
@@ -222,10 +222,12 @@ class Program:
     for (path, _), one, other in zip(right, expected, found):
       off = np.max(np.abs(one - np.asarray(other).astype(np.float64)), initial=0)
       if not off <= tolerance * max(self.is_exact, 0.01, np.max(np.abs(one), initial=0)):
-        wrong.append(f'{self._named(path)} of shape {one.shape} differs by {off:.3g} of {np.max(np.abs(one)):.3g}')
+        wrong.append(
+          f'{self._output_name(path)} of shape {one.shape} differs by {off:.3g} of {np.max(np.abs(one)):.3g}'
+        )
     return Outcome('wrong', '; '.join(wrong[:4]), len(changed)) if wrong else Outcome('right', guarded=len(changed))
 
-  def _named(self, path: Sequence[object]) -> str:
+  def _output_name(self, path: Sequence[object]) -> str:
     text = jax.tree_util.keystr(tuple(path))
     numbers = re.findall(r'\d+', text)
     if 'v' in text:
@@ -244,33 +246,33 @@ class Program:
     if len(self.outputs) > 1:
       half = len(self.outputs) // 2
       for kept in dict.fromkeys((self.outputs[:half], self.outputs[half:], *((name,) for name in self.outputs))):
-        yield self.needed(kept)
+        yield self.needed_part(kept)
     if self.gradient:
       yield dataclasses.replace(self, gradient=False)
     inner = [line for line in self.lines if not line.is_input]
     if len(inner) > 1:
       for line in [*inner[len(inner) // 2 : -1][::-1], *inner[: len(inner) // 2][::-1]]:
-        yield self._with(line, _as_input(line)).needed(self.outputs)
+        yield self._with(line, _to_input(line)).needed_part(self.outputs)
       for line in inner[::-1]:  # What comes out earlier.
         if self.outputs != (line.name,):
-          yield self.needed((line.name,))
+          yield self.needed_part((line.name,))
     for mesh, removed in smaller_meshes(self.mesh):
       lines = self.lines
       if removed is not None:
         lines = tuple(
-          line if line.entries is None else line._replace(entries=without_axis(line.entries, removed)) for line in lines
+          line if line.entries is None else line._replace(entries=remove_axis(line.entries, removed)) for line in lines
         )
       yield dataclasses.replace(self, mesh=mesh, lines=lines)
     for line in self.lines:
       for text in line.simpler:
-        yield self._with(line, line._replace(text=text, simpler=(), size=1)).needed(self.outputs)
+        yield self._with(line, line._replace(text=text, simpler=(), size=1)).needed_part(self.outputs)
     for line in self.lines:
       if line.entries is not None:
         yield self._with(line, line._replace(entries=None))
         for fewer in smaller_entries(line.entries):
           yield self._with(line, line._replace(entries=fewer))
 
-  def needed(self, outputs: Sequence[str]) -> Program:
+  def needed_part(self, outputs: Sequence[str]) -> Program:
     """The program with these outputs, and only the lines that they need."""
     wanted = {*outputs}
     for line in reversed(self.lines):
@@ -283,12 +285,12 @@ class Program:
     return dataclasses.replace(self, lines=tuple(new if line is old else line for line in self.lines))
 
 
-def _placed(line: Line) -> str:
+def _place(line: Line) -> str:
   text = f'found[{line.name!r}]' if line.is_input else line.text
   return text if line.entries is None else f'at({text}, {spec_text(line.entries)})'
 
 
-def _as_input(line: Line) -> Line:
+def _to_input(line: Line) -> Line:
   """An array in the place of a line, whose shape and split it has."""
   if line.dtype == 'float32':
     text = f'ints({line.shape})'

@@ -51,9 +51,9 @@ from tools.hunt.cases import (
   Outcome,
   num_devices,
   random_entries,
+  remove_axis,
   smaller_entries,
   smaller_meshes,
-  without_axis,
 )
 
 _SCRIPT = """\
@@ -91,7 +91,7 @@ def split_as(entries: Entries) -> Op:
   return op
 
 
-def recorded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def record_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
   """An optimizer whose state has the last gradients as well."""
   keep = optax.GradientTransformation(lambda v: {'gradients': v}, lambda g, _, v=None: (g, {'gradients': g}))
   return optax.chain(keep, optimizer)
@@ -139,7 +139,7 @@ class Task:
     f = dict(self.fields)
     config = Config(SingleTask, model=_MODELS[self.family](f))
     config.model.dtype = dtype
-    optimizer = Config(recorded, optimizer=_OPTIMIZERS[f['optimizer']])
+    optimizer = Config(record_gradients, optimizer=_OPTIMIZERS[f['optimizer']])
     config.train.learner.set(optimizer=optimizer, learning_rate=0.05)
     config.train.learner.set(num_microbatches=f['num_microbatches'], ema_decay=f['ema_decay'])
     config.train.learner.clip_gradient_norm_to_value = f['clip']
@@ -291,7 +291,7 @@ class Task:
     for mesh, removed in smaller_meshes(self.mesh):
       if removed is not None:
         groups = {
-          name: tuple((path, without_axis(entries, removed)) for path, entries in getattr(self, name))
+          name: tuple((path, remove_axis(entries, removed)) for path, entries in getattr(self, name))
           for name in ('weights', 'activations', 'inputs')
         }
         if f"'{removed}'" not in self.strategy and dict(self.fields).get('context_axis') != removed:

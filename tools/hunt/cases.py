@@ -100,7 +100,7 @@ def smaller_entries(entries: Entries) -> Iterator[Entries]:
       yield (*entries[:dim], tuple(a for a in axes if a != axis), *entries[dim + 1 :])
 
 
-def without_axis(entries: Entries, axis: str) -> Entries:
+def remove_axis(entries: Entries, axis: str) -> Entries:
   return tuple(tuple(a for a in axes if a != axis) for axes in entries)
 
 

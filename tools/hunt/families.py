@@ -88,31 +88,31 @@ def _equation(sizes: Sizes) -> str:
   letters = list('abcdefgh')
   batch, left, right, summed = ([letters.pop() for _ in range(rng.integers(0, 3))] for _ in range(4))
 
-  def shuffled(names: Sequence[str]) -> str:
+  def shuffle(names: Sequence[str]) -> str:
     return ''.join(names[i] for i in rng.permutation(len(names)))
 
-  return f'{shuffled(batch + left + summed)},{shuffled(batch + right + summed)}->{shuffled(batch + left + right)}'
+  return f'{shuffle(batch + left + summed)},{shuffle(batch + right + summed)}->{shuffle(batch + left + right)}'
 
 
-def _shaped(letters: str, sizes: Sizes) -> tuple[int, ...]:
+def _shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
   """Sizes of some letters; of many letters, small ones, so that arrays stay small."""
   largest = {0: 1, 1: 64, 2: 64, 3: 16, 4: 8}.get(len(letters), 6)
   return tuple(min(sizes[letter], largest) for letter in letters)
 
 
-def _capped(equation: str, sizes: Sizes) -> Sizes:
+def _cap_sizes(equation: str, sizes: Sizes) -> Sizes:
   """The sizes of an equation's letters, which no array makes larger than others."""
   left, right = equation.partition('->')[0].split(',')
   capped = {letter: sizes[letter] for letter in {*left, *right}}
   for letters in (left, right, equation.partition('->')[2]):
-    capped |= {letter: min(capped[letter], n) for letter, n in zip(letters, _shaped(letters, sizes))}
+    capped |= {letter: min(capped[letter], n) for letter, n in zip(letters, _shape_of(letters, sizes))}
   return capped
 
 
 @_family(_draw_product)
 def _product(sizes: Sizes) -> Expression:
   equation = _equation(sizes)
-  capped = _capped(equation, sizes)
+  capped = _cap_sizes(equation, sizes)
   arrays = tuple(
     Array(tuple(capped[letter] for letter in letters)) for letters in equation.partition('->')[0].split(',')
   )

@@ -21,10 +21,10 @@ from tools.hunt.cases import (
   Outcome,
   random_entries,
   random_mesh,
+  remove_axis,
   smaller_entries,
   smaller_meshes,
   smaller_numbers,
-  without_axis,
 )
 
 Value = int | float | str | bool | None | tuple[int, ...]
@@ -287,7 +287,7 @@ class Model:
     for mesh, removed in smaller_meshes(self.mesh):
       mappings = self.mappings
       if removed is not None:
-        mappings = tuple((path, without_axis(entries, removed)) for path, entries in mappings)
+        mappings = tuple((path, remove_axis(entries, removed)) for path, entries in mappings)
       yield dataclasses.replace(self, mesh=mesh, mappings=mappings)
     for i, (path, entries) in enumerate(self.mappings):
       for fewer in smaller_entries(entries):
@@ -525,7 +525,7 @@ def _draw_mappings(rng: np.random.Generator, ranks: Mapping[str, int], mesh: Mes
   for path in mappings:
     if path.startswith(_BLOCK) and _WEIGHT in path:
       for axis in stacked:
-        mappings[path] = without_axis(mappings[path], axis)
+        mappings[path] = remove_axis(mappings[path], axis)
   return mappings
 
 

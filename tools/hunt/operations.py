@@ -18,11 +18,11 @@ from tools.hunt.cases import (
   num_devices,
   random_entries,
   random_mesh,
+  remove_axis,
   smaller_entries,
   smaller_meshes,
   smaller_numbers,
   spec_text,
-  without_axis,
 )
 from tools.hunt.families import FAMILIES, Expression
 
@@ -163,7 +163,7 @@ class Operation:
     if self.loop:
       yield dataclasses.replace(self, loop=False)
     for mesh, removed in smaller_meshes(self.mesh):
-      splits = self.splits if removed is None else tuple(without_axis(s, removed) for s in self.splits)
+      splits = self.splits if removed is None else tuple(remove_axis(s, removed) for s in self.splits)
       yield dataclasses.replace(self, mesh=mesh, splits=splits)
     for i, entries in enumerate(self.splits):
       for fewer in smaller_entries(entries):

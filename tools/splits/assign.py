@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from praxis_lite.partitioning.guards.arrays import joined
+from praxis_lite.partitioning.guards.arrays import join_axes
 from praxis_lite.partitioning.guards.products import is_nearly_local
 from praxis_lite.partitioning.propagation import Axis, Split
 
@@ -40,7 +40,7 @@ def arrangements(axes: Sequence[Axis], places: int) -> list[Split]:
   for number in range(len(axes) + 1):
     for chosen in itertools.permutations(axes, number):
       for cuts in itertools.combinations_with_replacement(range(number + 1), places - 1):
-        found[tuple(joined(chosen[i:j]) for i, j in itertools.pairwise((0, *cuts, number)))] = None
+        found[tuple(join_axes(chosen[i:j]) for i, j in itertools.pairwise((0, *cuts, number)))] = None
   return [*found]
 
 
@@ -62,7 +62,7 @@ def nearly_local(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
     used = [part for entry in splits[i] for part in entry]
     free = [axis for axis in axes if not any(_overlap(axis, part) for part in used)]
     more = rng.choice(arrangements(free, len(dims[i])))
-    found[(*splits[:i], tuple(joined((*x, *y)) for x, y in zip(splits[i], more)), *splits[i + 1 :])] = None
+    found[(*splits[:i], tuple(join_axes((*x, *y)) for x, y in zip(splits[i], more)), *splits[i + 1 :])] = None
   return [*found]
 
 
@@ -86,7 +86,7 @@ def left_as_stated(shape: Sequence[int], dims: Dims) -> list[Splits]:
         used = [part for entry in split for part in entry]
         free = [axis for axis in axes if not any(_overlap(axis, part) for part in used)]
         for more in arrangements(free, len(split)):
-          further = (*splits[:i], tuple(joined((*x, *y)) for x, y in zip(split, more)), *splits[i + 1 :])
+          further = (*splits[:i], tuple(join_axes((*x, *y)) for x, y in zip(split, more)), *splits[i + 1 :])
           if further not in found and is_nearly_local(further, dims, mesh):
             found[further] = None
   return [*found]
@@ -101,16 +101,16 @@ def any_splits(axes: Sequence[Axis], dims: Dims, most: int) -> list[Splits]:
   return [*dict.fromkeys(tuple(map(rng.choice, ways)) for _ in range(most))]
 
 
-def shown(splits: Splits) -> str:
+def format_splits(splits: Splits) -> str:
   """Splits as a line, such as "(a)(b c) (b c)() (a)()"; parts of axes as "b/2" for the minor half of an axis of 4."""
-  return ' '.join(''.join(f'({" ".join(map(_shown, axes))})' for axes in split) or '-' for split in splits)
+  return ' '.join(''.join(f'({" ".join(map(_format_axis, axes))})' for axes in split) or '-' for split in splits)
 
 
-def _shown(axis: Axis) -> str:
+def _format_axis(axis: Axis) -> str:
   return f'{axis.name}:{axis.before}x{axis.size}'
 
 
-def all_of(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
+def all_cases(axes: Sequence[Axis], dims: Dims, most: int) -> Iterator[Splits]:
   """All local splits (at most `most`), as many that are nearly so, and as many others; each once."""
   every = local(axes, dims)
   first = every if len(every) <= most else random.Random(0).sample(every, most)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from praxis_lite.jax_internals.mlir import ir, run_passes, stablehlo
 from praxis_lite.partitioning.guards import guard
-from praxis_lite.partitioning.guards.arrays import filled
+from praxis_lite.partitioning.guards.arrays import make_constant
 from praxis_lite.partitioning.propagation import Propagation, Site, inline_calls
 from tools.splits.assign import Dims, Splits
 
@@ -116,16 +116,16 @@ def _state_ends(first: Site, last: Site, splits: Splits) -> None:
   """States how arguments are split before and after a barrier, and a result before one, after which it is whole."""
   for i, (result, split) in enumerate(zip([*first.op.results], splits)):
     with ir.InsertionPoint(first.op), first.op.location:
-      first.op.operands[i] = first.constraint(_added(first.op.operands[i], -_PADDING), split).result
+      first.op.operands[i] = first.insert_constraint(_add_number(first.op.operands[i], -_PADDING), split).result
     with ir.InsertionPoint.after(first.op), first.op.location:
-      before = first.constraint(result, split)
-      after = first.constraint(_added(before.result, _PADDING), split)
+      before = first.insert_constraint(result, split)
+      after = first.insert_constraint(_add_number(before.result, _PADDING), split)
     result.replace_all_uses_except(after.result, [before.operation])
   (result,), split = last.op.results, splits[-1]
   with ir.InsertionPoint(last.op), last.op.location:
-    last.op.operands[0] = last.constraint(last.op.operands[0], split).result
+    last.op.operands[0] = last.insert_constraint(last.op.operands[0], split).result
   with ir.InsertionPoint.after(last.op), last.op.location:
-    whole = last.constraint(result, ((),) * len(split))
+    whole = last.insert_constraint(result, ((),) * len(split))
   result.replace_all_uses_except(whole.result, [whole.operation])
 
 
@@ -133,18 +133,18 @@ def _state_one(site: Site, splits: Splits) -> None:
   """Barriers keep what is stated of an operation apart from what is stated of it later, and its results whole after."""
   op = site.op
   with ir.InsertionPoint(op), op.location:
-    before = [site.constraint(_added(x, -_PADDING), split).result for x, split in zip(op.operands, splits)]
+    before = [site.insert_constraint(_add_number(x, -_PADDING), split).result for x, split in zip(op.operands, splits)]
     for i, (x, split) in enumerate(zip(stablehlo.OptimizationBarrierOp(before).results, splits)):
-      op.operands[i] = site.constraint(_added(x, _PADDING), split).result
+      op.operands[i] = site.insert_constraint(_add_number(x, _PADDING), split).result
   for result, split in zip([*op.results], splits[len(op.operands) :]):
     with ir.InsertionPoint.after(op), op.location:
-      first = site.constraint(result, split)
+      first = site.insert_constraint(result, split)
       after = stablehlo.OptimizationBarrierOp([first.result]).results[0]
-      whole = site.constraint(after, ((),) * len(split)).result
+      whole = site.insert_constraint(after, ((),) * len(split)).result
     result.replace_all_uses_except(whole, [first.operation])
 
 
-def _added(x: ir.Value, number: int) -> ir.Value:
+def _add_number(x: ir.Value, number: int) -> ir.Value:
   """Adds a number to an array of real numbers."""
   is_real = isinstance(x.type.element_type, ir.FloatType | ir.IntegerType)
-  return stablehlo.AddOp(x, filled(x.type, number)).result if is_real and x.type.rank else x
+  return stablehlo.AddOp(x, make_constant(x.type, number)).result if is_real and x.type.rank else x

@@ -80,17 +80,17 @@ def _program(case: _Convolution) -> Program:
     f'stride {case.stride}, {of_images}',
     op='stablehlo.convolution',
     fn=convolve,
-    args=(_as(images, 'NHWC', of_images), _as(filters, 'HWIO', of_filters)),
-    expected=_as(_convolved(images, filters, case), 'NHWC', of_result),
+    args=(_reorder(images, 'NHWC', of_images), _reorder(filters, 'HWIO', of_filters)),
+    expected=_reorder(_convolve(images, filters, case), 'NHWC', of_result),
     dims=tuple(tuple(of.get(x) for x in layout) for of, layout in zip(names, case.layout)),
   )
 
 
-def _as(x: np.ndarray, before: str, after: str) -> np.ndarray:
+def _reorder(x: np.ndarray, before: str, after: str) -> np.ndarray:
   return x.transpose([before.index(name) for name in after])
 
 
-def _convolved(x: np.ndarray, w: np.ndarray, case: _Convolution) -> np.ndarray:
+def _convolve(x: np.ndarray, w: np.ndarray, case: _Convolution) -> np.ndarray:
   """The convolution in NumPy, group by group."""
   groups = case.feature_groups * case.batch_groups
   parts = np.split(x, groups, axis=3 if case.feature_groups > 1 else 0)
@@ -177,7 +177,7 @@ def window_gradients() -> Iterator[Program]:
     for value, amount in zip(largest.flat, source.flat):
       expected[x == value] += amount
     names = tuple(name if n == 1 else None for name, n in zip('tuvw', size))
-    select = _selected(size, stride)
+    select = _select_gradient(size, stride)
     yield Program(
       f'{shape} {size} {stride}',
       'stablehlo.select_and_scatter',
@@ -188,7 +188,7 @@ def window_gradients() -> Iterator[Program]:
     )
 
 
-def _selected(size: Sizes, stride: Sizes) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _select_gradient(size: Sizes, stride: Sizes) -> Callable[[jax.Array, jax.Array], jax.Array]:
   def gradient(x: jax.Array, source: jax.Array) -> jax.Array:
     maxima = _maximum(size, stride, ((0, 0),) * x.ndim)
     return jax.vjp(maxima, x)[1](source)[0]

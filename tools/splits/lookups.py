@@ -12,7 +12,7 @@ from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionN
 
 from tools.splits.assign import Dims
 from tools.splits.batches import Program
-from tools.splits.parts import of_function, of_gradient
+from tools.splits.parts import function_program, gradient_program
 
 # The table, the ids, the dimensions of a slice in the result and in the table, those that are looked up, those that
 # both have, and the sizes of a slice. Some ids are past the end, where XLA clamps them, or drops their updates.
@@ -178,5 +178,5 @@ def functions() -> Iterator[Program]:
   for name, fn, shape, ids in _FUNCTIONS:
     x = np.random.default_rng(0).integers(-9, 10, shape).astype(np.float32)
     args = (x, *(np.array(i, np.int32) for i in ids))
-    yield of_function(name, fn, args)
-    yield of_gradient(name, fn, args, 0)
+    yield function_program(name, fn, args)
+    yield gradient_program(name, fn, args, 0)

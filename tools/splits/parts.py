@@ -68,18 +68,18 @@ _FUNCTIONS: tuple[tuple[str, Function, tuple[tuple[int, ...], ...]], ...] = (
 def functions() -> Iterator[Program]:
   for name, fn, shapes in _FUNCTIONS:
     args = tuple(_entries(shape) for shape in shapes)
-    yield of_function(name, fn, args)
+    yield function_program(name, fn, args)
     for i in range(len(args)):
-      yield of_gradient(name, fn, args, i)
+      yield gradient_program(name, fn, args, i)
 
 
-def of_function(name: str, fn: Function, args: tuple[np.ndarray, ...]) -> Program:
+def function_program(name: str, fn: Function, args: tuple[np.ndarray, ...]) -> Program:
   """The program of a function of several operations, whose one-device result is expected."""
   expected = np.asarray(jax.jit(fn)(*args))
   return Program(f'{name} {shapes_of(args)}', SEVERAL, fn, args, expected, tuple(map(names_of, (*args, expected))))
 
 
-def of_gradient(name: str, fn: Function, args: tuple[np.ndarray, ...], number: int) -> Program:
+def gradient_program(name: str, fn: Function, args: tuple[np.ndarray, ...], number: int) -> Program:
   """The program of a function's gradient by one of its arguments, whose sums and products are exact."""
   out = jax.eval_shape(fn, *args)
   weights = np.random.default_rng(1).integers(-3, 4, out.shape).astype(np.float32)
@@ -87,7 +87,7 @@ def of_gradient(name: str, fn: Function, args: tuple[np.ndarray, ...], number: i
   def gradient(weights: jax.Array, *args: jax.Array) -> jax.Array:
     return jax.grad(lambda *xs: jnp.sum(fn(*xs) * weights), argnums=number)(*args)
 
-  return of_function(f'gradient of {name} by {number}', gradient, (weights, *args))
+  return function_program(f'gradient of {name} by {number}', gradient, (weights, *args))
 
 
 def shapes_of(args: Sequence[np.ndarray]) -> str:

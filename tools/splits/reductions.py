@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tools.splits.batches import Program
-from tools.splits.parts import of_function, of_gradient
+from tools.splits.parts import function_program, gradient_program
 
 Function = Callable[..., jax.Array]
 
@@ -66,9 +66,9 @@ def largest() -> Iterator[Program]:
 def _programs(functions: tuple[tuple[str, Function, tuple[int, ...], bool], ...]) -> Iterator[Program]:
   """Of each function its values, and its gradient if that is true of it."""
   for name, fn, shape, has_gradient in functions:
-    yield of_function(name, fn, (_distinct(shape),))
+    yield function_program(name, fn, (_distinct(shape),))
     if has_gradient:
-      yield of_gradient(name, fn, (_distinct(shape),), 0)
+      yield gradient_program(name, fn, (_distinct(shape),), 0)
 
 
 def _distinct(shape: tuple[int, ...]) -> np.ndarray:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from praxis_lite.errors import UserError
-from praxis_lite.jax_internals.flags import with_flags
+from praxis_lite.jax_internals.flags import add_flags
 from tools.splits.assign import Splits
 from tools.splits.batches import Found, run
 from tools.splits.kinds import KINDS
@@ -68,7 +68,7 @@ class Worker:
   def _start(self) -> None:
     wanted = {'xla_force_host_platform_device_count': str(math.prod(self._mesh_shape)), **_FLAGS}
     before = {name: os.environ.get(name) for name in ('XLA_FLAGS', 'JAX_PLATFORMS', 'TF_CPP_MIN_LOG_LEVEL')}
-    os.environ |= {'XLA_FLAGS': with_flags('', wanted), 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    os.environ |= {'XLA_FLAGS': add_flags('', wanted), 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     self._connection, theirs = _PROCESSES.Pipe()
     self._process = _PROCESSES.Process(target=_serve, args=(theirs,), daemon=True)
     self._process.start()

@@ -28,7 +28,7 @@ def padding(pad: ir.Operation) -> tuple[list[int], list[int], list[int]]:
   return integers(pad, 'edge_padding_low'), integers(pad, 'edge_padding_high'), integers(pad, 'interior_padding')
 
 
-def filled(of_type: ir.RankedTensorType, value: float) -> ir.Value:
+def make_constant(of_type: ir.RankedTensorType, value: float) -> ir.Value:
   """An array of one number, inserted as a constant."""
   dtype = of_type.element_type
   entry = ir.FloatAttr.get(dtype, value) if isinstance(dtype, ir.FloatType) else ir.IntegerAttr.get(dtype, int(value))
@@ -39,9 +39,9 @@ def zeros(of_type: ir.RankedTensorType) -> ir.Value:
   """An array of zeros of any type, inserted as a constant."""
   dtype = of_type.element_type
   if not isinstance(dtype, ir.ComplexType):
-    return filled(of_type, 0)
+    return make_constant(of_type, 0)
   return stablehlo.ConvertOp(
-    of_type, filled(ir.RankedTensorType.get(of_type.shape, ir.ComplexType(dtype).element_type), 0)
+    of_type, make_constant(ir.RankedTensorType.get(of_type.shape, ir.ComplexType(dtype).element_type), 0)
   ).result
 
 
@@ -56,7 +56,7 @@ def whole(split: Split, dims: Iterable[int]) -> Split:
   return tuple(() if dim in dims else axes for dim, axes in enumerate(split))
 
 
-def unused(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def unused_axes(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
   """The axes of a mesh, and the parts of axes, that are not among some."""
   found = []
   for axis in mesh:
@@ -70,7 +70,7 @@ def unused(mesh: Iterable[Axis], axes: Iterable[Axis]) -> tuple[Axis, ...]:
   return tuple(found)
 
 
-def joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def join_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
   """Axes that split a dimension, of which parts of an axis that follow each other are one."""
   found: list[Axis] = []
   for axis in axes:

@@ -172,10 +172,10 @@ class GuardedJit(Generic[T]):
   def __init__(self, fn: Callable[..., T], *, static_argnums: int | Sequence[int] = (), **options: Any):
     # A function of its own: what `jax.jit` has lowered for `fn` itself, and compiled, JAX would not compile again.
     @functools.wraps(fn)
-    def own(*args: Any, **kwargs: Any) -> T:
+    def call_own(*args: Any, **kwargs: Any) -> T:
       return fn(*args, **kwargs)
 
-    self.jitted = jax.jit(own, static_argnums=static_argnums, **options)
+    self.jitted = jax.jit(call_own, static_argnums=static_argnums, **options)
     self._static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
     self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 

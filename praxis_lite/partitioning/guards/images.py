@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import integer, integers, joined, padding, unused, whole
+from praxis_lite.partitioning.guards.arrays import integer, integers, join_axes, padding, unused_axes, whole
 from praxis_lite.partitioning.guards.products import Names, is_nearly_local
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
@@ -23,7 +23,7 @@ def guard_convolution(convolution: Instance) -> tuple[Split, ...]:
   op = convolution.site.op
   numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
   if integer(op, 'batch_group_count') > 1 or integer(op, 'feature_group_count') > 1:
-    return _over_rows(convolution, numbers)
+    return _split_over_rows(convolution, numbers)
   names = _names(convolution, numbers)
   if is_nearly_local(convolution.splits, names, convolution.site.mesh):
     return convolution.splits
@@ -43,7 +43,7 @@ def _names(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> Na
   return images, filters, result
 
 
-def _over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> tuple[Split, ...]:
+def _split_over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -> tuple[Split, ...]:
   """Splits a convolution with groups over rows alone.
 
   XLA takes some for products, and multiplies channels of one group with the filter of another: x and w of 1 x 1 over
@@ -61,7 +61,7 @@ def _over_rows(convolution: Instance, numbers: stablehlo.ConvDimensionNumbers) -
     images[numbers.input_batch_dimension] = result[numbers.output_batch_dimension] = rows
   else:
     rows = convolution.compatible[0][numbers.input_feature_dimension]
-    rows = joined((*rows, *unused(convolution.site.mesh, rows))) if rows else ()
+    rows = join_axes((*rows, *unused_axes(convolution.site.mesh, rows))) if rows else ()
     images[numbers.input_feature_dimension] = filters[numbers.kernel_input_feature_dimension] = rows
   return tuple(images), tuple(filters), tuple(result)
 

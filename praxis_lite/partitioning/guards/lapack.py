@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from praxis_lite.jax_internals.flags import jaxlib_release
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import filled, zeros
+from praxis_lite.partitioning.guards.arrays import make_constant, zeros
 from praxis_lite.partitioning.propagation import (
   Axis,
   Instance,
@@ -110,60 +110,63 @@ def _loop(call: ir.Operation, batch: Split, site: Site | None) -> None:
   each = [n // k for n, k in zip(shape, parts)]
   loops = [n for pair in zip(parts, each) for n in pair]
 
-  def constrained(value: ir.Value, entries: Sequence[tuple[Axis, ...]]) -> ir.Value:
+  def constrain(value: ir.Value, entries: Sequence[tuple[Axis, ...]]) -> ir.Value:
     rest = ((),) * (value.type.rank - len(entries))
-    return value if site is None else site.constraint(value, (*entries, *rest)).result
+    return value if site is None else site.insert_constraint(value, (*entries, *rest)).result
 
-  def reshaped(value: ir.Value, dims: Sequence[int], old: int, entries: Sequence[tuple[Axis, ...]]) -> ir.Value:
+  def reshape(value: ir.Value, dims: Sequence[int], old: int, entries: Sequence[tuple[Axis, ...]]) -> ir.Value:
     of_type = ir.RankedTensorType.get([*dims, *value.type.shape[old:]], value.type.element_type)
-    return constrained(stablehlo.ReshapeOp(of_type, value).result, entries)
+    return constrain(stablehlo.ReshapeOp(of_type, value).result, entries)
 
   apart = [entry for axes in batch for entry in (axes, ())]
   number = len(call.operands)
   with ir.InsertionPoint(call), call.location:
     int32 = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
-    carried = [filled(int32, 0), *(reshaped(constrained(x, batch), loops, len(shape), apart) for x in call.operands)]
+    carried = [
+      make_constant(int32, 0),
+      *(reshape(constrain(x, batch), loops, len(shape), apart) for x in call.operands),
+    ]
     for x in call.results:
       whole = ir.RankedTensorType.get([*loops, *x.type.shape[len(shape) :]], x.type.element_type)
-      carried.append(constrained(zeros(whole), apart))
+      carried.append(constrain(zeros(whole), apart))
     loop = stablehlo.WhileOp([x.type for x in carried], carried)
     for region in loop.regions:
       region.blocks.append(*(x.type for x in carried), arg_locs=[call.location] * len(carried))
     with ir.InsertionPoint(loop.regions[0].blocks[0]):
       turn = loop.regions[0].blocks[0].arguments[0]
       less = stablehlo.ComparisonDirectionAttr.get('LT')
-      stablehlo.ReturnOp([stablehlo.CompareOp(turn, filled(int32, math.prod(each)), less).result])
+      stablehlo.ReturnOp([stablehlo.CompareOp(turn, make_constant(int32, math.prod(each)), less).result])
     with ir.InsertionPoint(loop.regions[1].blocks[0]):
       turn, *arrays = loop.regions[1].blocks[0].arguments
       begin: list[ir.Value] = []
       left = turn
       for n in reversed(each):
-        begin = [filled(int32, 0), stablehlo.RemOp(left, filled(int32, n)).result, *begin]
-        left = stablehlo.DivOp(left, filled(int32, n)).result
+        begin = [make_constant(int32, 0), stablehlo.RemOp(left, make_constant(int32, n)).result, *begin]
+        left = stablehlo.DivOp(left, make_constant(int32, n)).result
       one = [n for k in parts for n in (k, 1)]
       of_turn = []
       for x in arrays[:number]:
-        read = stablehlo.dynamic_slice(x, _at(begin, x, int32), [*one, *x.type.shape[len(one) :]])
-        of_turn.append(reshaped(read, parts, len(one), batch))
-      results = _called(call, of_turn, parts)
+        read = stablehlo.dynamic_slice(x, _full_index(begin, x, int32), [*one, *x.type.shape[len(one) :]])
+        of_turn.append(reshape(read, parts, len(one), batch))
+      results = _call_for_batch(call, of_turn, parts)
       written = [
         stablehlo.DynamicUpdateSliceOp(
-          x, reshaped(constrained(result, batch), one, len(parts), apart), _at(begin, x, int32)
+          x, reshape(constrain(result, batch), one, len(parts), apart), _full_index(begin, x, int32)
         ).result
         for x, result in zip(arrays[number:], results)
       ]
-      stablehlo.ReturnOp([stablehlo.AddOp(turn, filled(int32, 1)).result, *arrays[:number], *written])
-    found = [reshaped(x, shape, len(loops), batch) for x in [*loop.results][1 + number :]]
+      stablehlo.ReturnOp([stablehlo.AddOp(turn, make_constant(int32, 1)).result, *arrays[:number], *written])
+    found = [reshape(x, shape, len(loops), batch) for x in [*loop.results][1 + number :]]
   for old, new in zip([*call.results], found):
     old.replace_all_uses_with(new)
   call.erase()
 
 
-def _at(begin: Sequence[ir.Value], array: ir.Value, int32: ir.RankedTensorType) -> list[ir.Value]:
-  return [*begin, *(filled(int32, 0) for _ in range(array.type.rank - len(begin)))]
+def _full_index(begin: Sequence[ir.Value], array: ir.Value, int32: ir.RankedTensorType) -> list[ir.Value]:
+  return [*begin, *(make_constant(int32, 0) for _ in range(array.type.rank - len(begin)))]
 
 
-def _called(call: ir.Operation, operands: Sequence[ir.Value], batch: Sequence[int]) -> list[ir.Value]:
+def _call_for_batch(call: ir.Operation, operands: Sequence[ir.Value], batch: Sequence[int]) -> list[ir.Value]:
   """The results of a call for other operands, with another batch of as many dimensions."""
   types = [ir.RankedTensorType.get([*batch, *x.type.shape[len(batch) :]], x.type.element_type) for x in call.results]
   names = [named if isinstance(named, str) else named.name for named in call.attributes]  # Of 0.10.2, and before.

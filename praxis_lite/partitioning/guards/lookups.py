@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, filled, if_changed, integers, whole
+from praxis_lite.partitioning.guards.arrays import IDS, ROWS, axes_of, if_changed, integers, make_constant, whole
 from praxis_lite.partitioning.propagation import Axis, Instance, Split, num_parts
 
 
@@ -51,7 +51,9 @@ def guard_slice(dynamic: Instance) -> None:
     if is_split and size != whole_size and dynamic.site.mend(f'clamped start in dimension {dim}'):
       begin = op.operands[first + dim]
       with ir.InsertionPoint(op), op.location:
-        clamped = stablehlo.ClampOp(filled(begin.type, 0), begin, filled(begin.type, whole_size - size)).result
+        clamped = stablehlo.ClampOp(
+          make_constant(begin.type, 0), begin, make_constant(begin.type, whole_size - size)
+        ).result
         op.operands[first + dim] = stablehlo.OptimizationBarrierOp([clamped]).results[0]
 
 
@@ -128,18 +130,18 @@ def _local(scatter: Instance) -> tuple[Split, ...]:
   if math.prod(n for dim, n in enumerate(shapes[ROWS]) if dim not in {*numbers.update_window_dims}) == 1:
     parts += [dim for dim in numbers.scattered_dims_to_operand_dims if dim not in parts]
   # XLA knows what the position in a dimension of one entry is, so a mask of its padding would not be one.
-  pairs = _scattered(scatter)
+  pairs = _scatter_pairs(scatter)
   single = [dim for dim in pairs if shapes[ROWS][dim] == 1]
   batch = dict(zip(numbers.scatter_indices_batching_dims, numbers.input_batching_dims))
   table = whole(table, [*parts, *(batch[pairs[dim]] for dim in single if pairs[dim] in batch)])
   updates = whole(updates, [*(window[dim] for dim in parts if dim in window), *single])
-  return table, _as_rows(ids, updates, pairs), updates, table
+  return table, _split_like_rows(ids, updates, pairs), updates, table
 
 
 def _uneven_updates(scatter: Instance, splits: Sequence[Split]) -> dict[int, int]:
   """The dimensions of updates, and of ids, that do not divide by the axes that split either."""
   ids, updates, sizes = splits[IDS], splits[ROWS], scatter.site.shapes[ROWS]
-  return {i: j for i, j in _scattered(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
+  return {i: j for i, j in _scatter_pairs(scatter).items() if _is_uneven(sizes[i], updates[i], ids[j])}
 
 
 def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, int]:
@@ -155,12 +157,12 @@ def _pairs(lookup: Instance, slices: Iterable[int], vector: int) -> dict[int, in
   return dict(zip(of_rows, [dim for dim in range(len(lookup.splits[IDS])) if dim != vector]))
 
 
-def _scattered(scatter: Instance) -> dict[int, int]:
+def _scatter_pairs(scatter: Instance) -> dict[int, int]:
   numbers = _numbers(scatter)
   return _pairs(scatter, numbers.update_window_dims, numbers.index_vector_dim)
 
 
-def _as_rows(ids: Split, rows: Split, pairs: Mapping[int, int]) -> Split:
+def _split_like_rows(ids: Split, rows: Split, pairs: Mapping[int, int]) -> Split:
   """Ids that are split as their rows."""
   of_ids = {j: rows[i] for i, j in pairs.items()}
   return tuple(of_ids.get(dim, ()) for dim in range(len(ids)))
@@ -205,5 +207,5 @@ def _mask_updates(scatter: Instance, dims: Iterable[int]) -> None:
       size = stablehlo.ConstantOp(ir.DenseElementsAttr.get(np.array(shape[dim], np.int32))).result  # type: ignore[call-overload]
       end = stablehlo.BroadcastInDimOp(of_ints, stablehlo.OptimizationBarrierOp([size]).results[0], []).result
       exists = stablehlo.CompareOp(position, end, stablehlo.ComparisonDirectionAttr.get('LT')).result
-      updates = stablehlo.SelectOp(exists, updates, filled(updates.type, 0)).result
+      updates = stablehlo.SelectOp(exists, updates, make_constant(updates.type, 0)).result
   op.operands[ROWS] = updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from praxis_lite.jax_internals.mlir import ir, stablehlo
-from praxis_lite.partitioning.guards.arrays import GATHER, IDS, filled, integers
+from praxis_lite.partitioning.guards.arrays import GATHER, IDS, integers, make_constant
 from praxis_lite.partitioning.propagation import operations
 
 SLICE = 'stablehlo.dynamic_slice'
@@ -50,13 +50,13 @@ def _clamp_start(op: ir.Operation, number: int, last: Sequence[int], vector: int
   with ir.InsertionPoint(op), op.location:
     scalar = ir.RankedTensorType.get([], dtype)
     if len({*last}) == 1:
-      end = filled(scalar, min(last[0], most))
+      end = make_constant(scalar, min(last[0], most))
     else:
       of_vector = ir.RankedTensorType.get([len(last)], dtype)
       values = [ir.IntegerAttr.get(dtype, min(n, most)) for n in last]
       ends = stablehlo.ConstantOp(ir.DenseElementsAttr.get(values, of_vector)).result
       end = _broadcast(ends, begin, vector)
-    start = filled(scalar, 0)
+    start = make_constant(scalar, 0)
     if end.type.rank:
       start = _broadcast(start, begin)
     clamped = stablehlo.ClampOp(start, begin, end).result

@@ -29,13 +29,13 @@ def order_entries(transform: ir.Operation) -> None:
   The CPU's transform refuses any other order, such as that of an array that is gathered along its last dimension.
   """
   with ir.InsertionPoint(transform), transform.location:
-    transform.operands[0] = _in_order(transform.operands[0]).results[0]
+    transform.operands[0] = _keep_layout(transform.operands[0]).results[0]
   with ir.InsertionPoint.after(transform), transform.location:
-    ordered = _in_order(transform.results[0])
+    ordered = _keep_layout(transform.results[0])
   transform.results[0].replace_all_uses_except(ordered.results[0], [ordered.operation])
 
 
-def _in_order(value: ir.Value) -> stablehlo.CustomCallOp:
+def _keep_layout(value: ir.Value) -> stablehlo.CustomCallOp:
   dims = np.arange(value.type.rank)[::-1].copy()
   order = ir.DenseElementsAttr.get(dims, type=ir.IndexType.get())  # type: ignore[call-overload]
   layouts = ir.ArrayAttr.get([order])

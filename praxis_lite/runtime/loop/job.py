@@ -21,7 +21,7 @@ from praxis_lite.runtime.improvement import Watched, watched_metrics
 from praxis_lite.runtime.loop.options import TrainOptions
 from praxis_lite.runtime.programs import DecodeProgram, EvalProgram, Program, TaskOnMesh
 from praxis_lite.runtime.throughput import StartupTimes
-from praxis_lite.runtime.vocabulary import with_vocabulary
+from praxis_lite.runtime.vocabulary import use_kept_vocabulary
 from praxis_lite.task import SingleTask, TrainParams
 from praxis_lite.training.partitioned_task import PartitionedTask
 
@@ -63,7 +63,7 @@ def build_job(config: ExperimentConfig, directory: Path, options: TrainOptions, 
     UserError: a mistake in the config, the options or the data. Nothing has been compiled or written.
   """
   seed = recorded_seed(directory) if options.seed is None else options.seed
-  config = with_vocabulary(config, directory)
+  config = use_kept_vocabulary(config, directory)
   num_devices = len(options.devices or jax.devices())
   task_p, fit = fit_mesh(config.task, num_devices) if options.elastic else (config.task, '')
   task = task_p.instantiate()

@@ -6,14 +6,14 @@ import functools
 import math
 
 from tools.graphs.drawing import Graph, NotDrawn, Operation
-from tools.graphs.families.register import Families, family, shuffled
+from tools.graphs.families.register import Families, family, shuffle
 from tools.graphs.programs import Line
 
 FAMILIES: Families = {}
 _family = functools.partial(family, FAMILIES)
 
 
-def _as_image(g: Graph, spatial: int) -> tuple[str, Line, tuple[int, ...]]:
+def _reshape_to_image(g: Graph, spatial: int) -> tuple[str, Line, tuple[int, ...]]:
   """A value as rows, channels and pixels, in the text of a reshape where it has another rank."""
   x = g.pick(1, 4)
   if len(x.shape) == spatial + 2:
@@ -33,10 +33,10 @@ def _as_image(g: Graph, spatial: int) -> tuple[str, Line, tuple[int, ...]]:
 def _convolution(g: Graph) -> Operation:
   """With groups of channels or of rows, strides, dilations of both, padding with crops, and dimensions in any order."""
   spatial = g.one(1, 1, 2, 2)
-  text, x, shape = _as_image(g, spatial)
+  text, x, shape = _reshape_to_image(g, spatial)
   names = 'HW'[:spatial]
-  lhs = shuffled(g, 'NC' + names)
-  rhs, out = shuffled(g, 'IO' + names), shuffled(g, 'NC' + names)
+  lhs = shuffle(g, 'NC' + names)
+  rhs, out = shuffle(g, 'IO' + names), shuffle(g, 'NC' + names)
   sizes = dict(zip(lhs, shape))
   rows, channels = sizes['N'], sizes['C']
   features = batches = 1
@@ -64,7 +64,7 @@ def _convolution(g: Graph) -> Operation:
 
 @_family(1)
 def _transposed_convolution(g: Graph) -> Operation:
-  text, x, shape = _as_image(g, 1)
+  text, x, shape = _reshape_to_image(g, 1)
   w = g.array((g.one(1, 2, 3), shape[-1], g.one(1, 2, 3, 4)))
   stride, padding = (g.one(1, 2, 3),), g.one('SAME', 'VALID')
   call = f"lax.conv_transpose({text}, {w.name}, {stride}, '{padding}', dimension_numbers=('NHC', 'HIO', 'NHC'))"

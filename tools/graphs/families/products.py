@@ -6,7 +6,7 @@ import functools
 import math
 
 from tools.graphs.drawing import Graph, NotDrawn, Operation
-from tools.graphs.families.register import Families, family, letters, shuffled
+from tools.graphs.families.register import Families, family, letters, shuffle
 
 FAMILIES: Families = {}
 _family = functools.partial(family, FAMILIES)
@@ -21,8 +21,8 @@ def _einsum(g: Graph) -> Operation:
   kinds = {c: g.one('batch', 'sum', 'sum', 'left', 'left') for c in left}
   new = letters(g, g.one(0, 1, 1, 2), left)
   sizes |= {c: g.size() for c in new}
-  right = shuffled(g, ''.join(c for c in left if kinds[c] != 'left') + new)
-  out = shuffled(g, ''.join(c for c in left if kinds[c] != 'sum') + new)
+  right = shuffle(g, ''.join(c for c in left if kinds[c] != 'left') + new)
+  out = shuffle(g, ''.join(c for c in left if kinds[c] != 'sum') + new)
   y = g.pick(shape=[sizes[c] for c in right]) if right else g.array(())
   summed = math.prod(sizes[c] for c in left if kinds[c] == 'sum')
   return Operation(f"jnp.einsum('{left},{right}->{out}', {x.name}, {y.name})", g.bound(x) * g.bound(y) * summed)
@@ -36,7 +36,7 @@ def _einsum_with_itself(g: Graph) -> Operation:
   new = letters(g, 1, left)
   right = left[:i] + new + left[i + 1 :]
   summed = [c for c in left if c != left[i] and g.chance(0.5)]
-  out = shuffled(g, ''.join(c for c in left + new if c not in summed))
+  out = shuffle(g, ''.join(c for c in left + new if c not in summed))
   n = math.prod(x.shape[left.index(c)] for c in summed)
   return Operation(f"jnp.einsum('{left},{right}->{out}', {x.name}, {x.name})", g.bound(x) ** 2 * n)
 

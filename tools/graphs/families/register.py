@@ -32,5 +32,5 @@ def letters(g: Graph, n: int, used: str = '') -> str:
   return ''.join(rest[i] for i in g.rng.permutation(len(rest))[:n])
 
 
-def shuffled(g: Graph, text: str) -> str:
+def shuffle(g: Graph, text: str) -> str:
   return ''.join(text[i] for i in g.rng.permutation(len(text)))
